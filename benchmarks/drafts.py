@@ -18,15 +18,16 @@ and `sample`: on a CPU these compute) and `wait` (its `collect`: on a GPU this w
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
+
+import harness
 
 from quire.engine.engine import EngineOutput
 from quire.engine.llm import LLM
@@ -34,6 +35,7 @@ from quire.engine.params import GenerationParams
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, work_of
 from quire.text.grammar import Grammar, GrammarKind
 
+SIDES = ("plain", "drafted")
 MIN_COPIED = 20  # characters: shorter runs do not count as copied
 FILE = '''"""Prices of an order: items, discounts, tax and shipping."""
 
@@ -188,12 +190,7 @@ class Run(NamedTuple):
     tokens: list[tuple[int, ...]]
     texts: list[str]
     seconds: float
-    num_calls: int  # of `Engine.step`
-    num_steps: int
-    num_drafted: int
-    num_accepted: int
-    enqueue_s: float
-    wait_s: float
+    counts: Counter[str]
 
     @property
     def num_tokens(self) -> int:
@@ -204,9 +201,8 @@ class Run(NamedTuple):
         return self.num_tokens / self.seconds
 
     @property
-    def parts_us(self) -> str:
-        parts = (self.seconds - self.enqueue_s - self.wait_s, self.enqueue_s, self.wait_s)
-        return " + ".join(f"{part / self.num_steps * 1e6:.0f}" for part in parts)
+    def num_steps(self) -> float:
+        return self.counts["waits"]
 
 
 class Side:
@@ -220,52 +216,45 @@ class Side:
         self._estimator = StepEstimator()
         self._planned = self._running = NO_WORK
         self._step = engine.step
-        self._num_calls = self._num_steps = 0
-        self._enqueue_s = self._wait_s = 0.0
+        self._counts: Counter[str] = Counter()
         engine.on_plan = lambda plan: setattr(self, "_planned", work_of(plan))
-        engine.step = self._timed  # type: ignore[method-assign]
-        forward, sample, collect = runner.forward, runner.sample, runner.collect
-        runner.forward = lambda plan: self._enqueue(forward, plan)  # type: ignore[method-assign]
-        runner.sample = lambda masks: self._enqueue(sample, masks)  # type: ignore[method-assign]
-        runner.collect = lambda: self._collect(collect)  # type: ignore[method-assign]
+        engine.step = self._timed("calls", self._step_and_learn)  # type: ignore[method-assign]
+        runner.forward = self._timed("enqueues", runner.forward)  # type: ignore[method-assign]
+        runner.sample = self._timed("enqueues", runner.sample)  # type: ignore[method-assign]
+        runner.collect = self._timed("waits", runner.collect)  # type: ignore[method-assign]
 
-    def _enqueue(self, call: Callable[[Any], None], argument: Any) -> None:
-        start_s = time.perf_counter()
-        call(argument)
-        self._enqueue_s += time.perf_counter() - start_s
+    def _timed(self, name: str, call: Callable[..., Any]) -> Any:
+        def timed(*arguments: Any) -> Any:
+            start_ns = time.perf_counter_ns()
+            result = call(*arguments)
+            self._counts[f"{name}, ns"] += time.perf_counter_ns() - start_ns
+            self._counts[name] += 1
+            return result
 
-    def _collect(self, collect: Callable[[], Any]) -> Any:
-        start_s = time.perf_counter()
-        result = collect()
-        self._wait_s += time.perf_counter() - start_s
-        self._num_steps += 1
-        return result
+        return timed
 
-    def _timed(self) -> list[EngineOutput]:
+    def _step_and_learn(self) -> list[EngineOutput]:
         engine, start_s = self.llm.engine, time.monotonic()
         outputs = self._step()
         done = self._planned
         if engine.capacity.has_overlap:
             done, self._running = self._running, self._planned
-        self._num_calls += 1
         if engine.capacity.has_costly_rows:
             self._estimator.learn(done, time.monotonic() - start_s)
             engine.scheduler.policy.ledger.cost = self._estimator.cost()
         return outputs
 
-    def _counts(self) -> tuple[float, ...]:
-        scheduler = self.llm.engine.scheduler
-        counts = (self._num_calls, self._num_steps, scheduler.num_drafted, scheduler.num_accepted)
-        return (*counts, self._enqueue_s, self._wait_s)
-
     def run(self, tasks: Sequence[Task]) -> Run:
-        before = self._counts()
+        scheduler = self.llm.engine.scheduler
+        num_drafted, num_accepted = scheduler.num_drafted, scheduler.num_accepted
+        self._counts.clear()
         start_s = time.perf_counter()
         outputs = self.llm.chat([task.chat for task in tasks], [task.params for task in tasks], progress=False)
         seconds = time.perf_counter() - start_s
+        drafts = {"drafted": scheduler.num_drafted - num_drafted, "accepted": scheduler.num_accepted - num_accepted}
         answers = [output.completions[0] for output in outputs]
-        counts: Any = [now - then for now, then in zip(self._counts(), before, strict=True)]
-        return Run([one.token_ids for one in answers], [one.text for one in answers], seconds, *counts)
+        texts = [one.text for one in answers]
+        return Run([one.token_ids for one in answers], texts, seconds, Counter({**self._counts, **drafts}))
 
 
 def copied(tasks: Sequence[Task], texts: Sequence[str]) -> float:
@@ -277,58 +266,54 @@ def copied(tasks: Sequence[Task], texts: Sequence[str]) -> float:
     return num_copied / max(sum(map(len, texts)), 1)
 
 
-def mean(runs: Sequence[Run]) -> Run:
-    """The mean counts and times of runs with the same answers."""
-    counts: Any = [statistics.mean(values) for values in zip(*(run[2:] for run in runs), strict=True)]
-    return Run(runs[0].tokens, runs[0].texts, *counts)
+def parts_us(runs: Sequence[Run]) -> str:
+    """Mean microseconds per step: the engine, enqueuing, waiting."""
+    counts = sum((run.counts for run in runs), Counter[str]())
+    seconds = sum(run.seconds for run in runs)
+    parts = 1e9 * seconds - counts["enqueues, ns"] - counts["waits, ns"], counts["enqueues, ns"], counts["waits, ns"]
+    return " + ".join(f"{part / counts['waits'] / 1000:.0f}" for part in parts)
 
 
-def measure(sides: Sequence[Side], name: str, num_streams: int, rounds: int) -> None:
+def measure(sides: dict[str, Side], name: str, num_streams: int, rounds: int) -> None:
     tasks = [WORKLOADS[name](number) for number in range(num_streams)]
-    runs: list[list[Run]] = [[], []]
-    for number in range(rounds + 1):  # the first round warms up
-        for place in (0, 1) if number % 2 else (1, 0):  # the second of two runs may be slower
-            run = sides[place].run(tasks)
-            if number:
-                runs[place].append(run)
-    plain, drafted = ([run.speed for run in found] for found in runs)
-    ratios = [after / before for before, after in zip(plain, drafted, strict=True)]
-    is_equal = all(one.tokens == other.tokens for one, other in zip(*runs, strict=True))
-    before, after = mean(runs[0]), mean(runs[1])
+    calls: dict[str, Callable[[int], Run]] = {key: lambda _, side=side: side.run(tasks) for key, side in sides.items()}  # type: ignore[misc]
+    plain, drafted = harness.alternate(calls, rounds, num_warm_ups=1).values()
+    ratios = harness.ratios([run.speed for run in drafted], [run.speed for run in plain])
+    before, after = (statistics.median(run.speed for run in runs) for runs in (plain, drafted))
+    is_equal = all(one.tokens == other.tokens for one, other in zip(plain, drafted, strict=True))
+    last, num_plain_steps = drafted[-1], plain[-1].num_steps
     print(
         f"{name:9} {num_streams:3} streams: {statistics.median(ratios):5.2f} times ({min(ratios):.2f} to"
-        f" {max(ratios):.2f}), {statistics.median(plain):.1f} -> {statistics.median(drafted):.1f} tok/s;"
-        f" answers {'equal' if is_equal else 'DIFFER'}, {after.num_tokens} tokens,"
-        f" {copied(tasks[:1], after.texts[:1]):.0%} copied"
+        f" {max(ratios):.2f}), {before:.1f} -> {after:.1f} tok/s;"
+        f" answers {'equal' if is_equal else 'DIFFER'}, {last.num_tokens} tokens,"
+        f" {copied(tasks[:1], last.texts[:1]):.0%} copied"
     )
-    print(
-        f"{'':21} steps {before.num_steps:.0f} -> {after.num_steps:.0f} ({after.num_calls:.0f} calls),"
-        f" {after.num_tokens / after.num_steps:.2f} tokens per step,"
-        f" {after.num_accepted:.0f} of {after.num_drafted:.0f} drafts right;"
-        f" engine + enqueue + wait, us per step: {before.parts_us} -> {after.parts_us}",
-        flush=True,
+    harness.say(
+        f"{'':21} steps {num_plain_steps:.0f} -> {last.num_steps:.0f} ({last.counts['calls']} calls),"
+        f" {last.num_tokens / last.num_steps:.2f} tokens per step,"
+        f" {last.counts['accepted']} of {last.counts['drafted']} drafts right;"
+        f" engine + enqueue + wait, us per step: {parts_us(plain)} -> {parts_us(drafted)}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--backend", default="native")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--streams", default="1", help="numbers of streams, separated by commas")
+    parser.add_argument("--streams", type=harness.numbers, default=(1,), help="numbers of streams")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default=",".join(WORKLOADS), help="names of workloads, separated by commas")
+    parser.add_argument("--only", type=harness.names(WORKLOADS), default=tuple(WORKLOADS), help="names of workloads")
     parser.add_argument("--control", action="store_true", help="no drafts on either side: shows the noise")
-    options = parser.parse_args()
-    model = str(Path(options.model)) if Path(options.model).exists() else options.model
-    settings = {"backend": options.backend, "device": options.device, "dtype": options.dtype, "num_blocks": 4000}
-    sides = [Side(model, has_drafts=has_drafts, **settings) for has_drafts in (False, not options.control)]
-    print(f"{sides[0].llm.engine.runner.facts()}")
-    for name in options.only.split(","):
-        for num_streams in map(int, options.streams.split(",")):
-            measure(sides, name, num_streams, options.rounds)
-    for side in sides:
+    args = parser.parse_args()
+    settings = {"backend": args.backend, "device": args.device, "dtype": args.dtype, "num_blocks": 4000}
+    sides = {name: Side(args.model, has_drafts=name != "plain" and not args.control, **settings) for name in SIDES}
+    print(f"{sides['plain'].llm.engine.runner.facts()}")
+    for name in args.only:
+        for num_streams in args.streams:
+            measure(sides, name, num_streams, args.rounds)
+    for side in sides.values():
         side.llm.close()
 
 

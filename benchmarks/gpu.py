@@ -1,7 +1,7 @@
-"""Compares quire with vLLM's figures on one H200: workloads A, B and C on the shapes of Qwen3-0.6B and Llama-3-8B.
+"""Compares quire with vLLM's figures on one H200: workloads A, B, C and T on the shapes of real models.
 
     python benchmarks/gpu.py --out results        # everything, in under ten minutes
-    python benchmarks/gpu.py --only A,idle --models qwen3-0.6b
+    python benchmarks/gpu.py --only A,C --models qwen3-0.6b
     python benchmarks/gpu.py --quick              # a smoke run with tiny shapes, on any machine
 
 Random weights in real shapes, bf16, token ids in and out, no end tokens. The engine is driven directly, so only torch,
@@ -12,25 +12,20 @@ are printed as they are measured; a stage that fails prints its error, and the o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import gpu_correctness
-import gpu_peer
-import gpu_profile
 import gpu_ready
+import harness
 import torch
-from gpu_driving import Machine, Run, Settings
+from gpu_machine import Machine, Run, engine_config, loaded
 from gpu_workloads import (
     A0,
     A1,
@@ -38,12 +33,11 @@ from gpu_workloads import (
     CACHE,
     FULL,
     GAIN,
-    PEER_ANCHOR,
     QUICK,
-    QWEN,
     READY,
     SHAPES,
     TREE,
+    UNITS,
     Anchor,
     B,
     C,
@@ -53,15 +47,12 @@ from gpu_workloads import (
     workload_a,
     workload_b,
     workload_c,
-    workload_peer,
     write_shape,
 )
+from harness import Stages, number, ratio, say
 
-from quire import __version__
-
-STAGES = ("correctness", "A", "B", "C", "T", "ready", "idle", "transformers", "cache")
+STAGES = ("correctness", "A", "B", "C", "T", "ready", "cache")
 CLIENTS = 4
-PEER = "64 x 256, beside transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,49 +61,36 @@ class Figure:
 
     what: str
     shape: str
-    unit: str
-    ours: float
-    values: list[float]  # of which it is the median
-    vllm: float | None
-    bar: float | None
-    limit: float | None
+    values: list[float]
+    anchor: Anchor
     note: str = ""
 
     @property
-    def is_more_better(self) -> bool:
-        return Anchor(self.unit, None, None).is_more_better
+    def unit(self) -> str:
+        return UNITS.get(self.what, "tok/s")
 
-    def times(self, other: float | None) -> float | None:
-        """Return the ratio to the other figure. Above 1: ours is better."""
-        if other is None or self.ours <= 0:
-            return None
-        return self.ours / other if self.is_more_better else other / self.ours
+    @property
+    def ours(self) -> float:
+        return statistics.median(self.values)
 
     @property
     def is_held(self) -> bool | None:
-        if self.bar is None:
+        times = self._times(self.anchor.bar)
+        return None if times is None else times >= 1
+
+    def _times(self, other: float | None) -> float | None:
+        """Return the ratio to the other figure. Above 1: ours is better."""
+        if other is None or self.ours <= 0:
             return None
-        return self.ours >= self.bar if self.is_more_better else self.ours <= self.bar
+        return self.ours / other if self.unit in ("tok/s", "x") else other / self.ours
 
     def cells(self) -> list[str]:
+        vllm, bar, limit = ([number(one), ratio(self._times(one))] for one in self.anchor)
         held = {None: "", True: "yes", False: "NO"}[self.is_held]
-        ratios = [_ratio(self.times(other)) for other in (self.vllm, self.bar, self.limit)]
-        vllm, bar, limit = (_number(one, "") for one in (self.vllm, self.bar, self.limit))
-        ours = _number(self.ours, self.unit)
-        return [self.what, self.shape, ours, vllm, ratios[0], bar, ratios[1], held, limit, ratios[2]]
+        return [self.what, self.shape, number(self.ours, self.unit), *vllm, *bar, held, *limit]
 
 
 HEADS = ("", "shape", "ours", "vLLM 0.26", "times", "bar", "times", "held", "limit", "times")
-
-
-def _number(value: float | None, unit: str) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f} {unit}".rstrip() if abs(value) >= 100 else f"{value:.3g} {unit}".rstrip()
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 @dataclass(slots=True)
@@ -123,123 +101,86 @@ class Report:
     facts: dict[str, Any]
     figures: list[Figure] = field(default_factory=list)
     checks: list[gpu_correctness.Check] = field(default_factory=list)
-    windows: dict[str, list[gpu_profile.Window]] = field(default_factory=dict)
     ready: dict[str, dict[str, float]] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, figure: Figure) -> None:
-        self.figures.append(figure)
-        spread = ", ".join(_number(value, "") for value in figure.values)
-        say(f"{figure.what} on {figure.shape}: {_number(figure.ours, figure.unit)} ({spread}) {figure.note}")
+    stages: Stages = field(default_factory=Stages)
 
     def check(self, check: gpu_correctness.Check) -> None:
         self.checks.append(check)
         say(str(check))
 
-    def table(self) -> str:
-        lines = [HEADS, ["---"] * len(HEADS), *(figure.cells() for figure in self.figures)]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "facts": self.facts,
-            "figures": [{**asdict(one), "is_held": one.is_held} for one in self.figures],
-            "correctness": [one.document() for one in self.checks],
-            "profile": {shape: [one.document() for one in found] for shape, found in self.windows.items()},
-            "ready": self.ready,
-            "notes": self.notes,
-            "failures": self.failures,
-        }
+    def text(self) -> str:
+        figures = harness.table(HEADS, [figure.cells() for figure in self.figures])
+        return "\n\n".join([figures, *map(str, self.checks)])
 
     def write(self) -> None:
         if self.out is None:
             return
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "gpu.json").write_text(json.dumps(self.document(), indent=2) + "\n")
-        parts = [self.table(), gpu_profile.table(self.windows) if self.windows else "", *map(str, self.checks)]
-        (self.out / "gpu.md").write_text("\n\n".join(filter(None, parts)) + "\n")
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
+        document = {
+            "facts": self.facts,
+            "figures": [{**asdict(one), "ours": one.ours, "is_held": one.is_held} for one in self.figures],
+            "correctness": [{**asdict(one), "is_held": one.is_held} for one in self.checks],
+            "ready": self.ready,
+            "failures": self.stages.failures,
+        }
+        harness.write_json(self.out / "gpu.json", document)
+        (self.out / "gpu.md").write_text(self.text() + "\n")
 
 
 class Bench:
     """The stages in order. The engine of each shape is made once, and freed before the next."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args = args
         self.scale: Scale = QUICK if args.quick else FULL
-        self.stages: tuple[str, ...] = args.only
-        self.shapes: tuple[str, ...] = args.models
-        self.repeats: int = args.repeats
-        self.families: tuple[str, ...] = gpu_correctness.QUICK_FAMILIES if args.quick else args.families
-        kv_bytes = None if args.kv_gib is None else int(args.kv_gib * 2**30)
-        kv_bytes = 1 << 20 if args.quick else kv_bytes
-        self.settings = Settings(
-            args.device,
-            args.step_tokens,
-            args.chunk_tokens,
-            kv_bytes,
-            quantize=args.quantize,
-            kv_cache_dtype=args.kv_cache_dtype,
-        )
         self.folder = folder
-        self.report = Report(args.out, facts(args))
+        has_cuda = torch.cuda.is_available()
+        device = torch.cuda.get_device_name() if has_cuda else "cpu"
+        facts = harness.facts(args, device=device, torch=torch.__version__, cuda=torch.version.cuda)
+        self.report = Report(args.out, facts)
 
     def run(self) -> Report:
-        if "correctness" in self.stages:
+        if "correctness" in self.args.only:
             for dtype in ("float32", "bfloat16"):
-                for family in self.families:
+                for family in self.args.families:
                     self._attempt(f"{family} in {dtype}", self._family, family, dtype)
-        if "ready" in self.stages:
-            for shape in self.shapes:
+        if "ready" in self.args.only:
+            for shape in self.args.models:
                 self._attempt(f"{READY}, {shape}", self._ready, shape)
-        if {"correctness", "A", "B", "C", "T", "idle", "cache"} & {*self.stages}:
-            for shape in self.shapes:
-                self._attempt(shape, self._shape, shape)
-        if "transformers" in self.stages and QWEN in self.shapes:
-            self._attempt("transformers", self._beside_transformers)
+        for shape in self.args.models:
+            self._attempt(shape, self._shape, shape)
         return self.report
 
     def _attempt(self, what: str, action: Callable[..., None], *arguments: Any) -> None:
-        started_s = time.perf_counter()
-        try:
-            action(*arguments)
-        except Exception:
-            self.report.failures.append(what)
-            say(f"{what}: FAILED\n{traceback.format_exc()}")
-        took_s = time.perf_counter() - started_s
-        self.report.notes.setdefault("took_s", {})[what] = round(took_s, 1)
-        say(f"  [{what}: {took_s:.1f} s]")
+        self.report.stages.attempt(what, action, *arguments)
         self.report.write()
 
-    @contextmanager
-    def _machine(self, shape: str, settings: Settings) -> Iterator[Machine]:
-        with Machine(shape, self.scale, settings, self.folder / shape) as machine:
-            capacity, kv_bytes = machine.engine.capacity, machine.engine.runner.facts().kv_bytes
-            say(f"{shape}: loaded in {machine.loaded_s:.1f} s; {capacity.num_blocks} blocks, {kv_bytes / 1e9:.1f} GB")
-            graphs_s = machine.prepare()
-            say(f"{shape}: {len(graphs_s)} graphs in {sum(graphs_s):.1f} s, longest {max(graphs_s, default=0.0):.2f} s")
-            yield machine
+    def _loaded(self, shape: str, *, is_fp32: bool = False) -> AbstractContextManager[Machine]:
+        """The engine of a shape; in fp32, of its first layers."""
+        args = self.args
+        settings: dict[str, Any] = {"quantize": args.quantize, "kv_cache_dtype": args.kv_cache_dtype}
+        if args.kv_gib is not None:
+            settings["kv_memory"] = int(args.kv_gib * 2**30)
+        elif is_fp32:
+            settings["kv_memory"] = gpu_correctness.FP32_KV_BYTES
+        num_layers = None
+        if is_fp32:
+            settings["dtype"], num_layers = "float32", gpu_correctness.FP32_LAYERS
+        config = engine_config(self.scale, args.device, **settings)
+        return loaded(shape, self.scale, config, self.folder / shape, num_layers)
 
     # Stages
 
     def _family(self, name: str, dtype: str) -> None:
         folder = self.folder / f"{name}-{dtype}".replace(" ", "-")
-        for check in gpu_correctness.check_family(name, dtype, self.settings.device, folder):
-            self.report.check(check)
-        if dtype == "float32":
-            self.report.check(gpu_correctness.check_masks(name, self.settings.device, folder / "masks"))
+        self.report.check(gpu_correctness.check_family(name, dtype, self.args.device, folder))
 
     def _ready(self, shape: str) -> None:
         folder = self.folder / shape
         write_shape(shape, self.scale, folder)
-        found = gpu_ready.measure(folder, self.settings.device, self.scale.max_num_seqs, self.scale.max_model_len)
+        found = gpu_ready.measure(folder, self.args.device, self.scale.max_num_seqs, self.scale.max_model_len)
         self.report.ready[shape] = found
-        first_s = found["first_token_s"]
         note = ", ".join(f"{name.removesuffix('_s')} {value:.2f}" for name, value in found.items())
-        self._add(READY, shape, [first_s], note=f"to the first token; {note}")
+        self._add(READY, shape, [found["first_token_s"]], note=note)
 
     def _shape(self, shape: str) -> None:
         stages = {
@@ -249,25 +190,22 @@ class Bench:
             "C": self._c,
             "T": self._t,
             "cache": self._cache,
-            "idle": self._idle,
         }
-        if "correctness" in self.stages and shape in gpu_correctness.COMPARED_IN_FP32:
-            del stages["correctness"]
+        if shape != self.args.models[0]:
+            del stages["cache"]  # a cost per step shows most where steps are shortest: one shape is enough
+        chosen = {name: action for name, action in stages.items() if name in self.args.only}
+        if "correctness" in chosen and shape in gpu_correctness.COMPARED_IN_FP32:
+            del chosen["correctness"]
             self._attempt(f"correctness, {shape} in fp32", self._batching_in_fp32, shape)
-        if not {*stages} & {*self.stages}:
+        if not chosen:
             return
-        with self._machine(shape, self.settings) as machine:
-            for stage, action in stages.items():
-                # A cost per step shows most where steps are shortest: one shape is enough.
-                if stage in self.stages and (stage != "cache" or shape == self.shapes[0]):
-                    self._attempt(f"{stage}, {shape}", action, machine, shape)
+        with self._loaded(shape) as machine:
+            for name, action in chosen.items():
+                self._attempt(f"{name}, {shape}", action, machine, shape)
 
     def _batching_in_fp32(self, shape: str) -> None:
-        num_layers = gpu_correctness.FP32_LAYERS
-        kv_bytes = self.settings.kv_bytes or gpu_correctness.FP32_KV_BYTES
-        settings = replace(self.settings, dtype="float32", kv_bytes=kv_bytes, num_layers=num_layers)
-        with self._machine(shape, settings) as machine:
-            self._batching(machine, f"{shape} in fp32, {num_layers} layers")
+        with self._loaded(shape, is_fp32=True) as machine:
+            self._batching(machine, f"{shape} in fp32, {gpu_correctness.FP32_LAYERS} layers")
 
     def _batching(self, machine: Machine, shape: str) -> None:
         for check in gpu_correctness.check_batching(machine, shape):
@@ -276,121 +214,66 @@ class Bench:
     def _a(self, machine: Machine, shape: str) -> None:
         machine.run(workload_a(self.scale, 0))
         for seed, what in ((0, A0), (1, A1)):
-            workload = workload_a(self.scale, seed)
-            runs = [machine.run(workload) for _ in range(self.repeats)]
-            note = f"{runs[0].num_cached} tokens found in the cache, {len(runs[0].steps)} steps"
-            self._add(what, shape, [run.tokens_per_s for run in runs], machine, workload, note)
+            self._runs(what, shape, machine, workload_a(self.scale, seed))
 
     def _b(self, machine: Machine, shape: str) -> None:
-        workload = workload_b(self.scale)
-        for _ in range(2):  # graphs for siblings are captured once siblings occur
-            machine.run(workload)
-        runs = [machine.run(workload) for _ in range(self.repeats)]
-        note = f"{runs[0].num_cached} of {workload.num_in} tokens found in the cache"
-        self._add(B, shape, [run.wall_s for run in runs], machine, workload, note)
+        self._runs(B, shape, machine, workload_b(self.scale), num_warm_ups=2)  # graphs of siblings: once they occur
 
     def _c(self, machine: Machine, shape: str) -> None:
-        workload = workload_c(self.scale)
-        machine.run(workload)
-        singles = [machine.run(workload).tokens_per_s for _ in range(self.repeats)]
-        self._add(C, shape, singles, machine, workload)
+        singles = self._runs(C, shape, machine, workload_c(self.scale), num_warm_ups=1)
+        best = max(run.tokens_per_s for run in singles)
         together = workload_c(self.scale, CLIENTS)
         machine.run(together)
-        best = max(singles)
-        rates = [machine.run(together).tokens_per_s for _ in range(self.repeats)]
-        note = f"{_number(statistics.median(rates), 'tok/s')} over {_number(best, 'tok/s')}"
+        rates = [machine.run(together).tokens_per_s for _ in range(self.args.repeats)]
+        note = f"{number(statistics.median(rates), 'tok/s')} over {number(best, 'tok/s')}"
         self._add(GAIN, shape, [rate / best for rate in rates], note=note)
 
     def _t(self, machine: Machine, shape: str) -> None:
         machine.run_tree()
-        runs = [machine.run_tree() for _ in range(self.repeats)]
+        runs = [machine.run_tree() for _ in range(self.args.repeats)]
         note = f"{runs[0].num_cached} tokens found in the cache"
         self._add(TREE, shape, [run.tokens_per_s for run in runs], note=note)
 
     def _cache(self, machine: Machine, shape: str) -> None:
-        """Run with and without the cache in turn: each pair gives its cost."""
-        workload = workload_a(self.scale, 0)
-        uncached = machine.uncached_engine()
-        costs = []
-        for _ in range(self.repeats):
-            cached_s = machine.run(workload).wall_s
-            costs.append(100 * (cached_s / machine.run(workload, uncached).wall_s - 1))
+        workload, uncached = workload_a(self.scale, 0), machine.uncached_engine()
+        sides = {
+            "with": lambda _: machine.run(workload).wall_s,
+            "without": lambda _: machine.run(workload, uncached).wall_s,
+        }
+        found = harness.alternate(sides, self.args.repeats)
+        costs = [100 * (one - 1) for one in harness.ratios(found["with"], found["without"])]
         self._add(CACHE, shape, costs, note="more time for A, seed 0, with the cache than without")
 
-    def _idle(self, machine: Machine, shape: str) -> None:
-        self.report.windows[shape] = gpu_profile.profile_windows(machine, workload_a(self.scale, 0))
-        say(gpu_profile.table({shape: self.report.windows[shape]}))
-        for window in self.report.windows[shape]:
-            top = "\n".join(f"  {ms / window.num_steps:8.4f} ms per step  {name}" for name, ms in window.top_ms.items())
-            say(f"{shape}, {window.what}:\n{top}")
+    def _runs(self, what: str, shape: str, machine: Machine, workload: Workload, num_warm_ups: int = 0) -> list[Run]:
+        for _ in range(num_warm_ups):
+            machine.run(workload)
+        runs = [machine.run(workload) for _ in range(self.args.repeats)]
+        least_s = limit_s(machine.spec, workload)
+        note = f"{runs[0].num_cached} of {workload.num_in} tokens found in the cache, {runs[0].num_steps} steps"
+        if UNITS.get(what) == "s":
+            self._add(what, shape, [run.wall_s for run in runs], least_s, note)
+        else:
+            self._add(what, shape, [run.tokens_per_s for run in runs], workload.num_out / least_s, note)
+        return runs
 
-    def _beside_transformers(self) -> None:
-        workload, warm_up = workload_peer(self.scale), workload_peer(self.scale, seed=1)
-        with self._machine(QWEN, self.settings) as machine:
-            machine.run(warm_up)
-            runs: list[Run] = [machine.run(workload) for _ in range(self.repeats)]
-        ours = [run.tokens_per_s for run in runs]
-        self._add(PEER, QWEN, ours)
-        warm_up = Workload(warm_up.name, warm_up.prompts[:2], warm_up.samplings[:2])
-        theirs = gpu_peer.run_peer(self.scale, workload, warm_up)
-        ratio = statistics.median(ours) / theirs
-        self.report.notes["transformers"] = {"tokens_per_s": theirs, "ratio": ratio}
-        say(f"transformers generate_batch: {_number(theirs, 'tok/s')}, ours {ratio:.1f} times that")
-
-    def _add(
-        self,
-        what: str,
-        shape: str,
-        values: list[float],
-        machine: Machine | None = None,
-        workload: Workload | None = None,
-        note: str = "",
-    ) -> None:
-        anchor = ANCHORS.get((what, shape), PEER_ANCHOR)
-        limit = anchor.limit
-        if limit is None and machine is not None and workload is not None:
-            least_s = limit_s(machine.spec, workload)
-            limit = workload.num_out / least_s if anchor.is_more_better else least_s
-        vllm, bar = anchor.vllm, anchor.bar
+    def _add(self, what: str, shape: str, values: list[float], limit: float | None = None, note: str = "") -> None:
+        anchor = ANCHORS.get((what, shape), Anchor())
+        anchor = anchor._replace(limit=anchor.limit or limit)
         if self.scale.is_quick:  # other shapes, maybe no GPU: the figures of others do not apply
-            vllm = bar = limit = None
-        ours = statistics.median(values)
-        self.report.add(Figure(what, shape, anchor.unit, ours, values, vllm, bar, limit, note))
-
-
-def facts(args: argparse.Namespace) -> dict[str, Any]:
-    has_cuda = torch.cuda.is_available()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "quire": __version__,
-        "device": torch.cuda.get_device_name() if has_cuda else "cpu",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-        "command": " ".join(sys.argv),
-        "repeats": args.repeats,
-        "is_quick": args.quick,
-    }
+            anchor = Anchor()
+        figure = Figure(what, shape, values, anchor, note)
+        self.report.figures.append(figure)
+        say(f"{what} on {shape}: {number(figure.ours, figure.unit)} ({', '.join(map(number, values))}) {note}")
 
 
 def parse() -> argparse.Namespace:
-    def names(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-        def read(text: str) -> tuple[str, ...]:
-            found = tuple(text.split(","))
-            if unknown := [name for name in found if name not in allowed]:
-                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed)}")
-            return found
-
-        return read
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names(STAGES), default=STAGES, help=f"some of {','.join(STAGES)}")
-    parser.add_argument("--models", type=names(tuple(SHAPES)), default=tuple(SHAPES), help="shapes, by name")
-    parser.add_argument("--families", type=names(gpu_correctness.FAMILIES), default=gpu_correctness.FAMILIES)
+    families = gpu_correctness.FAMILIES
+    parser = harness.options(__doc__)
+    parser.add_argument("--only", type=harness.names(STAGES), default=STAGES, help=f"some of {','.join(STAGES)}")
+    parser.add_argument("--models", type=harness.names(SHAPES), default=tuple(SHAPES), help="shapes, by name")
+    parser.add_argument("--families", type=harness.names(families), default=families)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--step-tokens", type=int, help="most tokens per step")
-    parser.add_argument("--chunk-tokens", type=int, help="most tokens of one prompt per step")
     parser.add_argument("--quantize", type=int, help="bits of weights: 8 is FP8, 4 is INT4; default: bf16")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--kv-gib", type=float, help="memory for the KV pool; default: by free memory")
@@ -398,24 +281,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke run: tiny shapes, one repeat")
     args = parser.parse_args()
     if args.quick:
-        args.repeats = 1
+        args.repeats, args.families, args.kv_gib = 1, gpu_correctness.QUICK_FAMILIES, 2**-10
     return args
 
 
 def main() -> None:
-    started_s = time.perf_counter()
     args = parse()
     with TemporaryDirectory() as folder:
         report = Bench(args, Path(folder)).run()
-    say(f"\n{report.facts['device']}, torch {report.facts['torch']}, medians of {args.repeats}\n\n{report.table()}")
-    if report.windows:
-        say(f"\n{gpu_profile.table(report.windows)}")
-    if "transformers" in report.notes:
-        theirs, ratio = report.notes["transformers"].values()
-        say(f"\ntransformers generate_batch: {_number(theirs, 'tok/s')}, ours {ratio:.1f} times that")
-    say(f"\n{time.perf_counter() - started_s:.0f} s in total")
-    report.write()
-    broken = [str(check) for check in report.checks if not check.is_held] + report.failures
+    say(f"\n{report.facts['device']}, torch {report.facts['torch']}, medians of {args.repeats}\n\n{report.text()}")
+    broken = [str(check) for check in report.checks if not check.is_held] + report.stages.failures
     if broken:
         sys.exit("not correct: " + "; ".join(broken))
 

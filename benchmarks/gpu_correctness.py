@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
-import numpy as np
 import torch
-from gpu_driving import Answer, Machine
-from gpu_workloads import GEMMA4, GPT_OSS, Scale, Workload, open_spec, random_prompt
+from gpu_machine import Machine
+from gpu_workloads import GEMMA4, GPT_OSS, Workload, open_spec, random_prompt
 from torch import Tensor
 
 from quire.backends.torch.loading import DUMMY_STD
+from quire.bench.driver import Track
 from quire.core.values import SamplingParams
 from tests.backends.torch.families import MORE_FAMILIES, STATE_FAMILIES, Reference, logprobs
 from tests.backends.torch.rig import Answer as RigAnswer
@@ -24,11 +25,9 @@ from tests.backends.torch.rig import Rig
 FAMILIES = ("llama", "mistral with a window", "qwen2", "qwen3", "gemma3", "phi3", *MORE_FAMILIES, *STATE_FAMILIES)
 QUICK_FAMILIES = ("qwen3",)
 FP32_BOUND = 1e-4  # of a log-probability, over a few layers and two libraries
-BF16_FACTOR, BF16_SLACK = 2.0, 0.02  # our largest distance from fp32 relative to that of `transformers` in bf16
-BF16_MEAN_FACTOR = 1.05  # the same for the mean: we round less often; the margin is for the few positions
-# With experts, rounding leads a few rows to other experts, and which ones is chance: the median of the rows is
-# compared, and only so many rows may be further away than the bound.
-BF16_MEDIAN_FACTOR, MOST_REROUTED = 1.15, 0.1
+# In bf16: our distance of a typical row from fp32, relative to that of `transformers`. With experts, rounding leads a
+# few rows to other experts, and which ones is chance: the median of the rows is compared, otherwise the mean.
+FACTOR, ROUTED_FACTOR = 1.05, 1.15
 GAP_STEPS = 8  # of bf16, at the size of the best logits: largest gap between two tokens that may swap
 FP32_GAP = 0.01  # the same in fp32: sums in another order, amplified by the layers
 NUM_TOP = 20
@@ -52,154 +51,74 @@ class Check:
         word = "ok" if self.is_held else "NOT HELD"
         return f"{self.what}: {self.value:.2g}, at most {self.bound:.2g}{self.note and f'; {self.note}'}: {word}"
 
-    def document(self) -> dict[str, object]:
-        return {**asdict(self), "is_held": self.is_held}
-
 
 # Distributions of small models, against `transformers`
 
 
-def check_family(name: str, dtype: str, device: str, folder: Path) -> list[Check]:
+def check_family(name: str, dtype: str, device: str, folder: Path) -> Check:
     """Compare alone, in a batch of all lengths in chunks, with graphs, and with the prompt's prefix from the cache."""
     reference = Reference(name, folder, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     rig = Rig(folder, device=device, dtype=dtype)
     is_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    theirs = reference.running_in(torch.bfloat16, "cuda" if is_cuda else "cpu") if dtype == "bfloat16" else None
-    found = _Distances(reference, theirs)
+    peer = reference.running_in(torch.bfloat16, "cuda" if is_cuda else "cpu") if dtype == "bfloat16" else None
+    ours, theirs = _Distances(), _Distances()
     try:
-        prompt = _tokens(1, HEAD)
-        rig.reset(overlap=True)
-        found.take(prompt, rig.answer(prompt, OUT))
-        again = rig.answer(prompt, OUT)
-        if again.num_cached_tokens == 0:
-            raise RuntimeError(f"{name}: the second run of a prompt found nothing in the cache")
-        found.take(prompt, again)
-        for has_graphs in (False, True):
-            while has_graphs and rig.engine.runner.prepare():
-                pass
-            rig.reset(overlap=True, max_chunk_tokens=16, max_num_batched_tokens=40)
-            prompts = [_tokens(seed, length) for seed, length in enumerate(LENGTHS, 10)]
-            ids = [rig.start(prompt, OUT) for prompt in prompts]
-            answers = rig.run(*ids)
-            for prompt, request_id in zip(prompts, ids, strict=True):
-                found.take(prompt, answers[request_id])
+        for prompt, answer in _answers(name, rig):
+            tokens = [*prompt, *answer.tokens]
+            rows = slice(len(prompt) - 1, len(tokens) - 1)
+            expected = reference.logprobs(tokens)[rows]
+            ours.take(torch.stack(answer.rows), expected)
+            if peer is not None:
+                theirs.take(logprobs(peer, tokens)[rows], expected)
     finally:
         rig.engine.close()
-    what = f"{name} in {dtype}, against transformers"
-    if theirs is None:
-        return [Check(what, found.ours.largest, FP32_BOUND)]
-    bound = BF16_FACTOR * found.theirs.largest + BF16_SLACK
-    if open_spec(folder).has_experts:
-        median, share = found.theirs.median, found.ours.share_above(bound)
-        return [
-            Check(
-                f"{what}, median of rows", found.ours.median, BF16_MEDIAN_FACTOR * median, f"transformers {median:.2g}"
-            ),
-            Check(
-                f"{what}, share of rows above {bound:.2g}", share, MOST_REROUTED, f"largest {found.ours.largest:.2g}"
-            ),
-        ]
-    mean_bound = BF16_MEAN_FACTOR * found.theirs.mean
-    return [
-        Check(what, found.ours.largest, bound, f"transformers itself {found.theirs.largest:.2g}"),
-        Check(f"{what}, mean", found.ours.mean, mean_bound, f"transformers itself {found.theirs.mean:.2g}"),
-    ]
+    what, largest = f"{name} in {dtype}, against transformers", max(ours.peaks)
+    if peer is None:
+        return Check(what, largest, FP32_BOUND)
+    has_experts = open_spec(folder).has_experts
+    typical: Any = statistics.median if has_experts else statistics.fmean
+    factor = ROUTED_FACTOR if has_experts else FACTOR
+    note = f"transformers {typical(theirs.means):.2g}; largest {largest:.2g}, transformers {max(theirs.peaks):.2g}"
+    return Check(f"{what}, typical row", typical(ours.means), factor * typical(theirs.means), note)
 
 
-class _Every:
-    """A matcher without a grammar: at position i of an answer it allows every token t with t % num = i % num."""
+def _answers(name: str, rig: Rig) -> Iterator[tuple[list[int], RigAnswer]]:
+    prompt = _tokens(1, HEAD)
+    rig.reset(overlap=True)
+    yield prompt, rig.answer(prompt, OUT)
+    again = rig.answer(prompt, OUT)
+    if again.num_cached_tokens == 0:
+        raise RuntimeError(f"{name}: the second run of a prompt found nothing in the cache")
+    yield prompt, again
+    for has_graphs in (False, True):
+        while has_graphs and rig.engine.runner.prepare():
+            pass
+        rig.reset(overlap=True, max_chunk_tokens=16, max_num_batched_tokens=40)
+        ids = {rig.start(one, OUT): one for one in _prompts()}
+        answers = rig.run(*ids)
+        yield from ((one, answers[request_id]) for request_id, one in ids.items())
 
-    def __init__(self, vocab_size: int, num: int) -> None:
-        self._masks = [
-            np.packbits(np.arange(vocab_size) % num == rest, bitorder="little").tobytes() for rest in range(num)
-        ]
-        self._position = 0
-        self.family = self
 
-    def mask(self) -> bytes:
-        return self._masks[self._position % len(self._masks)]
+@dataclass(frozen=True, slots=True)
+class _Distances:
+    """Distances of log-probabilities from those of fp32, by row."""
 
-    def consume(self, token: int) -> bool:
-        self._position += 1
-        return token < 0
+    means: list[float] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+
+    def take(self, rows: Tensor, expected: Tensor) -> None:
+        distances = (rows - expected).abs()
+        self.means.extend(distances.mean(-1).tolist())
+        self.peaks.extend(distances.amax(-1).tolist())
 
 
-def check_masks(name: str, device: str, folder: Path) -> Check:
-    """Compare greedy answers with the CPU backend's. Half of the batch has masks that depend on the last token."""
-    Reference(name, folder)
-    answers: dict[str, list[list[int]]] = {}
-    for place in ("cpu", device):
-        rig = Rig(folder, device=place, dtype="float32")
-        try:
-            while rig.engine.runner.prepare():
-                pass
-            rig.reset(overlap=True, max_chunk_tokens=16, max_num_batched_tokens=40)
-            ids = [
-                rig.start(_tokens(seed, length), OUT, matcher=None if seed % 2 else _Every(rig.vocab_size, 7))
-                for seed, length in enumerate(LENGTHS, 10)
-            ]
-            found = rig.run(*ids)
-            answers[place] = [found[request_id].tokens for request_id in ids]
-        finally:
-            rig.engine.close()
-    masked = answers[device][::2]
-    if any(token % 7 != position % 7 for tokens in masked for position, token in enumerate(tokens)):
-        raise RuntimeError(f"{name}: a token was chosen that its mask forbids: {masked}")
-    num_different = sum(one != other for one, other in zip(answers["cpu"], answers[device], strict=True))
-    return Check(f"{name} with masks, answers that differ from the CPU", num_different, 0)
+def _prompts() -> list[list[int]]:
+    return [_tokens(seed, length) for seed, length in enumerate(LENGTHS, 10)]
 
 
 def _tokens(seed: int, length: int) -> list[int]:
     rng = Random(seed)
     return [rng.randrange(3, 160) for _ in range(length)]
-
-
-class _Distance:
-    """Distance of log-probabilities from those of fp32."""
-
-    def __init__(self) -> None:
-        self._means: list[float] = []  # of each row
-        self._peaks: list[float] = []
-
-    @property
-    def largest(self) -> float:
-        return max(self._peaks)
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self._means)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self._means)
-
-    def share_above(self, bound: float) -> float:
-        return sum(peak > bound for peak in self._peaks) / len(self._peaks)
-
-    def take(self, rows: Tensor, expected: Tensor) -> None:
-        distances = (rows - expected).abs()
-        self._means += distances.mean(-1).tolist()
-        self._peaks += distances.amax(-1).tolist()
-
-
-class _Distances:
-    """Our distances so far, and those of `transformers` in 16 bits."""
-
-    def __init__(self, reference: Reference, theirs: torch.nn.Module | None) -> None:
-        self._reference = reference
-        self._model = theirs
-        self.ours = _Distance()
-        self.theirs = _Distance()
-
-    def take(self, prompt: Sequence[int], answer: RigAnswer) -> None:
-        if answer.error is not None:
-            raise RuntimeError(answer.error)
-        tokens = [*prompt, *answer.tokens]
-        rows = slice(len(prompt) - 1, len(tokens) - 1)
-        expected = self._reference.logprobs(tokens)[rows]
-        self.ours.take(torch.stack(answer.rows), expected)
-        if self._model is not None:
-            self.theirs.take(logprobs(self._model, tokens)[rows], expected)
 
 
 # Greedy answers of a real shape: alone, in a batch, with a shared prefix
@@ -219,39 +138,31 @@ def check_batching(machine: Machine, shape: str) -> list[Check]:
     scale = machine.scale
     longest = 400 if not scale.is_quick else 40
     prompts = [random_prompt(rng, scale, rng.randint(1, longest)) for _ in range(scale.greedy_prompts)]
-    greedy = SamplingParams(temperature=0, max_tokens=scale.greedy_out)
-    alone = [machine.run(Workload("alone", [prompt], [greedy])).answers[0] for prompt in prompts]
-    batched = machine.run(Workload("batched", prompts, [greedy] * len(prompts))).answers
-    shared = _with_head(rng, scale, prompts)
-    with_cache = machine.run(shared)
-    without = machine.run(shared, machine.uncached_engine())
+    head = random_prompt(rng, scale, scale.b_shared // 2 + 5)
+    greedy = [SamplingParams(temperature=0, max_tokens=scale.greedy_out)]
+    batch = Workload("batched", prompts, greedy * len(prompts))
+    shared = Workload("shared", [head + prompt for prompt in prompts], batch.samplings, len(head))
+    alone = [machine.run(Workload("alone", [prompt], greedy)).tracks[0] for prompt in prompts]
+    with_cache, without = machine.run(shared), machine.run(shared, machine.uncached_engine())
     if with_cache.num_cached == 0 or without.num_cached:
         raise RuntimeError(f"tokens found in the cache: {with_cache.num_cached} with it, {without.num_cached} without")
     return [
-        _compare(machine, f"{shape}, greedy, batched against alone", prompts, alone, batched),
-        _compare(
-            machine, f"{shape}, greedy, shared prefix against not", shared.prompts, without.answers, with_cache.answers
-        ),
+        _compare(machine, f"{shape}, greedy, batched against alone", batch, alone, machine.run(batch).tracks),
+        _compare(machine, f"{shape}, greedy, shared prefix against not", shared, without.tracks, with_cache.tracks),
     ]
 
 
-def _with_head(rng: Random, scale: Scale, prompts: list[list[int]]) -> Workload:
-    head = random_prompt(rng, scale, scale.b_shared // 2 + 5)
-    greedy = SamplingParams(temperature=0, max_tokens=scale.greedy_out)
-    return Workload("shared", [head + prompt for prompt in prompts], [greedy] * len(prompts), len(head))
-
-
-def _compare(machine: Machine, what: str, prompts: list[list[int]], ones: list[Answer], others: list[Answer]) -> Check:
+def _compare(machine: Machine, what: str, workload: Workload, ones: list[Track], others: list[Track]) -> Check:
     gaps = []
     num_equal = 0
-    for prompt, one, other in zip(prompts, ones, others, strict=True):
+    for prompt, one, other in zip(workload.prompts, ones, others, strict=True):
         pairs = zip(one.tokens, other.tokens, strict=True)
         parted = next((i for i, (mine, its) in enumerate(pairs) if mine != its), None)
         num_equal += len(one.tokens) if parted is None else parted
         if parted is not None:
             gaps.append(_gap(machine, [*prompt, *one.tokens[:parted]], one.tokens[parted], other.tokens[parted]))
-    num_tokens = sum(len(one.tokens) for one in ones)
-    note = f"{num_equal} of {num_tokens} tokens equal, {len(gaps)} of {len(prompts)} answers differ from a near tie on"
+    note = f"{num_equal} of {workload.num_out} tokens equal,"
+    note += f" {len(gaps)} of {len(ones)} answers differ from a near tie on"
     return Check(f"{what}, gap at the first difference", max(gaps, default=0.0), _gap_bound(machine), note)
 
 
@@ -267,5 +178,6 @@ def _gap_bound(machine: Machine) -> float:
 def _gap(machine: Machine, context: list[int], one: int, other: int) -> float:
     """Return how much more probable one token is than the other; infinite if it is not among the best few."""
     asked = replace(SamplingParams(temperature=0), max_tokens=1, logprobs=NUM_TOP)
-    (top,) = machine.run(Workload("gap", [context], [asked])).answers[0].tops
+    (track,) = machine.run(Workload("gap", [context], [asked])).tracks
+    top = dict(track.logprobs[0].top)
     return abs(top[one] - top[other]) if one in top and other in top else float("inf")

@@ -1,45 +1,44 @@
 """Checks and times products with packed weights on this GPU, beside the same products in bf16.
 
     PYTHONPATH=. python benchmarks/gpu_formats.py                      # the shapes of Llama-3-8B
-    PYTHONPATH=. python benchmarks/gpu_formats.py --formats int4 --rows 1,16 --sweep
     PYTHONPATH=. python benchmarks/gpu_formats.py --experts            # the experts of Qwen3-30B-A3B
-    PYTHONPATH=. python benchmarks/gpu_formats.py --experts --formats fp8-blocks --rows 256 --sweep
     PYTHONPATH=. python benchmarks/gpu_formats.py --formats int4-32,q4_k,q5_k,q6_k,mxfp4  # those of GGUF files
     PYTHONPATH=. python benchmarks/gpu_formats.py --formats q6_k,int8 --matrices head --rows 1,2,16,64,256
 
 Every product is compared with fp64 first, on fresh random inputs and over outputs filled with NaN. Times are medians of
-CUDA graphs over several copies of each matrix, so that the cache does not hold it. `--sweep` times other shapes of
-programs too. The table is printed last.
+CUDA graphs over several copies of each matrix, so that the cache does not hold it. The table is printed last.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import gpu_experts
+import harness
 import torch
 import torch.nn.functional as F
-from gpu_kernels import timed_us
+from harness import say
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.kernel_compilation import Compiling
-from quire.backends.torch.kernels import packed_linear
-from quire.backends.torch.kernels.packed_linear import Strip, Tile
+from quire.backends.torch.kernels import quantized_experts
+from quire.backends.torch.kernels.experts import Routing, route
+from quire.backends.torch.kernels.routed_experts import expert_calls, run_experts
 from quire.backends.torch.layers import Fp8Product, Fp8Rows, Inputs, Linear, Outputs
 from quire.backends.torch.packed import PackedFormat, PackedWeight
+from quire.backends.torch.packed_stack import PackedStack, Stack, multiplies_in_fp8
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
 
-ROWS = (1, 2, 4, 16, 64, 256, 512, 2048)
+# E experts, K chosen per row
+
 L2_BYTES = 256 << 20  # copies of a matrix take this much, several times the cache
-MAX_ERROR = {False: 6e-3, True: 6e-2}  # relative; True: inputs are rounded to FP8
 FORMATS = {
     "fp8": PackedFormat(CodeType.FP8, 1, 0),
     "fp8-blocks": PackedFormat(CodeType.FP8, 128, 128),
@@ -53,57 +52,134 @@ FORMATS = {
     "mxfp4": PackedFormat(CodeType.FP4, 1, 32),
     "fp4-16": PackedFormat(CodeType.FP4, 1, 16),
 }
-STRIPS = [Strip(2, 1024, 2), Strip(4, 1024, 2), Strip(8, 1024, 2), Strip(4, 2048, 4), Strip(8, 2048, 4),
-          Strip(2, 512, 1), Strip(4, 512, 1), Strip(8, 512, 1), Strip(2, 2048, 4)]  # fmt: skip
-TILES = [Tile(16, 4, 6), Tile(32, 2, 6), Tile(32, 4, 4), Tile(32, 4, 6), Tile(64, 4, 3), Tile(64, 4, 5), Tile(64, 4, 7),
-         Tile(128, 4, 4), Tile(128, 8, 4)]  # fmt: skip
+ROWS, EXPERT_ROWS = (1, 2, 4, 16, 64, 256, 512, 2048), (1, 4, 16, 64, 256, 1024, 4096)
+CHECKED_ROWS = 8  # of experts
+ROUTINGS = 6  # different choices of experts in one measurement, so that the cache does not hold those of few rows
+
+Calls = list[Callable[[], object]]
 
 
-class Matrix(NamedTuple):
-    outputs: int
-    inputs: int
-    role: str  # the method of `Linear`
-
-
-LLAMA = {
-    "qkv": Matrix(6144, 4096, "project"),
-    "o": Matrix(4096, 4096, "project_back"),
-    "gate_up": Matrix(28672, 4096, "gated"),
-    "down": Matrix(4096, 14336, "project_back"),
-}
-HEAD = {"head": Matrix(128256, 4096, "logits")}  # not in the defaults: files of FP8 and INT4 have it in 16 bits
-MATRICES = LLAMA | HEAD
+def timed_us(run: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time of replaying the launches of `run`."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times: list[float] = sorted(first.elapsed_time(last) for first, last in itertools.pairwise(marks))
+    return 1000 * times[repeats // 2]
 
 
 class Line(NamedTuple):
-    matrix: str
+    what: str
     format: str
     rows: int
     us: float
     bf16_us: float
-    num_bytes: int
+    num_bytes: float
     num_ops: int
     error: float
-    note: str = ""
-    is_rounded: bool = False  # inputs are rounded to FP8
+    max_error: float
 
     def __str__(self) -> str:
         rate, ops = self.num_bytes / self.us / 1e6, self.num_ops / self.us / 1e6
-        flag = "" if self.error <= MAX_ERROR[self.is_rounded] else " WRONG"
+        flag = "" if self.error <= self.max_error else " WRONG"
         return (
-            f"{self.matrix:8} {self.format:11} {self.rows:5} {self.us:8.1f} us {rate:6.2f} TB/s {ops:7.1f} TFLOP/s"
-            f" bf16 {self.bf16_us:8.1f} us ratio {self.bf16_us / self.us:5.2f} error {self.error:.1e}{flag} {self.note}"
+            f"{self.what:8} {self.format:11} {self.rows:5} {self.us:8.1f} us {rate:6.2f} TB/s {ops:7.1f} TFLOP/s"
+            f" bf16 {self.bf16_us:8.1f} us ratio {self.bf16_us / self.us:5.2f} error {self.error:.1e}{flag}"
         )
 
 
-def call(linear: Linear, role: str, x: Tensor) -> Inputs | Outputs:
-    """Multiply as in a model, where the next matrix has the same format."""
-    if role == "gated":
-        return linear.gated(x, Activation.SILU, is_graph=True, reader=linear)
-    if role == "logits":
-        return linear(x)
-    method: Callable[..., Outputs] = getattr(linear, role)
-    return method(x, is_graph=True)
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+def in_fp32(weight: PackedWeight) -> PackedWeight:
+    """The same weight, decoded to fp32."""
+    return PackedWeight(weight.codes, weight.scales, weight.zeros, weight.order, weight.format, torch.float32)
+
+
+def vary(scales: Tensor) -> None:
+    scales.mul_(0.5 + torch.rand(scales.shape, device="cuda").to(scales.dtype))
+
+
+# Dense matrices
+
+
+class Matrix(NamedTuple):
+    """A matrix of a layer, multiplied as in a model, where the next matrix has the same format."""
+
+    name: str
+    outputs: int
+    inputs: int
+    role: str  # the method of `Linear`
+
+    @property
+    def num_ops(self) -> int:
+        return 2 * self.outputs * self.inputs
+
+    def _call(self, linear: Linear, x: Tensor) -> Inputs | Outputs:
+        if self.role == "gated":
+            return linear.gated(x, Activation.SILU, is_graph=True, reader=linear)
+        if self.role == "logits":
+            return linear(x)
+        method: Callable[..., Outputs] = getattr(linear, self.role)
+        return method(x, is_graph=True)
+
+    def calls(self, format: PackedFormat, rows: Sequence[int]) -> Calls:
+        linear = FusedPackedLinear(PackedWeight.empty(self.outputs, self.inputs, format, torch.bfloat16, "meta"))
+        inputs = [torch.empty(count, self.inputs, dtype=torch.bfloat16, device="meta") for count in rows]
+        return [partial(self._call, linear, x) for x in inputs]
+
+    def dense(self) -> list[Any]:
+        std, count = self.inputs**-0.5, max(-(-L2_BYTES // (2 * self.outputs * self.inputs)), 2)
+        shape = self.outputs, self.inputs
+        return [FusedLinear(torch.randn(shape, device="cuda").mul_(std).bfloat16()) for _ in range(count)]
+
+    def packed(self, format: PackedFormat) -> list[Any]:
+        random = torch.Generator("cuda").manual_seed(time.time_ns() % 2**31)
+        found: list[FusedPackedLinear] = []
+        while len(found) < 2 or sum(one.num_bytes for one in found) < L2_BYTES:
+            weight = PackedWeight.empty(self.outputs, self.inputs, format, torch.bfloat16, "cuda")
+            weight.invent(random, self.inputs**-0.5)
+            vary(weight.scales)
+            found.append(FusedPackedLinear(weight))
+        return found
+
+    def us(self, linears: list[Any], x: Tensor) -> float:
+        return timed_us(lambda: [self._call(linear, x) for linear in linears]) / len(linears)
+
+    def num_bytes(self, linear: Any, _x: Tensor) -> float:
+        return float(linear.num_bytes)
+
+    def error(self, linear: Any, x: Tensor) -> float:
+        with poisoned():
+            found = exact_value(self._call(linear, x))
+        exact = x.double() @ in_fp32(linear.packed).dense().double().t()
+        if self.role == "gated":
+            gate, up = exact.chunk(2, -1)
+            exact = F.silu(gate) * up
+        return relative_error(found, exact)
+
+    def max_error(self, linear: Any, num_rows: int) -> float:
+        return 6e-3 if linear.fp8_inputs(num_rows) is None else 6e-2  # FP8 rounds the inputs too
+
+
+MATRICES = {  # of Llama-3-8B
+    "qkv": Matrix("qkv", 6144, 4096, "project"),
+    "o": Matrix("o", 4096, 4096, "project_back"),
+    "gate_up": Matrix("gate_up", 28672, 4096, "gated"),
+    "down": Matrix("down", 4096, 14336, "project_back"),
+    "head": Matrix("head", 128256, 4096, "logits"),  # not in the defaults: files of FP8 and INT4 have it in 16 bits
+}
 
 
 def exact_value(y: Inputs | Outputs) -> Tensor:
@@ -133,153 +209,158 @@ def poisoned() -> Iterator[None]:
         tensor.new_empty = new_empty
 
 
-def relative_error(linear: FusedPackedLinear, role: str, x: Tensor) -> float:
-    with poisoned():
-        got = exact_value(call(linear, role, x))
-    weight = linear.packed
-    wide = PackedWeight(weight.codes, weight.scales, weight.zeros, weight.order, weight.format, torch.float32)
-    exact = x.double() @ wide.dense().double().t()
-    if role == "gated":
-        gate, up = exact.chunk(2, -1)
-        exact = F.silu(gate) * up
-    return float((got - exact).norm() / exact.norm())
+# Routed experts
 
 
-def random_packed(matrix: Matrix, format: PackedFormat, count: int) -> list[FusedPackedLinear]:
-    random = torch.Generator("cuda").manual_seed(time.time_ns() % 2**31)
-    found = []
-    for _ in range(count):
-        weight = PackedWeight.empty(matrix.outputs, matrix.inputs, format, torch.bfloat16, "cuda")
-        weight.invent(random, matrix.inputs**-0.5)
-        weight.scales.mul_(0.5 + torch.rand(weight.scales.shape, device="cuda").to(weight.scales.dtype))
-        found.append(FusedPackedLinear(weight))
-    return found
+class Experts:
+    """The experts of a layer of Qwen3-30B-A3B: both products, and the sum over the chosen ones."""
+
+    name = "experts"
+    num_experts, num_chosen, inputs, width = 128, 8, 2048, 768
+    shapes = (num_experts, 2 * width, inputs), (num_experts, inputs, width)
+    num_ops = 6 * num_chosen * inputs * width
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._routings = {count: [self._route(count) for _ in range(ROUTINGS)] for count in rows}
+
+    def _route(self, num_rows: int) -> Routing:
+        logits = torch.randn(num_rows, self.num_experts, device="cuda")
+        return route(logits, self.num_chosen, renormalizes=True, scale=1.0)
+
+    def calls(self, format: PackedFormat | None, rows: Sequence[int]) -> Calls:
+        stacks: list[Stack] = [
+            torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            if format is None
+            else PackedStack.empty(*shape, format, torch.bfloat16, "meta")
+            for shape in self.shapes
+        ]
+        return list(
+            expert_calls(
+                *stacks, num_chosen=self.num_chosen, activation=Activation.SILU, renormalizes=True, scale=1.0,
+                logits_dtype=torch.float32, max_rows=max(rows),
+            )
+        )  # fmt: skip
+
+    def dense(self) -> list[Any]:
+        return [
+            tuple(torch.randn(shape, device="cuda").mul_(shape[2] ** -0.5).bfloat16() for shape in self.shapes)
+            for _ in range(2)
+        ]
+
+    def packed(self, format: PackedFormat) -> list[Any]:
+        random = torch.Generator("cuda").manual_seed(time.time_ns() % 2**31)
+        pairs = []
+        for _ in range(2):
+            pair = [PackedStack.empty(*shape, format, torch.bfloat16, "cuda") for shape in self.shapes]
+            for stack, shape in zip(pair, self.shapes, strict=True):
+                stack.invent(random, shape[2] ** -0.5)
+                vary(stack.whole.scales)
+            pairs.append(pair)
+        return pairs
+
+    def us(self, pairs: list[Any], x: Tensor) -> float:
+        routings = self._routings[len(x)]
+
+        def run() -> None:
+            for number, routing in enumerate(routings):
+                gate_up, down = pairs[number % len(pairs)]
+                run_experts(x, gate_up, down, routing, Activation.SILU)
+
+        return timed_us(run) / len(routings)
+
+    def num_bytes(self, pair: Any, x: Tensor) -> float:
+        """Return the mean bytes of the experts that are chosen."""
+        routings = self._routings[len(x)]
+        num_used = sum(len(torch.unique(one.ids)) for one in routings) / len(routings)
+        return num_used / self.num_experts * float(sum(stack.nbytes for stack in pair))
+
+    def error(self, pair: Any, x: Tensor) -> float:
+        """Compare some rows."""
+        routing = self._routings[len(x)][0]
+        found = run_experts(x, pair[0], pair[1], routing, Activation.SILU)
+        gate_up, down = (PackedStack(in_fp32(stack.whole), len(stack)) for stack in pair)
+        rows = sorted({0, len(x) - 1, *torch.randint(0, len(x), (CHECKED_ROWS,)).tolist()})
+        exact = torch.zeros((len(rows), self.inputs), dtype=torch.float64, device="cuda")
+        for place, row in enumerate(rows):
+            for n, weight in zip(routing.ids[row].tolist(), routing.weights[row].double(), strict=True):
+                gate, up = (gate_up[n].double() @ x[row].double()).chunk(2)
+                exact[place] += weight * (down[n].double() @ (F.silu(gate) * up))
+        return relative_error(found[rows].double(), exact)
+
+    def max_error(self, pair: Any, num_rows: int) -> float:
+        is_fp8 = multiplies_in_fp8(pair[0].format) and num_rows >= quantized_experts.FP8_ROWS
+        return 8e-2 if is_fp8 else 1e-2
 
 
-def us_per_product(linears: list[Any], role: str, x: Tensor) -> float:
-    def run() -> None:
-        for linear in linears:
-            call(linear, role, x)
-
-    return timed_us(run) / len(linears)
+# The run
 
 
-def copies(num_bytes: int) -> int:
-    return max(-(-L2_BYTES // num_bytes), 2)
-
-
-def compile_ahead(matrices: list[str], formats: list[str], rows: list[int]) -> None:
+def compile_ahead(calls: Calls) -> None:
     """Compile in child processes, as a server does."""
-    calls: list[Callable[[], object]] = []
-    for matrix in (MATRICES[one] for one in matrices):
-        for name in formats:
-            weight = PackedWeight.empty(matrix.outputs, matrix.inputs, FORMATS[name], torch.bfloat16, "meta")
-            for count in rows:
-                x = torch.empty(count, matrix.inputs, dtype=torch.bfloat16, device="meta")
-                calls.append(partial(call, FusedPackedLinear(weight), matrix.role, x))
+    started_s = time.perf_counter()
     major, minor = torch.cuda.get_device_capability()
     Compiling(calls, [], GPUTarget("cuda", 10 * major + minor, 32)).wait()
+    say(f"compiled in {time.perf_counter() - started_s:.1f} s")
 
 
-def measure(matrices: list[str], formats: list[str], rows: list[int], *, is_sweep: bool) -> Iterator[Line]:
-    for name, matrix in ((one, MATRICES[one]) for one in matrices):
-        weights = [
-            torch.randn(matrix.outputs, matrix.inputs, device="cuda").div_(matrix.inputs**0.5).bfloat16()
-            for _ in range(copies(2 * matrix.outputs * matrix.inputs))
-        ]
-        dense = [FusedLinear(weight) for weight in weights]
-        inputs = {count: torch.randn(count, matrix.inputs, device="cuda").bfloat16() for count in rows}
-        bf16_us = {count: us_per_product(dense, matrix.role, x) for count, x in inputs.items()}
-        del weights, dense
-        for format in formats:
-            size = FORMATS[format]
-            linears = random_packed(matrix, size, 1)
-            num_bytes = linears[0].num_bytes
-            linears += random_packed(matrix, size, copies(num_bytes) - 1)
-            line = partial(Line, name, format, num_bytes=num_bytes)
-            for count, x in inputs.items():
-                fresh = torch.randn_like(x)
-                error = relative_error(linears[0], matrix.role, fresh)
-                num_ops = 2 * count * matrix.outputs * matrix.inputs
-                run = partial(us_per_product, linears, matrix.role, x)
-                is_rounded = linears[0].fp8_inputs(count) is not None
-                best = partial(line, count, bf16_us=bf16_us[count], num_ops=num_ops, error=error, is_rounded=is_rounded)
-                yield best(us=run())
-                if is_sweep and count <= packed_linear.MAX_ROWS:
-                    for note, us in sweep(count, run):
-                        yield best(us=us, note=note)
+def measure(subject: Matrix | Experts, formats: Sequence[str], rows: Sequence[int]) -> Iterator[Line]:
+    inputs = [torch.randn(count, subject.inputs, device="cuda").bfloat16() for count in rows]
+    dense = subject.dense()
+    bf16_us = [subject.us(dense, x) for x in inputs]
+    del dense
+    for name in formats:
+        weights = subject.packed(FORMATS[name])
+        for x, before_us in zip(inputs, bf16_us, strict=True):
+            yield Line(
+                subject.name,
+                name,
+                len(x),
+                subject.us(weights, x),
+                before_us,
+                subject.num_bytes(weights[0], x),
+                len(x) * subject.num_ops,
+                subject.error(weights[0], torch.randn_like(x)),
+                subject.max_error(weights[0], len(x)),
+            )
 
 
-def sweep(num_rows: int, run: Callable[[], float]) -> Iterator[tuple[str, float]]:
-    """Time other shapes of programs."""
-    is_single = num_rows == 1
-    name = "row_strip" if is_single else "tile_shape"
-    before = getattr(packed_linear, name)
-    for shape in STRIPS if is_single else TILES:
-        setattr(packed_linear, name, lambda *_sizes, shape=shape, **_flags: shape)
-        try:
-            yield str(tuple(shape)), run()
-        except Exception as error:  # a shape that needs too much shared memory
-            print(f"{shape}: {type(error).__name__}")
-    setattr(packed_linear, name, before)
-
-
-def summary(lines: list[Line], formats: list[str], rows: list[int]) -> Iterator[str]:
-    """Yield the time of these products in a step of Llama-3-8B, without the head."""
-    for format in formats:
+def summary(lines: Sequence[Line], num_layers: int) -> Iterator[str]:
+    """Yield the time of these products in all layers of a model, without the head."""
+    for name in dict.fromkeys(line.format for line in lines):
         cells = []
-        for count in rows:
-            found = [
-                one for one in lines if (one.format, one.rows, one.note) == (format, count, "") and one.matrix in LLAMA
-            ]
-            ours, bf16 = (32 * sum(getattr(one, kind) for one in found) / 1000 for kind in ("us", "bf16_us"))
-            cells.append(f"{count}: {ours:.2f} ms (bf16 {bf16:.2f})")
-        yield f"all layers, {format}: {', '.join(cells)}"
+        for rows in dict.fromkeys(line.rows for line in lines):
+            found = [one for one in lines if (one.format, one.rows) == (name, rows) and one.what != "head"]
+            ours_ms, bf16_ms = (
+                num_layers * sum(us) / 1000 for us in ([one.us for one in found], [one.bf16_us for one in found])
+            )
+            cells.append(f"{rows}: {ours_ms:.2f} ms (bf16 {bf16_ms:.2f})")
+        yield f"{num_layers} layers, {name}: {', '.join(cells)}"
 
 
-def show_matrices(matrices: list[str], formats: list[str], rows: list[int], *, is_sweep: bool) -> None:
-    started_s = time.perf_counter()
-    compile_ahead(matrices, formats, rows)
-    print(f"compiled in {time.perf_counter() - started_s:.1f} s", flush=True)
-    with torch.inference_mode():
-        lines = []
-        for line in measure(matrices, formats, rows, is_sweep=is_sweep):
-            lines.append(line)
-            if is_sweep:
-                print(line, flush=True)
-    print(torch.cuda.get_device_name(), torch.__version__, f"{time.perf_counter() - started_s:.0f} s")
-    for line in lines:
-        if not is_sweep:
-            print(line)
-    for text in summary(lines, formats, rows):
-        print(text)
-
-
-def show_experts(formats: list[str], rows: list[int], *, is_sweep: bool) -> None:
-    with torch.inference_mode():
-        lines = []
-        for line in gpu_experts.measure_experts({one: FORMATS[one] for one in formats}, rows, is_sweep=is_sweep):
-            print(line, flush=True)
+@torch.inference_mode()
+def main() -> None:
+    parser = harness.options(__doc__)
+    parser.add_argument("--formats", type=harness.names(FORMATS), default=("fp8", "fp8-blocks", "int4"))
+    parser.add_argument("--rows", type=harness.numbers, help=f"default: {','.join(map(str, ROWS))}")
+    parser.add_argument("--matrices", type=harness.names(MATRICES), default=("qkv", "o", "gate_up", "down"))
+    parser.add_argument("--experts", action="store_true", help="routed experts instead of dense matrices")
+    args = parser.parse_args()
+    rows = args.rows or (EXPERT_ROWS if args.experts else ROWS)
+    formats: list[PackedFormat | None] = [FORMATS[name] for name in args.formats]
+    if args.experts:
+        subjects: list[Any] = [Experts(rows)]
+        formats.append(None)
+    else:
+        subjects = [MATRICES[name] for name in args.matrices]
+    compile_ahead([call for subject in subjects for format in formats for call in subject.calls(format, rows)])
+    lines = []
+    for subject in subjects:
+        for line in measure(subject, args.formats, rows):
+            say(str(line))
             lines.append(line)
     print(torch.cuda.get_device_name(), torch.__version__)
-    for text in gpu_experts.summary(lines):
+    for text in summary(lines, 48 if args.experts else 32):
         print(text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default="fp8,fp8-blocks,int4", help=f"some of {','.join(FORMATS)}")
-    parser.add_argument("--rows", help=f"default: {','.join(map(str, ROWS))}")
-    parser.add_argument("--matrices", default=",".join(LLAMA))
-    parser.add_argument("--experts", action="store_true", help="routed experts instead of dense matrices")
-    parser.add_argument("--sweep", action="store_true")
-    args = parser.parse_args()
-    usual = gpu_experts.ROWS if args.experts else ROWS
-    formats, rows = args.formats.split(","), [int(one) for one in args.rows.split(",")] if args.rows else [*usual]
-    if args.experts:
-        show_experts(formats, rows, is_sweep=args.sweep)
-    else:
-        show_matrices(args.matrices.split(","), formats, rows, is_sweep=args.sweep)
 
 
 if __name__ == "__main__":

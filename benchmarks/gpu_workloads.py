@@ -1,4 +1,4 @@
-"""Definitions of `gpu.py`: the shapes, workloads A, B and C, vLLM's figures, our targets and the physical limit.
+"""Definitions of `gpu.py`: the shapes, workloads A, B, C and T, vLLM's figures, our targets and the physical limit.
 
 vLLM's figures are for one H200 in bf16 with random weights. They apply only to the full `Scale`.
 """
@@ -226,12 +226,8 @@ class Scale:
     t_turns: int = 3
     t_in: int = 100
     t_out: int = 100
-    peer_requests: int = 64
-    peer_in: int = 128
-    peer_out: int = 256
     greedy_prompts: int = 24
     greedy_out: int = 48
-    profiled_steps: int = 150
 
 
 FULL = Scale()
@@ -255,12 +251,8 @@ QUICK = Scale(
     t_turns=2,
     t_in=6,
     t_out=4,
-    peer_requests=2,
-    peer_in=4,
-    peer_out=4,
     greedy_prompts=4,
     greedy_out=6,
-    profiled_steps=6,
 )
 
 
@@ -295,47 +287,38 @@ def workload_a(scale: Scale, seed: int) -> Workload:
     return found
 
 
-def workload_b(scale: Scale, seed: int = 0) -> Workload:
-    rng = Random(seed)
-    shared = random_prompt(rng, scale, scale.b_shared)
-    prompts = [shared + random_prompt(rng, scale, scale.b_own) for _ in range(scale.b_requests)]
-    samplings = [SamplingParams(temperature=0.6, seed=i, max_tokens=scale.b_out) for i in range(scale.b_requests)]
-    return Workload("B", prompts, samplings, scale.b_shared)
+def workload_b(scale: Scale) -> Workload:
+    sampled = [SamplingParams(temperature=0.6, seed=i, max_tokens=scale.b_out) for i in range(scale.b_requests)]
+    return _alike("B", scale, scale.b_own, sampled, scale.b_shared)
 
 
-def workload_c(scale: Scale, clients: int = 1, seed: int = 0) -> Workload:
-    rng = Random(seed)
-    prompts = [random_prompt(rng, scale, scale.c_in) for _ in range(clients)]
-    samplings = [SamplingParams(temperature=0, max_tokens=scale.c_out)] * clients
-    return Workload("C" if clients == 1 else f"C x {clients}", prompts, samplings)
+def workload_c(scale: Scale, clients: int = 1) -> Workload:
+    greedy = SamplingParams(temperature=0, max_tokens=scale.c_out)
+    return _alike("C" if clients == 1 else f"C x {clients}", scale, scale.c_in, [greedy] * clients)
 
 
-def first_turn_of_tree(scale: Scale, seed: int = 0) -> Workload:
+def _alike(name: str, scale: Scale, num_in: int, samplings: list[SamplingParams], num_shared: int = 0) -> Workload:
+    """Return requests with prompts of one length, after a shared head."""
+    rng = Random(0)
+    head = random_prompt(rng, scale, num_shared)
+    return Workload(name, [head + random_prompt(rng, scale, num_in) for _ in samplings], samplings, num_shared)
+
+
+def first_turn_of_tree(scale: Scale) -> Workload:
     """Return the first turn of workload T: users of several personas, which share a system prompt."""
-    rng = Random(seed)
+    rng = Random(0)
     system = random_prompt(rng, scale, scale.t_system)
     heads = [system + random_prompt(rng, scale, scale.t_persona) for _ in range(scale.t_personas)]
-    prompts = [heads[user % len(heads)] + random_prompt(rng, scale, scale.t_in) for user in range(scale.t_users)]
-    return Workload("T, turn 1", prompts, _tree_samplings(scale, 1))
+    return next_turn_of_tree(scale, 1, [heads[user % len(heads)] for user in range(scale.t_users)])
 
 
 def next_turn_of_tree(scale: Scale, turn: int, histories: list[list[int]]) -> Workload:
-    """Return a later turn: every user's history, prompt and answer, and a new question."""
+    """Return a turn: every user's history, prompt and answer, and a new question."""
     rng = Random(turn)
     prompts = [history + random_prompt(rng, scale, scale.t_in) for history in histories]
-    return Workload(f"T, turn {turn}", prompts, _tree_samplings(scale, turn))
-
-
-def _tree_samplings(scale: Scale, turn: int) -> list[SamplingParams]:
-    return [SamplingParams(temperature=0.6, seed=1000 * turn + i, max_tokens=scale.t_out) for i in range(scale.t_users)]
-
-
-def workload_peer(scale: Scale, seed: int = 0) -> Workload:
-    """Return the workload for the comparison with `transformers`."""
-    rng = Random(seed)
-    prompts = [random_prompt(rng, scale, scale.peer_in) for _ in range(scale.peer_requests)]
-    samplings = [SamplingParams(temperature=0, max_tokens=scale.peer_out)] * scale.peer_requests
-    return Workload("beside transformers", prompts, samplings)
+    seeds = range(1000 * turn, 1000 * turn + len(prompts))
+    samplings = [SamplingParams(temperature=0.6, seed=seed, max_tokens=scale.t_out) for seed in seeds]
+    return Workload(f"T, turn {turn}", prompts, samplings)
 
 
 def random_prompt(rng: Random, scale: Scale, length: int) -> list[int]:
@@ -398,43 +381,38 @@ def limit_s(spec: ModelSpec, workload: Workload) -> float:
 class Anchor(NamedTuple):
     """vLLM 0.26's figure on the same kind of card, our target, and the physical limit."""
 
-    unit: str
-    vllm: float | None
-    bar: float | None
+    vllm: float | None = None
+    bar: float | None = None
     limit: float | None = None  # None: `limit_s`, if it applies
-
-    @property
-    def is_more_better(self) -> bool:
-        return self.unit in ("tok/s", "x")
 
 
 A0, A1, B, C, GAIN = "A, seed 0", "A, seed 1", "B", "C", "C x 4 over the best single"
 READY, CACHE, TREE = "ready, cold", "prefix cache at 0 % hits", "T"
+UNITS = {B: "s", GAIN: "x", READY: "s", CACHE: "%"}  # of the others: tok/s
 ANCHORS: dict[tuple[str, str], Anchor] = {
-    (A0, QWEN): Anchor("tok/s", 21_200, 25_500, 32_000),
-    (A1, QWEN): Anchor("tok/s", 23_190, 27_800, 32_000),
-    (B, QWEN): Anchor("s", 0.65, 0.50),
-    (C, QWEN): Anchor("tok/s", 413, 600),
-    (GAIN, QWEN): Anchor("x", None, 3.2),
-    (READY, QWEN): Anchor("s", 88, 10),
-    (CACHE, QWEN): Anchor("%", None, 1),
-    (A0, LLAMA): Anchor("tok/s", 9_460, 9_900, 11_900),
-    (A1, LLAMA): Anchor("tok/s", 10_095, 10_600, 11_900),
-    (B, LLAMA): Anchor("s", 1.24, 1.03),
-    (C, LLAMA): Anchor("tok/s", 203, 215),
-    (GAIN, LLAMA): Anchor("x", None, 3.2),
-    (READY, LLAMA): Anchor("s", 76, 10),
-    (CACHE, LLAMA): Anchor("%", None, 1),
-    (TREE, QWEN): Anchor("tok/s", 13_740, None),
-    (TREE, LLAMA): Anchor("tok/s", 8_160, None),
-    (A0, QWEN_MOE): Anchor("tok/s", 5_855, 6_150, 7_600),
-    (TREE, QWEN_MOE): Anchor("tok/s", 7_120, 7_200),
-    (C, QWEN_MOE): Anchor("tok/s", None, 250),
-    (READY, QWEN_MOE): Anchor("s", 116, 20),
-    (A0, QWEN35): Anchor("tok/s", 11_439, 17_000),
-    (C, QWEN35): Anchor("tok/s", 369, 550),
-    (READY, QWEN35): Anchor("s", 162, None),
-    (C, QWEN35_MOE): Anchor("tok/s", 214, 260),
-    (READY, QWEN35_MOE): Anchor("s", 221, None),
+    (A0, QWEN): Anchor(21_200, 25_500, 32_000),
+    (A1, QWEN): Anchor(23_190, 27_800, 32_000),
+    (B, QWEN): Anchor(0.65, 0.50),
+    (C, QWEN): Anchor(413, 600),
+    (GAIN, QWEN): Anchor(None, 3.2),
+    (READY, QWEN): Anchor(88, 10),
+    (CACHE, QWEN): Anchor(None, 1),
+    (A0, LLAMA): Anchor(9_460, 9_900, 11_900),
+    (A1, LLAMA): Anchor(10_095, 10_600, 11_900),
+    (B, LLAMA): Anchor(1.24, 1.03),
+    (C, LLAMA): Anchor(203, 215),
+    (GAIN, LLAMA): Anchor(None, 3.2),
+    (READY, LLAMA): Anchor(76, 10),
+    (CACHE, LLAMA): Anchor(None, 1),
+    (TREE, QWEN): Anchor(13_740),
+    (TREE, LLAMA): Anchor(8_160),
+    (A0, QWEN_MOE): Anchor(5_855, 6_150, 7_600),
+    (TREE, QWEN_MOE): Anchor(7_120, 7_200),
+    (C, QWEN_MOE): Anchor(None, 250),
+    (READY, QWEN_MOE): Anchor(116, 20),
+    (A0, QWEN35): Anchor(11_439, 17_000),
+    (C, QWEN35): Anchor(369, 550),
+    (READY, QWEN35): Anchor(162),
+    (C, QWEN35_MOE): Anchor(214, 260),
+    (READY, QWEN35_MOE): Anchor(221),
 }
-PEER_ANCHOR = Anchor("tok/s", None, None)

@@ -14,22 +14,20 @@ The default tokenizer is the default model's, so that text is real; a machine wi
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import harness
 from gpu_workloads import FULL, LLAMA, QUICK, QWEN, write_shape
+from harness import percentile, say
 
+from quire.bench.http_load import run_load
 from tests.server.rig import Server, serving
 
 TEXT = """
@@ -42,8 +40,7 @@ WORDS = TEXT.split()
 NUM_PROCESSES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     name: str
     num_requests: int
     num_words: int
@@ -68,153 +65,51 @@ BARS: dict[str, dict[str, float]] = {
     "20 requests/s": {"ttft_p50": 15, "ttft_p99": 40, "tpot_p50": 1.3, "tpot_p99": 2.6, "gap_p99": 7},
 }
 
-
-class Stream(NamedTuple):
-    """What a client saw of one request."""
-
-    start_s: float
-    first_s: float
-    last_s: float
-    gaps_s: list[float]
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Milliseconds, except tokens per second."""
-
-    tokens_per_s: float
-    ttft_p50: float
-    ttft_p99: float
-    tpot_p50: float
-    tpot_p99: float
-    gap_p99: float
-    gap_max: float
-
-
-class Job(NamedTuple):
-    """The share of one client process."""
-
-    address: tuple[str, int]
-    model: str
-    load: Load
-    numbers: list[int]
-    clients: int
-    rate: float
-
-
-async def ask(job: Job, number: int) -> Stream:
-    rng = random.Random(f"{job.load.name} {number} {time.time_ns()}")  # no prompt is sent twice
-    body = {
-        "model": job.model,
-        "prompt": " ".join(rng.choices(WORDS, k=job.load.num_words)),
-        "max_tokens": job.load.num_tokens,
-        "temperature": 0.6,
-        "seed": number,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    data = json.dumps(body).encode()
-    host, port = job.address
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    head += f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-    start_s = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(head.encode() + data)
-    times_s: list[float] = []
-    tail = b""
-    while chunk := await reader.read(1 << 16):
-        if not tail and not chunk.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(chunk.decode(errors="replace"))
-        if b'"choices"' in chunk:
-            times_s.append(time.perf_counter())
-        tail = (tail + chunk)[-6000:]
-    writer.close()
-    counted = tail.rpartition(b'"completion_tokens":')[2].strip()
-    num_tokens = int(counted.split(b",")[0].split(b"}")[0])
-    gaps_s = [after - before for before, after in pairwise(times_s)]
-    return Stream(start_s, times_s[0], times_s[-1], gaps_s, num_tokens)
-
-
-async def send(job: Job) -> list[Stream]:
-    if job.rate:
-        rng = random.Random(job.numbers[0])
-        tasks = []
-        for number in job.numbers:
-            tasks.append(asyncio.create_task(ask(job, number)))
-            await asyncio.sleep(rng.expovariate(job.rate))
-        return await asyncio.gather(*tasks)
-    found: list[Stream] = []
-    numbers = list(reversed(job.numbers))
-
-    async def client() -> None:
-        while numbers:
-            found.append(await ask(job, numbers.pop()))
-
-    await asyncio.gather(*(client() for _ in range(job.clients)))
-    return found
-
-
-def work(job: Job) -> list[Stream]:
-    return asyncio.run(send(job))
+Result = dict[str, float]  # tokens_per_s, and milliseconds
 
 
 def measure(server: Server, model: str, load: Load) -> Result:
-    count = min(NUM_PROCESSES, load.clients or NUM_PROCESSES)
-    numbers = list(range(load.num_requests))
-    jobs = [
-        Job(server.address, model, load, numbers[part::count], load.clients // count, load.rate / count)
-        for part in range(count)
+    rng = random.Random(time.time_ns())  # no prompt is sent twice
+    bodies = [
+        {
+            "model": model,
+            "prompt": " ".join(rng.choices(WORDS, k=load.num_words)),
+            "max_tokens": load.num_tokens,
+            "temperature": 0.6,
+            "seed": number,
+            "ignore_eos": True,
+        }
+        for number in range(load.num_requests)
     ]
-    with multiprocessing.get_context("fork").Pool(count) as pool:
-        streams = [stream for part in pool.map(work, jobs, chunksize=1) for stream in part]
-    wall_s = max(one.last_s for one in streams) - min(one.start_s for one in streams)
-    ttft = [one.first_s - one.start_s for one in streams]
-    tpot = [(one.last_s - one.first_s) / max(one.num_tokens - 1, 1) for one in streams]
-    gaps = [gap for one in streams for gap in one.gaps_s]
-    total = sum(one.num_tokens for one in streams)
-    return Result(
-        tokens_per_s=total / wall_s,
-        ttft_p50=1e3 * quantile(ttft, 0.5),
-        ttft_p99=1e3 * quantile(ttft, 0.99),
-        tpot_p50=1e3 * quantile(tpot, 0.5),
-        tpot_p99=1e3 * quantile(tpot, 0.99),
-        gap_p99=1e3 * quantile(gaps, 0.99),
-        gap_max=1e3 * max(gaps, default=0.0),
-    )
-
-
-def quantile(values: list[float], at: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(at * len(ordered)))] if ordered else 0.0  # one chunk has no gap
-
-
-def median(results: list[Result]) -> Result:
-    columns = zip(*(asdict(one).values() for one in results), strict=True)
-    return Result(*map(statistics.median, columns))
+    found = run_load(server.url, bodies, clients=load.clients, rate=load.rate, num_processes=NUM_PROCESSES)
+    spreads = {
+        "ttft": [one.ttft_s for one in found.seen],
+        "tpot": [(one.times_s[-1] - one.times_s[0]) / max(one.num_tokens - 1, 1) for one in found.seen],
+        "gap": [gap for one in found.seen for gap in one.gaps_s] or [0.0],  # one chunk has no gap
+    }
+    result = {"tokens_per_s": found.tokens_per_s, "gap_max": 1e3 * max(spreads["gap"])}
+    for name, values in spreads.items():
+        result |= {f"{name}_p50": 1e3 * percentile(values, 0.5), f"{name}_p99": 1e3 * percentile(values, 0.99)}
+    return result
 
 
 def missed(shape: str, load: str, result: Result) -> list[str]:
-    if shape != QWEN:
-        return []
-    bars = BARS.get(load, {})
-    values = asdict(result)
+    bars = BARS.get(load, {}) if shape == QWEN else {}
     return [
-        f"{name} {values[name]:.4g} instead of {bar:g}"
+        f"{name} {result[name]:.4g} instead of {bar:g}"
         for name, bar in bars.items()
-        if (values[name] < bar if name == "tokens_per_s" else values[name] > bar)
+        if (result[name] < bar if name == "tokens_per_s" else result[name] > bar)
     ]
 
 
 def line(name: str, one: Result, note: str = "") -> str:
     return (
-        f"| {name} | {one.tokens_per_s:,.0f} | {one.ttft_p50:.1f} / {one.ttft_p99:.1f} |"
-        f" {one.tpot_p50:.2f} / {one.tpot_p99:.2f} | {one.gap_p99:.1f} | {one.gap_max:.1f} | {note} |"
+        f"| {name} | {one['tokens_per_s']:,.0f} | {one['ttft_p50']:.1f} / {one['ttft_p99']:.1f} |"
+        f" {one['tpot_p50']:.2f} / {one['tpot_p99']:.2f} | {one['gap_p99']:.1f} | {one['gap_max']:.1f} | {note} |"
     )
 
 
-def write_model(folder: Path, shape: str, tokenizer: Path | None, is_quick: bool) -> None:
+def write_model(folder: Path, shape: str, tokenizer: Path | None, *, is_quick: bool) -> None:
     """Write a folder with the shape's config.json and a real tokenizer, whose vocabulary the model gets."""
     folder.mkdir(parents=True)
     target = folder / "tokenizer.json"
@@ -232,51 +127,43 @@ def write_model(folder: Path, shape: str, tokenizer: Path | None, is_quick: bool
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def run(shape: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run(shape: str, folder: Path, args: argparse.Namespace) -> dict[str, Result]:
     """Measure one model. Returns the medians by load."""
-    loads = QUICK_LOADS if options.quick else LOADS
-    arguments = ["--load-format", "dummy", "--served-model-name", shape, *options.serve]
-    if not options.quick:
-        arguments += ["--max-num-seqs", "256", "--max-model-len", "4096"]
-    found: dict[str, Any] = {}
+    settings = ["--load-format", "dummy", "--served-model-name", shape, *args.serve]
+    settings += [] if args.quick else ["--max-num-seqs", "256", "--max-model-len", "4096"]
+    found: dict[str, Result] = {}
     print(f"\n{shape}\n\n| load | tok/s | TTFT ms p50 / p99 | TPOT ms p50 / p99 | gap p99 | gap max | missed |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    with serving(str(folder), *arguments) as server:
-        if not options.quick:
-            fresh = measure(server, shape, FRESH)
-            found[FRESH.name] = asdict(fresh)
-            print(line(FRESH.name, fresh), flush=True)
-            time.sleep(options.settle)
-        for load in loads:
-            results = [measure(server, shape, load) for _ in range(options.rounds)]
-            result = median(results)
-            found[load.name] = asdict(result)
-            print(line(load.name, result, "; ".join(missed(shape, load.name, result))), flush=True)
-        if options.log:
-            print(server.log[-options.log :], file=sys.stderr)
+    say("|---|---|---|---|---|---|---|")
+    with serving(str(folder), *settings) as server:
+        for load in QUICK_LOADS if args.quick else (FRESH, *LOADS):
+            num_rounds = 1 if load is FRESH else args.rounds
+            rounds = [measure(server, shape, load) for _ in range(num_rounds)]
+            result = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+            found[load.name] = result
+            say(line(load.name, result, "; ".join(missed(shape, load.name, result))))
+            if load is FRESH:
+                time.sleep(args.settle)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = harness.options(__doc__)
     parser.add_argument("--models", default=f"{QWEN},{LLAMA}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--settle", type=float, default=10.0, help="seconds of idle time after the fresh burst")
     parser.add_argument("--serve", action="append", default=[], help="an argument for `quire serve`; repeatable")
-    parser.add_argument("--log", type=int, default=0, help="print this many characters of the server's log")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    found: dict[str, Any] = {}
+    args = parser.parse_args()
+    found = {}
     with tempfile.TemporaryDirectory() as name:
-        for shape in options.models.split(","):
+        for shape in args.models.split(","):
             folder = Path(name) / shape
-            write_model(folder, shape, options.tokenizer, options.quick)
-            found[shape] = run(shape, folder, options)
-            if options.out is not None:
-                options.out.mkdir(parents=True, exist_ok=True)
-                (options.out / "online.json").write_text(json.dumps(found, indent=2) + "\n")
+            write_model(folder, shape, args.tokenizer, is_quick=args.quick)
+            found[shape] = run(shape, folder, args)
+            if args.out is not None:
+                harness.write_json(args.out / "online.json", found)
 
 
 if __name__ == "__main__":

@@ -1,191 +1,231 @@
-"""Measures the cost of HTTP: the same requests through `quire serve` and through the bare engine, in one run.
+"""Measures the cost of HTTP: against the bare engine, and the CPU time of the server process without a model.
 
-    python benchmarks/serve.py                 1, 8 and 32 clients on the default model, three rounds each
-    python benchmarks/serve.py --quick         a smoke run
-    python benchmarks/serve.py --model PATH    another model
+    python benchmarks/serve.py                      1, 8 and 32 clients on the default model, three rounds each
+    python benchmarks/serve.py --only cpu           256 streams on the fake backend
+    python benchmarks/serve.py --only cpu --endpoints completions,messages,ollama
+    python benchmarks/serve.py --quick              a smoke run
 
-Each client streams one answer after another. The bare engine is `LLM` in this process: no worker, no HTTP, the same
-batching. Rounds alternate, so that noise affects both. Prints bare time / HTTP time, as measured, and without the load
-client's own CPU time: the client shares these cores here, which a real client would not. The claim
+`overhead`: each client streams one answer after another. The bare engine is `LLM` in this process: no worker, no HTTP,
+the same batching. Rounds alternate, so that noise affects both. Prints bare time / HTTP time, as measured, and without
+the load client's own CPU time: the client shares these cores here, which a real client would not. The claim
 (docs/performance.md): at 8 clients HTTP costs at most 10 %.
+
+`cpu`: `quire serve` runs on the fake backend with a real tokenizer: each step gives every stream one random token. Only
+the server process is counted (/proc/PID/stat), not the worker and not the clients. The time of a step is chosen such
+that the server is mostly idle: otherwise several tokens share a write, which lowers the time per token; "reads/token"
+shows whether that happened.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import os
 import re
 import statistics
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-PROMPT_TOKENS = 100
-ANSWER_TOKENS = 64
-KV_MEMORY = "1G"
+import harness
+from harness import say
+
+from quire.bench.http_load import HttpStream, run_load
+from quire.cli.bench_server import ServerProcess, serving
+from quire.engine.llm import LLM
+from quire.engine.outputs import Answers
+from quire.engine.params import GenerationParams
+from quire.errors import QuireError
+from quire.weights.hub import resolve
+
+PROMPT_TOKENS, ANSWER_TOKENS = 100, 64
+KV_BYTES = 1 << 30
+WARM_UP_S = 1.0
+WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
+PARTS = ("overhead", "cpu")
 
 
-@dataclass(frozen=True)
-class Round:
+# Against the bare engine
+
+
+class Round(NamedTuple):
     wall_s: float
     client_cpu_s: float = 0.0
 
 
-def prompts(count: int, seed: int, vocab_size: int) -> list[list[int]]:
-    random = Random(seed)
-    return [random.choices(range(vocab_size // 4, vocab_size // 2), k=PROMPT_TOKENS) for _ in range(count)]
+class Work(NamedTuple):
+    clients: int
+    requests: int  # of each client
+    tokens: int
+
+    def prompts(self, llm: LLM, seed: int) -> list[list[int]]:
+        random, vocab_size = Random(seed), llm.engine.capacity.vocab_size
+        middle = range(vocab_size // 4, vocab_size // 2)
+        return [random.choices(middle, k=PROMPT_TOKENS) for _ in range(self.clients * self.requests)]
 
 
-# The load client: a separate process, so that its CPU time can be measured separately
+def over_http(url: str, work: Work, prompts: list[list[int]]) -> Round:
+    settings = {"max_tokens": work.tokens, "temperature": 0, "ignore_eos": True}
+    found = run_load(url, [{"prompt": prompt, **settings} for prompt in prompts], clients=work.clients)
+    return Round(found.wall_s, found.client_cpu_s)
 
 
-async def one_client(host: str, port: int, model: str, todo: Sequence[list[int]], max_tokens: int) -> None:
-    for prompt in todo:
-        reader, writer = await asyncio.open_connection(host, port)
-        body = json.dumps(
-            {
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-        ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
-        writer.write(f"{head}connection: close\r\n\r\n".encode() + body)
-        data = await reader.read(-1)
-        writer.close()
-        if not data.startswith(b"HTTP/1.1 200") or b"data: [DONE]" not in data:
-            raise SystemExit(f"a stream broke: {data[:500]!r}")
-
-
-async def load(job: dict[str, Any]) -> None:
-    todo = prompts(job["clients"] * job["requests"], job["seed"], job["vocab"])
-    shares = [todo[number :: job["clients"]] for number in range(job["clients"])]
-    begin_s = time.perf_counter()
-    cpu_s = time.process_time()
-    await asyncio.gather(
-        *(one_client(job["host"], job["port"], job["model"], share, job["tokens"]) for share in shares)
-    )
-    print(json.dumps({"wall_s": time.perf_counter() - begin_s, "client_cpu_s": time.process_time() - cpu_s}))
-
-
-def over_http(url: str, model: str, vocab: int, clients: int, requests: int, tokens: int, seed: int) -> Round:
-    host, _, port = url.removeprefix("http://").partition(":")
-    job = {
-        "host": host,
-        "port": int(port),
-        "model": model,
-        "clients": clients,
-        "requests": requests,
-        "tokens": tokens,
-        "seed": seed,
-        "vocab": vocab,
-    }
-    command = [sys.executable, __file__, "--client", json.dumps(job)]
-    return Round(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-
-
-# The two sides
-
-
-@contextmanager
-def server(model: str | None, threads: int) -> Iterator[tuple[str, str]]:
-    options = [*([model] if model else []), "--port", "0", "--threads", str(threads), "--log-level", "warning"]
-    options += ["--kv-memory", KV_MEMORY]
-    process = subprocess.Popen([sys.executable, "-m", "quire", "serve", *options], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.match(r"quire serves (\S+) at (http://\S+)", line)
-        if found is None:
-            raise SystemExit(f"the server did not start: {line}")
-        yield found[2], found[1]
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def bare(llm: Any, clients: int, requests: int, tokens: int, seed: int) -> Round:
-    """Run at most `clients` requests at a time, as many in total as over HTTP."""
-    from quire.engine.outputs import Answers
-    from quire.engine.params import GenerationParams
-
-    params = GenerationParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    todo = [
-        llm.text.request(prompt, params) for prompt in prompts(clients * requests, seed, llm.engine.capacity.vocab_size)
-    ]
-    begin_s = time.perf_counter()
-    waiting, streams = list(reversed(todo)), 0
+def bare(llm: LLM, work: Work, prompts: list[list[int]]) -> Round:
+    """Run at most so many requests at a time as over HTTP."""
+    params = GenerationParams(temperature=0, max_tokens=work.tokens, ignore_eos=True)
+    waiting = [llm.text.request(prompt, params) for prompt in prompts]
     answers: dict[int, Answers] = {}
-    while waiting or streams:
-        while waiting and streams < clients:
+    begin_s = time.perf_counter()
+    while waiting or answers:
+        while waiting and len(answers) < work.clients:
             request, request_id = waiting.pop(), llm.next_id()
             llm.engine.add(request_id, request.prompt, request.sampling)
             answers[request_id] = Answers(request, llm.text.tokenizer)
-            streams += 1
         for output in llm.engine.step():
-            delta = answers[output.request_id].push(0, output)
-            if delta.finish_reason is not None:
+            if answers[output.request_id].push(0, output).finish_reason is not None:
                 del answers[output.request_id]
-                streams -= 1
     return Round(time.perf_counter() - begin_s)
 
 
-def compare(llm: Any, url: str, model: str, clients: int, requests: int, tokens: int, rounds: int) -> None:
-    vocab = llm.engine.capacity.vocab_size
-    direct: list[Round] = []
-    http: list[Round] = []
-    for number in range(rounds):
-        seed = 1000 * clients + number
-        direct.append(bare(llm, clients, requests, tokens, seed))
-        http.append(over_http(url, model, vocab, clients, requests, tokens, seed))
-    num_tokens = clients * requests * tokens
-    bare_s = statistics.median(one.wall_s for one in direct)
-    http_s = statistics.median(one.wall_s for one in http)
-    cpu_s = statistics.median(one.client_cpu_s for one in http)
-    print(
-        f"| {clients:>7} | {num_tokens / bare_s:8.1f} | {num_tokens / http_s:8.1f} | {http_s / bare_s - 1:8.1%} |"
-        f" {(http_s - cpu_s) / bare_s - 1:8.1%} | {cpu_s / http_s:6.1%} |",
-        flush=True,
+def measure_overhead(args: argparse.Namespace) -> None:
+    sizes = (
+        [Work(1, 1, 8), Work(2, 1, 8)]
+        if args.quick
+        else [Work(*one, ANSWER_TOKENS) for one in ((1, 4), (8, 2), (32, 1))]
     )
+    rounds = 1 if args.quick else args.rounds
+    print(f"{PROMPT_TOKENS} tokens in, {sizes[0].tokens} out, streamed; {args.threads} thread(s), median of {rounds}")
+    print("| clients | bare tok/s | HTTP tok/s | overhead | without the client's CPU | client's share |")
+    say("|---|---|---|---|---|---|")
+    options = ("--threads", str(args.threads), "--kv-memory", "1G", "--log-level", "warning")
+    with (
+        LLM(args.model, threads=args.threads, kv_memory=KV_BYTES) as llm,
+        serving(args.model, options, {"OMP_NUM_THREADS": str(args.threads)}) as server,
+    ):
+        for work in sizes:
+            sides: dict[str, Callable[[int], Round]] = {
+                "bare": lambda seed, work=work: bare(llm, work, work.prompts(llm, seed)),  # type: ignore[misc]
+                "http": lambda seed, work=work: over_http(server.url, work, work.prompts(llm, seed)),  # type: ignore[misc]
+            }
+            found = harness.alternate(sides, rounds, num_warm_ups=1)
+            bare_s, http_s = (statistics.median(one.wall_s for one in found[side]) for side in sides)
+            cpu_s = statistics.median(one.client_cpu_s for one in found["http"])
+            num_tokens = work.clients * work.requests * work.tokens
+            say(
+                f"| {work.clients:>7} | {num_tokens / bare_s:8.1f} | {num_tokens / http_s:8.1f} |"
+                f" {http_s / bare_s - 1:8.1%} | {(http_s - cpu_s) / bare_s - 1:8.1%} | {cpu_s / http_s:6.1%} |"
+            )
+
+
+# CPU time of the server process
+
+
+MODEL = "bench"
+STREAM = {"model": MODEL, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+def message(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+ENDPOINTS: dict[str, tuple[str, Callable[[str, int], dict[str, Any]]]] = {
+    "completions": ("/v1/completions", lambda text, count: {"prompt": text, "max_tokens": count}),
+    "chat": ("/v1/chat/completions", lambda text, count: {"messages": message(text), "max_tokens": count}),
+    "responses": ("/v1/responses", lambda text, count: {"input": text, "max_output_tokens": count}),
+    "messages": ("/v1/messages", lambda text, count: {"messages": message(text), "max_tokens": count}),
+    "ollama": ("/api/chat", lambda text, count: {"messages": message(text), "options": {"num_predict": count}}),
+}
+
+
+def cpu_s(process: ServerProcess) -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def num_generated(process: ServerProcess) -> float:
+    """Tokens generated since the start, from the server's metrics."""
+    data = HttpStream(process.url, "/metrics").read().decode()
+    return sum(map(float, re.findall(r"^quire:generation_tokens_total\{[^}]*\} ([0-9.e+]+)", data, re.MULTILINE)))
+
+
+class Client(threading.Thread):
+    """Reads one stream. Counts its reads."""
+
+    def __init__(self, stream: HttpStream) -> None:
+        super().__init__(daemon=True)
+        self.stream = stream
+        self.num_reads = 0
+
+    def run(self) -> None:
+        with suppress(QuireError):
+            for _ in self.stream.reads():
+                self.num_reads += 1
+
+
+def counters(process: ServerProcess, clients: list[Client]) -> tuple[float, ...]:
+    """Return the server's tokens and CPU time, the reads of the clients, and the time."""
+    tokens, used_s = num_generated(process), cpu_s(process)
+    return tokens, used_s, sum(client.num_reads for client in clients), time.perf_counter()
+
+
+def measure_streams(process: ServerProcess, endpoint: str, count: int, window_s: float) -> None:
+    """Print the server's CPU time per token over a window in which all streams run."""
+    path, body = ENDPOINTS[endpoint]
+    texts = [" ".join(Random(seed).choices(WORDS, k=12)) for seed in range(count)]
+    clients = [Client(HttpStream(process.url, path, {**STREAM, **body(text, 4000)})) for text in texts]
+    for client in clients:
+        client.start()
+    while any(client.is_alive() and not client.num_reads for client in clients):
+        time.sleep(0.05)
+    if not all(client.num_reads for client in clients):
+        raise SystemExit(f"{path}: a stream failed")
+    time.sleep(WARM_UP_S)
+    before = counters(process, clients)
+    time.sleep(window_s)
+    after = counters(process, clients)
+    for client in clients:
+        client.stream.cut()
+        client.join()
+    tokens, used_s, reads, took_s = (now - then for now, then in zip(after, before, strict=True))
+    tokens = max(tokens, 1)
+    say(
+        f"| {endpoint:<11} | {tokens / took_s:8.0f} | {used_s / took_s:5.0%} | {1e6 * used_s / tokens:8.1f} |"
+        f" {reads / tokens:6.2f} |"
+    )
+    time.sleep(WARM_UP_S)  # the server ends the streams
+
+
+def measure_cpu(args: argparse.Namespace) -> None:
+    count, window_s, rounds, step = (8, 0.5, 1, "5ms") if args.quick else (args.streams, 10.0, args.rounds, "75ms")
+    options = ["--backend", "fake", "--num-blocks", "16384", "--max-num-seqs", str(count), "--max-queue", "4096"]
+    options += ["--served-model-name", MODEL, "--log-level", "warning", "--device", step]
+    print(f"\n{count} streams, a step of {step}, CPU of the server process only")
+    say("| endpoint | tokens/s | busy | us/token | reads/token |\n|---|---|---|---|---|")
+    with serving(args.model, options) as process:
+        for _ in range(rounds):
+            for endpoint in args.endpoints:
+                measure_streams(process, endpoint, count, window_s)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser = harness.options(__doc__)
+    parser.add_argument("--only", type=harness.names(PARTS), default=PARTS, help=f"some of {','.join(PARTS)}")
     parser.add_argument("--model")
     parser.add_argument("--threads", type=int, default=1, help="of the engine; the other cores run everything else")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--endpoints", type=harness.names(ENDPOINTS), default=("completions", "chat"))
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    if args.client:
-        asyncio.run(load(json.loads(args.client)))
-        return
+    args.model = str(resolve(args.model))
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
-    from quire import LLM
-
-    sizes = [(1, 1), (2, 1)] if args.quick else [(1, 4), (8, 2), (32, 1)]
-    tokens, rounds = (8, 1) if args.quick else (ANSWER_TOKENS, args.rounds)
-    print(f"{PROMPT_TOKENS} tokens in, {tokens} out, streamed; engine on {args.threads} thread(s), median of {rounds}")
-    print("| clients | bare tok/s | HTTP tok/s | overhead | without the client's CPU | client's share |")
-    print("|---|---|---|---|---|---|")
-    with (
-        LLM(args.model, threads=args.threads, kv_memory=1 << 30) as llm,
-        server(args.model, args.threads) as (url, model),
-    ):
-        bare(llm, 2, 1, 4, 0)
-        over_http(url, model, llm.engine.capacity.vocab_size, 2, 1, 4, 0)
-        for clients, requests in sizes:
-            compare(llm, url, model, clients, requests, tokens, rounds)
+    if "overhead" in args.only:
+        measure_overhead(args)
+    if "cpu" in args.only:
+        measure_cpu(args)
 
 
 if __name__ == "__main__":

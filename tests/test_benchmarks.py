@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -21,21 +20,21 @@ BARE = ("msgspec", "starlette", "uvicorn", "typer", "rich", "gguf", "pytest", "j
 
 @pytest.mark.nightly
 def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
-    folder = Path(__file__).parents[1] / "benchmarks"
     for script, options, words in (
-        ("serve.py", ["--model", str(tiny_model)], ("bare tok/s", "overhead", "|       2 |")),
         (
-            "front_end.py",
-            ["--model", str(tiny_model)],
-            ("floor: send", "| completions |", "| chat        |", "us of server CPU per request"),
-        ),
-        (
-            "chaos.py",
-            ["--fake", str(tiny_model)],
-            ("disconnect to free blocks", "overload: 8 clients", "kill -9: 4 of 4"),
+            "serve.py",
+            ["--model", str(tiny_model), "--endpoints", "completions,chat,responses,messages,ollama"],
+            (
+                "bare tok/s",
+                "|       2 |",
+                "us/token",
+                "| completions |",
+                "| ollama      |",
+                "us of server CPU per request",
+            ),
         ),
     ):
-        command = [sys.executable, str(folder / script), "--quick", *options]
+        command = [sys.executable, str(FOLDER / script), "--quick", *options]
         outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         assert outcome.returncode == 0, outcome.stderr
         for word in words:
@@ -101,24 +100,29 @@ def test_the_core_benchmark_runs() -> None:
 
 @pytest.mark.nightly
 def test_the_benchmark_of_restarts_runs(tiny_model: Path) -> None:
-    command = [sys.executable, str(FOLDER / "restart.py"), "--quick", "--model", str(tiny_model), "--threads", "1"]
+    options = ["--quick", "--model", str(tiny_model), "--threads", "1", "--only", "prefix,cost,others"]
+    command = [sys.executable, str(FOLDER / "restart.py"), *options]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    for word in ("| computed | ", "| KV cache | ", "| disk, page cache | ", "| disk, cold | ", "The disk cache costs "):
+    for word in (
+        "| computed | ",
+        "| KV cache | ",
+        "| disk, page cache | ",
+        "| disk, cold | ",
+        "The disk cache costs ",
+        "beside loads",
+    ):
         assert word in outcome.stdout, outcome.stdout
 
 
 @pytest.mark.nightly
 def test_the_benchmark_of_grammars_runs(tiny_model: Path) -> None:
-    for options, words in (
-        (["--rows", "2", "--steps", "3", "--rounds", "1"], ("2 rows, 3 steps of each", "per step (target: 5 %)")),
-        (["--unique", "3"], ("3 schemas", "MB (target: 64)")),
-    ):
-        command = [sys.executable, str(FOLDER / "structured.py"), "--model", str(tiny_model), *options]
-        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert outcome.returncode == 0, outcome.stderr
-        for word in words:
-            assert word in outcome.stdout, outcome.stdout
+    options = ["--model", str(tiny_model), "--rows", "2", "--steps", "3", "--rounds", "1"]
+    command = [sys.executable, str(FOLDER / "structured.py"), *options]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    for word in ("2 rows, 3 steps of each", "per step (target: 5 %)"):
+        assert word in outcome.stdout, outcome.stdout
 
 
 @pytest.mark.nightly
@@ -135,14 +139,6 @@ def test_the_benchmark_of_drafts_runs(tiny_model: Path) -> None:
 # benchmarks/gpu.py, on a CPU
 
 
-@pytest.mark.nightly
-def test_the_benchmark_of_masks_runs() -> None:
-    command = [sys.executable, str(FOLDER / "gpu_masks.py"), "--quick"]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "| 4 | " in outcome.stdout
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that imports modules of the benchmarks folder."""
@@ -155,8 +151,7 @@ def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "gpu.py"), "--quick", "--models", "qwen3-0.6b", "--out", str(tmp_path)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    for word in ("| A, seed 0 | qwen3-0.6b |", "| matrix products |", "transformers generate_batch: "):
-        assert word in outcome.stdout, outcome.stdout
+    assert "| A, seed 0 | qwen3-0.6b |" in outcome.stdout
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert report["failures"] == []
     names = (
@@ -169,11 +164,8 @@ def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
         "T",
         "prefix cache at 0 % hits",
     )
-    assert [figure["what"] for figure in report["figures"]] == [*names, "64 x 256, beside transformers"]
-    assert [check["is_held"] for check in report["correctness"]] == [True] * 6
-    assert [window["what"] for window in report["profile"]["qwen3-0.6b"]] == ["prefill", "decode"]
-    for window in report["profile"]["qwen3-0.6b"]:
-        assert math.isclose(sum(window["by_kind_ms"].values()), window["busy_ms"])
+    assert [figure["what"] for figure in report["figures"]] == [*names]
+    assert [check["is_held"] for check in report["correctness"]] == [True] * 4
     assert 0 < report["ready"]["qwen3-0.6b"]["ready_s"] < report["ready"]["qwen3-0.6b"]["first_token_s"]
 
 
@@ -212,38 +204,13 @@ def test_limits_follow_from_memory_bandwidth(gpu: Any, tmp_path: Path) -> None:
     assert 11_900 < a.num_out / workloads.limit_s(spec, a) < 14_000
 
 
-def test_time_on_the_device_is_counted_once(gpu: Any) -> None:
-    profile = gpu("gpu_profile")
-    events = [
-        profile.Event("_attend", 100.0, 150.0),
-        profile.Event("nvjet_tst_64x8", 140.0, 180.0),  # overlaps by 10
-        profile.Event("_norm", 150.0, 170.0),  # completely within another
-        profile.Event("_pick", 185.0, 190.0),  # after a gap of 5: a launch
-        profile.Event("Memcpy DtoH", 240.0, 250.0),  # after a gap of 50: the host
-    ]
-    window = profile.summarise("decode", 1, 0.2, events)
-    assert (window.span_ms, window.host_gap_ms) == (0.15, 0.05)
-    assert window.busy_ms == pytest.approx(0.095)
-    assert window.idle_share == pytest.approx(1 - 0.095 / 0.2)
-    spent = {kind: round(ms * 1e3) for kind, ms in window.by_kind_ms.items() if ms}
-    assert spent == {"attention": 50, "matrix products": 30, "sampling": 5, "copies": 10}
-
-
-def test_step_times_are_measured_between_results(gpu: Any) -> None:
-    profile, driving = gpu("gpu_profile"), gpu("gpu_driving")
-    run = driving.Run(1.0, [], [driving.StepRecord(1, 1, end_s) for end_s in (0.01, 0.03, 0.07, 0.15)])
-    for steps, alone_ms, in_flight_ms in ((range(2), 30, 70), (range(1, 3), 60, 120), (range(1, 2), 20, 40)):
-        assert profile.wall_ms(run, steps, has_overlap=False) == pytest.approx(alone_ms)
-        assert profile.wall_ms(run, steps, has_overlap=True) == pytest.approx(in_flight_ms)
-
-
 # benchmarks/cpu.py
 
 
 @pytest.mark.nightly
 def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
-    options = ["--quick", "--no-llama", "--model", str(tiny_model), "--out", str(out)]
+    options = ["--quick", "--no-llama", "--busy", "1", "--model", str(tiny_model), "--out", str(out)]
     command = [sys.executable, str(FOLDER / "cpu.py"), *options]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
@@ -260,18 +227,8 @@ def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
         "first token, head of 64, new",
         "process start to first token",
     ]
-    assert all(figure["medians"]["quire"] > 0 for figure in report["figures"])
+    assert all(figure["medians"][name] > 0 for figure in report["figures"] for name in ("quire", "quire, busy"))
     assert report["precision"]["quire"]["num_positions"] > 100
-
-
-@pytest.mark.nightly
-def test_the_benchmark_of_a_busy_machine_runs(tiny_model: Path) -> None:
-    options = ["--rounds", "1", "--processes", "1", "--threads", "2", "--model", str(tiny_model)]
-    command = [sys.executable, str(FOLDER / "busy.py"), *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    for word in ("| quire, quiet |", "| quire, 1 processes beside it |", "| quire, busy / quiet |", "8 / 1"):
-        assert word in outcome.stdout, outcome.stdout
 
 
 @pytest.mark.nightly
@@ -292,9 +249,8 @@ def test_ratios_are_computed_within_a_round(gpu: Any) -> None:
     cpu = gpu("cpu")
     rates = {"quire": (100, 50, 80), "as shipped": (10, 5, 10), "Q4_0": (50, 25, 20)}
     for unit, best, shipped, is_held in (("tok/s", 2, 10, True), ("ms", 1 / 10, 1 / 10, False)):
-        row = cpu.Row("decode", unit, ("value",), best_bar=1.5)
-        workload = cpu.Workload({}, (row,))
-        report = cpu.Report({}, list(rates), rows=[(workload, row)])
+        workload = cpu.Workload({}, (cpu.Row("decode", unit, "value", best_bar=1.5),))
+        report = cpu.Report({}, list(rates), [workload])
         for others, expected in ((0.0, is_held), (0.5, None)):
             report.found["decode"] = {
                 name: [{"value": value, "others": others} for value in values] for name, values in rates.items()
@@ -304,17 +260,3 @@ def test_ratios_are_computed_within_a_round(gpu: Any) -> None:
             assert figure["times_best"] == pytest.approx(best)
             assert figure["times"]["as shipped"] == pytest.approx(shipped)
             assert figure["is_held"] is expected
-
-
-@pytest.mark.nightly
-def test_the_benchmark_of_copies_on_a_gpu_checks_bits() -> None:
-    import torch
-
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, str(FOLDER / "gpu_transfers.py"), "--quick"]
-    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert outcome.returncode == 0, outcome.stderr + outcome.stdout
-    assert outcome.stdout.count("  ok  ") == 5
-    assert outcome.stdout.endswith("all bits are right\n")

@@ -21,26 +21,27 @@ from quire.bench.report import (
     Progress,
     Stage,
 )
-from quire.core.step import StepPlan
-from quire.core.values import Priority, SamplingParams
+from quire.core.step import StepPlan, TokenLogprobs
+from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:
     from quire.backends.base import Runner
     from quire.engine.llm import LLM
+    from quire.engine.structured.masks import Matcher
     from quire.text.tokenizer import Tokenizer
 
 
 class Track:
     """Times and token counts of one request."""
 
-    def __init__(self, request_id: int, priority: Priority) -> None:
+    def __init__(self, request_id: int) -> None:
         self.request_id = request_id
-        self.priority = priority
         self.arrived_s = time.perf_counter()
         self.tokens: list[int] = []
         self.token_times: list[float] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0
         self.is_finished = False
 
@@ -66,12 +67,18 @@ class Session:
         self._next_id = next_id
 
     def add(
-        self, prompt: Sequence[int], max_tokens: int, *, priority: Priority = Priority.NORMAL, salt: str = ""
+        self,
+        prompt: Sequence[int] | PackedPrompt,
+        sampling: SamplingParams | int,
+        *,
+        salt: str = "",
+        matcher: Matcher | None = None,
     ) -> Track:
-        """Add a greedy request that generates exactly `max_tokens` tokens: it has no stop tokens."""
-        track = Track(self._next_id(), priority)
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        self.engine.add(track.request_id, prompt, sampling, priority=priority, salt=salt)
+        """Add a request. A number of tokens for parameters: greedy, and exactly so many, as it has no stop tokens."""
+        track = Track(self._next_id())
+        if isinstance(sampling, int):
+            sampling = SamplingParams(temperature=0.0, max_tokens=sampling)
+        self.engine.add(track.request_id, prompt, sampling, salt=salt, matcher=matcher)
         self.tracks[track.request_id] = track
         return track
 
@@ -84,6 +91,7 @@ class Session:
                 raise RequestFailed(f"request {output.request_id} failed: {output.error}")
             track.tokens += output.tokens
             track.token_times += [now_s] * len(output.tokens)
+            track.logprobs += output.logprobs
             track.num_cached_tokens = output.num_cached_tokens
             track.is_finished = output.finish_reason is not None
 

@@ -11,7 +11,7 @@ from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
-from quire.cli.load_stream import LoadStream
+from quire.bench.http_load import HttpStream, RefusedRequest
 from quire.cli.server_client import ServerClient
 from quire.core.values import Priority
 from quire.errors import QuireError
@@ -74,31 +74,22 @@ class Stream:
     """One HTTP request. `cut` may be called from any thread at any time."""
 
     def __init__(self, client: StreamClient, body: dict[str, Any]) -> None:
-        self._client = client
-        self._body = body
-        self._stream = LoadStream(client.server)
+        self._server = client.server
+        self._stream = HttpStream(client.server.url, "/v1/completions", body, client.server.headers())
+        self.cut = self._stream.cut
 
     def read(self, take: Callable[[NewTokens], None]) -> None:
         """Send the request and pass on its tokens as they arrive. Returns when it has ended or is cut."""
         try:
-            for chunk in self._stream.chunks(self._body):
-                for tokens in self._parse(chunk):
-                    take(tokens)
+            for chunk in self._stream.events():
+                for one in chunk["choices"]:
+                    is_finished = one.get("finish_reason") is not None
+                    take(NewTokens(one["index"], len(one.get("token_ids") or ()), is_finished))
+        except RefusedRequest as error:
+            raise self._server.refusal(error.status, error.reason, error.headers, error.body) from None
         except QuireError:
-            if not self._stream.is_cancelled:
+            if not self._stream.is_cut:
                 raise
-
-    def cut(self) -> None:
-        self._stream.cancel()
-
-    def _parse(self, chunk: dict[str, Any]) -> list[NewTokens]:
-        try:
-            return [
-                NewTokens(one["index"], len(one.get("token_ids") or ()), one.get("finish_reason") is not None)
-                for one in chunk["choices"]
-            ]
-        except (AttributeError, KeyError, TypeError):
-            raise self._client.server.malformed("a malformed chunk", chunk) from None
 
 
 class Load:
