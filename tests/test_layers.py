@@ -1,4 +1,4 @@
-"""Tests of code rules that no linter checks: imports of the core, circles, budgets, unsafe calls, no clocks in tests."""
+"""Tests of code rules that no linter checks: imports of the core, circles, budgets, unsafe calls, clocks in tests."""
 
 from __future__ import annotations
 
