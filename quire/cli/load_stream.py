@@ -1,6 +1,6 @@
 """A streamed completion for load generators: cheap, and any thread can cancel it.
 
-`quire bench` and `quire replay` hold hundreds of streams and share the machine with the server they measure. This
+`quire bench` holds hundreds of streams and shares the machine with the server it measures. This
 module uses http.client: with 400 streams an event costs 70 us of CPU time, and 140 us with httpcore, whose shared
 connection pool also failed under that load ("Bad file descriptor").
 """

@@ -185,10 +185,6 @@ class ServerClient:
         with self._open("GET", path) as response:
             return self.parse(self._body(response))
 
-    def get_text(self, path: str) -> str:
-        with self._open("GET", path) as response:
-            return self._body(response).decode("utf-8", "replace")
-
     def post(self, path: str, body: Any) -> Any:
         """Send JSON and return the JSON document of the response."""
         with self._open("POST", path, body) as response:
