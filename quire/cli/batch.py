@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import secrets
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
+from urllib.parse import urlsplit
 
 import typer
 
-from quire.batch.lines import LineParser, LineSettings, read_lines
-from quire.batch.results import Result, ResultFile, ResultScan, num_completion_tokens
+from quire.batch.lines import BatchRequest, LineParser, LineSettings, read_lines
+from quire.batch.results import Reply, Result, ResultFile, ResultScan, num_completion_tokens
 from quire.batch.resume import open_output
-from quire.batch.runner import BatchRunner, GaveUp, RetryPolicy
+from quire.batch.runner import BatchRunner, ConnectionLost, GaveUp, RetryPolicy
 from quire.cli import options
-from quire.cli.batch_client import BatchClient
-from quire.cli.batch_progress import BatchProgress
-from quire.cli.remote_model import find_server
-from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key
-from quire.cli.terminal import echo
+from quire.cli.chat_model import find_server, locate
+from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key, note, printable
+from quire.cli.terminal import echo, make_bar
 from quire.errors import InvalidRequest, QuireError
+from quire.version import __version__
 from quire.weights.hub import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PRIORITIES = ("high", "normal", "low")
 PIPE = "-"
+LINE_EVERY_S = 10.0  # a line of progress on a pipe
+CONNECT_S = 10.0
+READ_LIMIT_S = 3600.0  # a request of low priority may wait long; a server sends nothing until it answers
+MAX_REPLY_BYTES = 256 << 20
+RETRIED = (429, 502, 503, 504, 529)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
     """The server that the requests are sent to."""
 
     url: str
@@ -40,6 +52,7 @@ class _Target:
     model: str  # the server's name for --model or for the default model
 
 
+@options.takes(engine=options.engine)
 def batch(
     source: Annotated[str, typer.Argument(metavar="IN", help="JSONL file of prompts or requests; -: standard input.")],
     output: Annotated[str, typer.Argument(metavar="OUT", help="JSONL file for the results; -: standard output.")],
@@ -65,16 +78,8 @@ def batch(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT instead of continuing it.")] = False,
     retries: Annotated[int, typer.Option(help="Times a request is sent before the run stops.")] = 20,
-    backend: options.BackendOption = None,
-    precision: options.PrecisionOption = None,
-    quantize: options.QuantizeOption = None,
-    kv_cache_dtype: options.KvCacheDtypeOption = None,
-    dtype: options.DtypeOption = None,
-    device: options.DeviceOption = None,
-    load_format: options.LoadFormatOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.ContextOption = None,
-    kv_memory: options.MemoryOption = None,
+    *,
+    engine: options.Settings,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")] = False,
 ) -> None:
     """Answer every line of a JSONL file: plain prompts, or requests in OpenAI's batch format.
@@ -82,18 +87,12 @@ def batch(
     Run the same command again to continue after an interruption. Exits with 1 if a line failed.
     """
     _check(priority, max_in_flight, retries, source, output)
-    engine: dict[str, Any] = {
-        "backend": backend, "precision": precision, "quantize": quantize, "kv_cache_dtype": kv_cache_dtype,
-        "dtype": dtype, "device": device,
-        "load_format": load_format, "threads": threads, "max_model_len": max_model_len, "kv_memory": kv_memory,
-    }  # fmt: skip
-    options.engine_settings(**engine)  # refuses invalid values
     defaults: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         defaults["temperature"] = temperature
     lines = LineSettings(model=model, priority=priority, system=system, defaults=defaults)
     run = _Run(source, output, lines, max_in_flight, ordered, RetryPolicy(max_tries=retries), quiet)
-    named = {options.option_name(name): str(value) for name, value in engine.items() if value is not None}
+    named = {options.option_name(name): str(value) for name, value in engine.items()}
     with run.opened(is_overwriting=overwrite, is_retrying=retry_failed):
         if run.is_finished:
             run.tell("every line has a result already; --retry-failed runs failed lines again")
@@ -124,18 +123,15 @@ def _serving(
 ) -> Iterator[_Target]:
     """A running server that has the model, or else a private one in a process of its own."""
     address = choose_address(server, is_local=is_local, engine_options=list(engine))
-    if address is not None:
-        key = chosen_key(api_key)
-        if (found := find_server(address, model, key)) is not None:
-            yield _Target(address.url, key, found.name)
-            return
+    key = chosen_key(api_key)
+    if address is not None and (found := find_server(address, model, key)) is not None:
+        yield _Target(address.url, key, found.name)
+        return
     from quire.cli.bench_server import check_installed, serving
-    from quire.cli.model_loading import locate
 
     check_installed("a private server")
     locate(model)  # downloads the model with a progress bar; the server's output is hidden
-    if sys.stderr.isatty():
-        echo(f"[loading {model or DEFAULT_MODEL}]", err=True)
+    note(f"loading {model or DEFAULT_MODEL}")
     own_key = secrets.token_urlsafe(24)
     given = [text for pair in engine.items() for text in pair]
     # --max-in-flight bounds the queue, so the server must not refuse a request because of its own limits.
@@ -167,7 +163,7 @@ class _Run:
         self._is_quiet = is_quiet
         self._scan = ResultScan()
         self._file: ResultFile  # set while the output is open
-        self._progress = BatchProgress(None, 0)
+        self._progress = _Progress(None, 0)
         self._total: int | None = None
 
     @contextmanager
@@ -183,11 +179,8 @@ class _Run:
             "--system": self._lines.system,
             **{options.option_name(name): value for name, value in self._lines.defaults.items()},
         }
-        with ExitStack() as stack:
-            held = open_output(
-                self._output, self._source, settings, is_overwriting=is_overwriting, is_retrying=is_retrying
-            )
-            stack.callback(held.close)
+        held = open_output(self._output, self._source, settings, is_overwriting=is_overwriting, is_retrying=is_retrying)
+        with closing(held):
             self._scan, self._file = held.scan, held.file
             if self._source is not None:
                 with self._source.open("rb") as file:
@@ -209,10 +202,11 @@ class _Run:
             echo(text, err=True)
 
     def run(self, target: _Target) -> None:
-        client = BatchClient(target.url, target.api_key, self._max_in_flight)
-        self._progress = BatchProgress(self._total, self._scan.num_finished, is_quiet=self._is_quiet)
+        client = _Client(target.url, target.api_key, self._max_in_flight)
+        self._progress = _Progress(self._total, self._scan.num_finished, is_quiet=self._is_quiet)
         try:
-            with _input(self._source) as file, self._progress:
+            source: AbstractContextManager[BinaryIO] = nullcontext(sys.stdin.buffer)
+            with source if self._source is None else self._source.open("rb") as file, self._progress:
                 asyncio.run(self._run(file, client, target.model))
         except GaveUp as error:
             raise QuireError(f"{error}. {self._interrupted()}") from None
@@ -222,7 +216,7 @@ class _Run:
         finally:
             client.close()
 
-    async def _run(self, file: BinaryIO, client: BatchClient, model: str) -> None:
+    async def _run(self, file: BinaryIO, client: _Client, model: str) -> None:
         settings = self._lines if self._lines.model is None else replace(self._lines, model=model)
         parsed = LineParser(settings).parse_all(file)
         todo = (line for line in parsed if line.number not in self._scan.finished)
@@ -263,5 +257,168 @@ class _Run:
         self.tell(text)
 
 
-def _input(source: Path | None) -> AbstractContextManager[BinaryIO]:
-    return nullcontext(sys.stdin.buffer) if source is None else source.open("rb")
+class _Progress:
+    """Counts results and shows them. `total`: the lines of the input; None if it is a pipe."""
+
+    def __init__(self, total: int | None, num_before: int, *, is_quiet: bool = False) -> None:
+        self.num_good = 0
+        self.num_failed = 0
+        self.num_tokens = 0
+        self._total = total
+        self._num_before = num_before
+        self._is_quiet = is_quiet
+        self._started_s = time.monotonic()
+        self._ended_s: float | None = None
+        self._shown_s = self._started_s
+        self._bar: Progress | None = None
+
+    @property
+    def num_done(self) -> int:
+        return self.num_good + self.num_failed
+
+    @property
+    def elapsed_s(self) -> float:
+        return (time.monotonic() if self._ended_s is None else self._ended_s) - self._started_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / max(self.elapsed_s, 1e-9)
+
+    def __enter__(self) -> _Progress:
+        if sys.stderr.isatty() and not self._is_quiet:
+            self._bar = make_bar("count", "counts", "left", is_transient=False)
+            self._task = self._bar.add_task("batch", total=self._total, completed=self._num_before, counts="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._ended_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def add(self, *, is_good: bool, num_tokens: int) -> None:
+        self.num_good += is_good
+        self.num_failed += not is_good
+        self.num_tokens += num_tokens
+        if self._bar is not None:
+            counts = f"{self.num_failed} failed, {self.tokens_per_s:.0f} tok/s"
+            self._bar.update(self._task, completed=self._num_before + self.num_done, counts=counts)
+        elif not self._is_quiet and time.monotonic() - self._shown_s >= LINE_EVERY_S:
+            self._shown_s = time.monotonic()
+            echo(self.line(), err=True)
+
+    def line(self) -> str:
+        """The progress as one line of text, for a pipe."""
+        done = self._num_before + self.num_done
+        text = f"{done:,} of {self._total:,}" if self._total is not None else f"{done:,}"
+        text += f" lines, {self.num_failed:,} failed, {self.tokens_per_s:.0f} tokens/s"
+        if self._total is not None and self.num_done:
+            left_s = self.elapsed_s * max(0, self._total - done) / self.num_done
+            text += f", about {left_s:.0f} s left"
+        return text
+
+
+class _Client:
+    """Sends requests in threads, because `http.client` blocks. `abort` ends requests that still wait."""
+
+    def __init__(self, url: str, api_key: str | None, max_in_flight: int) -> None:
+        self._url = url
+        self._parts = urlsplit(url)
+        self._headers = {"content-type": "application/json", "user-agent": f"quire/{__version__}"}
+        if api_key is not None:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._threads = ThreadPoolExecutor(max_in_flight, "quire-batch")
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._open: set[http.client.HTTPConnection] = set()
+        self._is_closed = False
+
+    async def send(self, request: BatchRequest) -> Reply:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._send, request)
+
+    def abort(self) -> None:
+        """End requests that still wait for an answer."""
+        self._is_closed = True
+        with self._lock:
+            for connection in self._open:
+                if connection.sock is not None:
+                    with suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.abort()
+        self._threads.shutdown(cancel_futures=True)
+        for connection in self._open:
+            connection.close()
+
+    def _send(self, request: BatchRequest) -> Reply:
+        while True:
+            is_kept = getattr(self._own, "connection", None) is not None
+            try:
+                return self._exchange(request.url, request.body)
+            except (OSError, http.client.HTTPException) as error:
+                self._drop()
+                is_idle_end = is_kept and isinstance(error, ConnectionError | http.client.RemoteDisconnected)
+                if is_idle_end and not self._is_closed:  # the server closed an idle connection: send it on a new one
+                    continue
+                reason = "timeout" if isinstance(error, TimeoutError) else printable(str(error)) or type(error).__name__
+                raise ConnectionLost(f"{self._url} did not answer: {reason}") from None
+
+    def _exchange(self, path: str, data: bytes) -> Reply:
+        connection = self._connection()
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may refuse before it has read the body
+            connection.request("POST", self._parts.path + path, data, self._headers)
+        response = connection.getresponse()
+        body = response.read(MAX_REPLY_BYTES + 1)
+        if len(body) > MAX_REPLY_BYTES:
+            self._drop()
+            return _reply(response, b"more than %d bytes" % MAX_REPLY_BYTES)
+        if response.length:  # `read` returns what came before a connection ended
+            raise http.client.IncompleteRead(body, response.length)
+        if response.will_close:
+            self._drop()
+        return _reply(response, body)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        found: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if found is not None:
+            return found
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+        connection.connect()
+        connection.sock.settimeout(READ_LIMIT_S)
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+                raise ConnectionAbortedError("the client was closed")
+            self._open.add(connection)
+        self._own.connection = connection
+        return connection
+
+    def _drop(self) -> None:
+        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if connection is not None:
+            self._own.connection = None
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+
+def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
+    """A body that is not JSON, such as a proxy's error page, is wrapped in an error in OpenAI's format."""
+    status = response.status
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        text = printable(body[:200].decode("utf-8", "replace")) or response.reason
+        error = {"message": f"not JSON: {text}", "type": "server_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        status = status if status >= 400 else 502
+    after = response.headers.get("retry-after", "")
+    return Reply(
+        status=status,
+        request_id=printable(response.headers.get("x-request-id", "")),
+        body=body,
+        retry_after_s=min(float(after), READ_LIMIT_S) if after.isdecimal() else None,
+        may_retry=response.status in RETRIED and response.headers.get("x-should-retry") != "false",
+    )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,10 +17,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from quire.cli.models import short_path
+from quire.cli import terminal
 from quire.cli.server_client import printable
-from quire.cli.tables import print_table
-from quire.cli.terminal import confirm, echo
+from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES
 from quire.engine.tiers.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
@@ -64,8 +62,7 @@ def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     root = _find_root(cache_dir)
     spaces = [one for one in _read_spaces(root) if one.listing.files]
     names = _served_names(spaces)
-    with _progress("reading headers", sum(len(one.listing.files) for one in spaces)) as step:
-        usages = [_measure(one, step) for one in spaces]
+    usages = _measure_all(spaces)
     usages.sort(key=lambda usage: usage.used_ns, reverse=True)
     if as_json:
         found = [{**usage.document(), "served_name": names.get(usage.name)} for usage in usages]
@@ -75,12 +72,16 @@ def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     else:
         rows = [
             (
-                *(_title(usage.name, names), usage.facts.get("backend", ""), usage.facts.get("dtype", "")),
+                *map(
+                    printable,
+                    (_title(usage.name, names), *(usage.facts.get(name, "") for name in ("backend", "dtype"))),
+                ),
                 *(f"{usage.num_files:,}", file_size(usage.num_bytes), f"{usage.tokens:,}", _ago(usage.used_ns)),
             )
             for usage in usages
         ]
-        print_table(("model", "backend", "dtype"), ("files", "size", "tokens", "last use"), rows)
+        texts = ("model", "backend", "dtype")
+        terminal.print_table((*texts, "files", "size", "tokens", "last use"), rows, texts=texts)
     _warn_of_unreadable(spaces, sum(usage.num_unreadable for usage in usages))
 
 
@@ -89,8 +90,7 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     files = [file for one in spaces for file in one.listing.files]
-    with _progress("reading headers", len(files)) as step:
-        usages = [_measure(one, step) for one in spaces]
+    usages = _measure_all(spaces)
     by_kind = {kind: [file.size for file in files if file.kind is kind] for kind in MemoryKind}
     used_ns = max((file.used_ns for file in files), default=None)
     document: dict[str, Any] = {
@@ -132,9 +132,9 @@ def verify(
     newer: list[str] = []
     unreadable = [path for one in spaces for path in one.listing.unreadable]
     faults: dict[str, Fault] = {}
-    with _progress("checking", sum(file.size for _, file in files), is_bytes=True) as step:
+    with progress_bar("checking", "bytes", total=sum(file.size for _, file in files)) as update:
         for (_, file), fault in zip(files, _in_threads(lambda pair: _find_fault(*pair), files), strict=True):
-            step(file.size)
+            update(advance=file.size)
             if fault is None:
                 good += 1
             elif fault is Fault.NEWER_VERSION:
@@ -205,14 +205,11 @@ def clear(
         if file.is_regular and (limit_ns is None or file.used_ns < limit_ns)
     ]
     files = [file for _, file in found]
-    if files and not yes:
+    if files:
         size = file_size(sum(file.size for file in files))
-        if not sys.stdin.isatty():
-            text = f"deleting {len(files):,} files ({size}) needs --yes: standard input is not a terminal"
-            raise InvalidRequest(text)
         names = printable(", ".join(sorted({name for name, _ in found})))
-        if not confirm(f"Delete {len(files):,} files, {size}, of {names} from {short_path(root)}?"):
-            raise typer.Exit(1)
+        question = f"Delete {len(files):,} files, {size}, of {names} from {short_path(root)}?"
+        confirm_deletion(f"{len(files):,} files ({size})", question, is_confirmed=yes)
     deletion = _delete([file.path for file in files])
     for one in spaces:
         remove_stale(one.listing.temporaries, time.time_ns())
@@ -222,7 +219,9 @@ def clear(
         _tell_servers(mark_pruned, [root])
     if files:
         freed = file_size(sum(file.size for file in files if file.path in deletion.deleted))
-        echo(f"deleted {len(deletion.deleted):,} files: {freed} freed{_kept_note(deletion)}")
+        reasons = ", ".join(sorted(set(deletion.errors.values())))
+        note = f"; {len(deletion.errors):,} could not be deleted: {reasons}" if deletion.errors else ""
+        echo(f"deleted {len(deletion.deleted):,} files: {freed} freed{note}")
     else:
         echo(f"nothing to delete in {short_path(root)}")
     if deletion.errors:
@@ -328,14 +327,19 @@ def _select(spaces: list[_Listed], model: str, root: Path) -> list[_Listed]:
     return found
 
 
-def _measure(one: _Listed, step: Callable[[int], None]) -> _Usage:
+def _measure_all(spaces: Sequence[_Listed]) -> list[_Usage]:
+    with progress_bar("reading headers", "count", total=sum(len(one.listing.files) for one in spaces)) as update:
+        return [_measure(one, update) for one in spaces]
+
+
+def _measure(one: _Listed, update: Callable[..., object]) -> _Usage:
     """Summarise a space. Tokens are counted in its KV blocks: window blocks and states are of the same tokens."""
     files = one.listing.files
     tokens = num_unreadable = 0
     for file, num_tokens in zip(files, _in_threads(_count_tokens, files), strict=True):
         num_unreadable += num_tokens is None
         tokens += (num_tokens or 0) if file.kind is MemoryKind.BLOCK else 0
-        step(1)
+        update(advance=1)
     facts = one.space.facts if one.space is not None else {}
     used_ns = max((file.used_ns for file in files), default=0)
     num_bytes = sum(file.size for file in files)
@@ -396,14 +400,6 @@ def _delete(paths: Iterable[str]) -> _Deletion:
     return deletion
 
 
-def _kept_note(deletion: _Deletion) -> str:
-    """A part of a sentence about files that could not be deleted."""
-    if not deletion.errors:
-        return ""
-    reasons = ", ".join(sorted(set(deletion.errors.values())))
-    return f"; {len(deletion.errors):,} could not be deleted: {reasons}"
-
-
 def _tell_servers(mark: Callable[[Path], None], folders: Iterable[Path]) -> None:
     """Leave marks in cache folders that exist."""
     for folder in folders:
@@ -424,21 +420,6 @@ def _in_threads(function: Callable[[T], Any], items: Iterable[T]) -> Iterator[An
             yield from pool.map(function, batch)
 
 
-@contextmanager
-def _progress(what: str, total: int, *, is_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr if that is a terminal. Yields a function that advances it."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn() if is_bytes else MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
 def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
     models = document["num_models"]
     echo(
@@ -448,7 +429,7 @@ def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
     rows = [
         (kind, f"{counts['num_files']:,}", file_size(counts["num_bytes"])) for kind, counts in document["kinds"].items()
     ]
-    print_table(("kind",), ("files", "size"), rows)
+    terminal.print_table(("kind", "files", "size"), rows, texts=("kind",))
     for field, text in (("num_temporary", "files being written"), ("num_foreign", "foreign files")):
         if document[field]:
             echo(f"{text}: {document[field]:,}")

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.backend_fit import find_backend_problem, read_config
+from quire.cli.fit import find_backend_problem, free_disk_bytes, read_config
 from quire.cli.model_check import check_model, report_lines
 from quire.cli.terminal import echo
 from quire.errors import install_command
@@ -259,8 +258,7 @@ def _model(model: LocalModel, packages: dict[str, str | None]) -> dict[str, Any]
 
 def _disk() -> dict[str, Any]:
     folder = cache_dir()
-    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
-    return {"path": str(folder), "exists": folder.is_dir(), "free_bytes": shutil.disk_usage(existing).free}
+    return {"path": str(folder), "exists": folder.is_dir(), "free_bytes": free_disk_bytes(folder)}
 
 
 def _environment() -> dict[str, str | None]:

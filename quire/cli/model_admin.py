@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -10,8 +11,7 @@ import typer
 
 from quire.cli import options
 from quire.cli.server_client import ServerClient, printable, reach_server
-from quire.cli.tables import print_table
-from quire.cli.terminal import echo
+from quire.cli.terminal import echo, print_table
 from quire.errors import InvalidRequest
 from quire.sizes import reported_size
 
@@ -28,11 +28,11 @@ def ps(
     """List the models of a server with their state and memory, and its current requests."""
     remote = reach_server(server, api_key)
     if as_json:
-        found = _list_requests(remote) if requests else remote.list_models()
+        found = _list_requests(remote) if requests else remote.entries("/v1/models", "models")
         echo(json.dumps(found, indent=2))
         return
     if not requests:
-        _print_models(remote.list_models())
+        _print_models(remote.entries("/v1/models", "models"))
     running = _list_requests(remote)
     if running and not requests:
         echo("")
@@ -99,15 +99,11 @@ def _context_note(found: dict[str, Any]) -> str:
 
 def _list_requests(remote: ServerClient) -> list[dict[str, Any]]:
     try:
-        found = remote.get("/v1/requests")
+        return remote.entries("/v1/requests", "requests")
     except InvalidRequest as error:
         if "HTTP 404" in str(error):
             return []  # an older server does not list them
         raise
-    entries = found.get("data") if isinstance(found, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise remote.malformed("a malformed list of requests", found)
-    return entries
 
 
 def _print_models(entries: list[dict[str, Any]]) -> None:
@@ -119,7 +115,7 @@ def _print_models(entries: list[dict[str, Any]]) -> None:
         shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
         held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
         rows.append((name, ", ".join(aliases), state, held, str(context)))
-    print_table(("name", "aliases", "state"), ("memory", "context"), rows)
+    _print_table(("name", "aliases", "state"), ("memory", "context"), rows)
 
 
 def _print_requests(entries: list[dict[str, Any]]) -> None:
@@ -131,7 +127,11 @@ def _print_requests(entries: list[dict[str, Any]]) -> None:
         cached = f", {entry.get('cached_tokens')} cached" if entry.get("cached_tokens") else ""
         answer = f"{entry.get('completion_tokens')}{'' if limit is None else f' of {limit}'}"
         rows.append((*texts, age, "" if prompt is None else f"{prompt}{cached}", answer))
-    print_table(("request", "model", "key", "state", "priority"), ("age", "prompt", "answer"), rows)
+    _print_table(("request", "model", "key", "state", "priority"), ("age", "prompt", "answer"), rows)
+
+
+def _print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    print_table((*texts, *numbers), (list(map(printable, row)) for row in rows), texts=texts)
 
 
 def _by_model(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], dict[str, Any]]]:

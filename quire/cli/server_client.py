@@ -154,18 +154,18 @@ class ServerClient:
         if status != "ok":
             raise ServerError(f"{self.url} is {printable(status)} and accepts no requests")
 
-    def list_models(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models."""
-        found = self.get("/v1/models")
+    def entries(self, path: str, what: str) -> list[dict[str, Any]]:
+        """The entries of a list, such as /v1/models."""
+        found = self.get(path)
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise self.malformed("a malformed list of models", found)
+            raise self.malformed(f"a malformed list of {what}", found)
         return entries
 
     def find_model(self, wanted: str | None) -> tuple[str, int]:
         """The name of the model on the server and its context length. None selects the first model."""
         models: dict[str, int] = {}
-        for entry in self.list_models():
+        for entry in self.entries("/v1/models", "models"):
             name, size = entry.get("id"), entry.get("max_model_len")
             if not isinstance(name, str) or not name.isprintable() or type(size) is not int:
                 raise self.malformed("a model without id or max_model_len", entry)
@@ -188,10 +188,6 @@ class ServerClient:
     def post(self, path: str, body: Any) -> Any:
         """Send JSON and return the JSON document of the response."""
         with self._open("POST", path, body) as response:
-            return self.parse(self._body(response))
-
-    def delete(self, path: str) -> Any:
-        with self._open("DELETE", path) as response:
             return self.parse(self._body(response))
 
     @contextmanager

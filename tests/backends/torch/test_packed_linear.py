@@ -27,7 +27,7 @@ from quire.backends.torch.packed import (
     quantize,
 )
 from quire.backends.torch.packed_linear import JoinedLinear, PackedLinear
-from quire.cli.machine_fit import GPU_BITS, PACKED_BITS
+from quire.cli.fit import GPU_BITS, PACKED_BITS
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.dummy import DummyCheckpoint
