@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -202,27 +201,16 @@ def _duration(seconds: float) -> str:
 
 def machine_facts() -> dict[str, Any]:
     """Facts that the figures depend on. A load above 0 means that other programs used the machine before the run."""
+    from quire.cli.doctor import read_cpu
+
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": read_cpu()[0],
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "load_average_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
-
-
-def _cpu_name() -> str:
-    """The name of the CPU: from lscpu on Linux on ARM, from sysctl on a Mac."""
-    for command, label in ((("lscpu",), "Model name:"), (("sysctl", "-n", "machdep.cpu.brand_string"), "")):
-        try:
-            output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            continue
-        for line in output.splitlines():
-            if line.strip().startswith(label) and (name := line.strip().removeprefix(label).strip()):
-                return name
-    return platform.processor() or platform.machine()
 
 
 # Results

@@ -62,27 +62,36 @@ def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     root = _find_root(cache_dir)
     spaces = [one for one in _read_spaces(root) if one.listing.files]
     names = _served_names(spaces)
-    usages = _measure_all(spaces)
-    usages.sort(key=lambda usage: usage.used_ns, reverse=True)
+    _count_all(spaces)
+    spaces.sort(key=lambda one: one.used_ns, reverse=True)
     if as_json:
-        found = [{**usage.document(), "served_name": names.get(usage.name)} for usage in usages]
+        found = [
+            {
+                "model": one.name,
+                "path": str(one.path),
+                "facts": dict(one.facts),
+                "num_files": len(one.listing.files),
+                "num_bytes": one.num_bytes,
+                "num_tokens": one.num_tokens,
+                "last_used_at": one.used_ns // 10**9,
+                "served_name": names.get(one.name),
+            }
+            for one in spaces
+        ]
         echo(json.dumps(found, indent=2))
-    elif not usages:
+    elif not spaces:
         echo(_nothing(root))
     else:
         rows = [
             (
-                *map(
-                    printable,
-                    (_title(usage.name, names), *(usage.facts.get(name, "") for name in ("backend", "dtype"))),
-                ),
-                *(f"{usage.num_files:,}", file_size(usage.num_bytes), f"{usage.tokens:,}", _ago(usage.used_ns)),
+                *map(printable, (_title(one.name, names), *(one.facts.get(name, "") for name in ("backend", "dtype")))),
+                *(f"{len(one.listing.files):,}", file_size(one.num_bytes), f"{one.num_tokens:,}", _ago(one.used_ns)),
             )
-            for usage in usages
+            for one in spaces
         ]
         texts = ("model", "backend", "dtype")
         terminal.print_table((*texts, "files", "size", "tokens", "last use"), rows, texts=texts)
-    _warn_of_unreadable(spaces, sum(usage.num_unreadable for usage in usages))
+    _warn_of_unreadable(spaces)
 
 
 def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
@@ -90,7 +99,7 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     files = [file for one in spaces for file in one.listing.files]
-    usages = _measure_all(spaces)
+    _count_all(spaces)
     by_kind = {kind: [file.size for file in files if file.kind is kind] for kind in MemoryKind}
     used_ns = max((file.used_ns for file in files), default=None)
     document: dict[str, Any] = {
@@ -98,7 +107,7 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
         "num_models": sum(bool(one.listing.files) for one in spaces),
         "num_files": len(files),
         "num_bytes": sum(file.size for file in files),
-        "num_tokens": sum(usage.tokens for usage in usages),
+        "num_tokens": sum(one.num_tokens for one in spaces),
         "kinds": {
             kind.name.lower(): {"num_files": len(sizes), "num_bytes": sum(sizes)} for kind, sizes in by_kind.items()
         },
@@ -112,7 +121,7 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
         echo(_nothing(root))
     else:
         _print_stats(root, document, used_ns)
-    _warn_of_unreadable(spaces, sum(usage.num_unreadable for usage in usages))
+    _warn_of_unreadable(spaces)
 
 
 def verify(
@@ -237,41 +246,31 @@ class _Deletion(NamedTuple):
     errors: dict[str, str]  # path -> why it could not be deleted
 
 
-class _Listed(NamedTuple):
+@dataclass(slots=True)
+class _Listed:
     """A folder with the name of a space. `space` is None if its facts are missing or damaged."""
 
     path: Path
     space: Space | None
     listing: Listing
+    num_tokens: int = 0  # set by `_count_all`
+    num_unreadable: int = 0  # files whose tokens could not be counted
 
     @property
     def name(self) -> str:
         return self.space.name if self.space is not None else self.path.name
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return self.space.facts if self.space is not None else {}
 
-@dataclass(frozen=True, slots=True)
-class _Usage:
-    """Summary of a space."""
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.listing.files)
 
-    path: Path
-    name: str
-    facts: Mapping[str, str]
-    num_files: int
-    num_bytes: int
-    tokens: int
-    used_ns: int
-    num_unreadable: int  # files whose tokens could not be counted
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "model": self.name,
-            "path": str(self.path),
-            "facts": dict(self.facts),
-            "num_files": self.num_files,
-            "num_bytes": self.num_bytes,
-            "num_tokens": self.tokens,
-            "last_used_at": self.used_ns // 10**9,
-        }
+    @property
+    def used_ns(self) -> int:
+        return max((file.used_ns for file in self.listing.files), default=0)
 
 
 def _find_root(given: str | None) -> Path:
@@ -327,23 +326,15 @@ def _select(spaces: list[_Listed], model: str, root: Path) -> list[_Listed]:
     return found
 
 
-def _measure_all(spaces: Sequence[_Listed]) -> list[_Usage]:
+def _count_all(spaces: Sequence[_Listed]) -> None:
+    """Count the tokens of KV blocks: window blocks and states are of the same tokens."""
     with progress_bar("reading headers", "count", total=sum(len(one.listing.files) for one in spaces)) as update:
-        return [_measure(one, update) for one in spaces]
-
-
-def _measure(one: _Listed, update: Callable[..., object]) -> _Usage:
-    """Summarise a space. Tokens are counted in its KV blocks: window blocks and states are of the same tokens."""
-    files = one.listing.files
-    tokens = num_unreadable = 0
-    for file, num_tokens in zip(files, _in_threads(_count_tokens, files), strict=True):
-        num_unreadable += num_tokens is None
-        tokens += (num_tokens or 0) if file.kind is MemoryKind.BLOCK else 0
-        update(advance=1)
-    facts = one.space.facts if one.space is not None else {}
-    used_ns = max((file.used_ns for file in files), default=0)
-    num_bytes = sum(file.size for file in files)
-    return _Usage(one.path, one.name, facts, len(files), num_bytes, tokens, used_ns, num_unreadable)
+        for one in spaces:
+            files = one.listing.files
+            for file, num_tokens in zip(files, _in_threads(_count_tokens, files), strict=True):
+                one.num_unreadable += num_tokens is None
+                one.num_tokens += (num_tokens or 0) if file.kind is MemoryKind.BLOCK else 0
+                update(advance=1)
 
 
 def _count_tokens(file: StoredFile) -> int | None:
@@ -354,11 +345,10 @@ def _count_tokens(file: StoredFile) -> int | None:
         return None if damage.fault is Fault.UNREADABLE else 0
 
 
-def _warn_of_unreadable(spaces: Iterable[_Listed], num_files: int) -> None:
-    folders = [path for one in spaces for path in one.listing.unreadable]
-    if num_files:
+def _warn_of_unreadable(spaces: Iterable[_Listed]) -> None:
+    if num_files := sum(one.num_unreadable for one in spaces):
         echo(f"quire: {num_files:,} files could not be read; their tokens are not counted", err=True)
-    for path in folders:
+    for path in (path for one in spaces for path in one.listing.unreadable):
         echo(f"quire: {short_path(Path(path))} could not be read; its files are not counted", err=True)
 
 

@@ -1,4 +1,4 @@
-"""`ChatModel`: a model for `generate`, `run` and `chat`, on a running server that has it or in this process."""
+"""A `ChatModel` is a model for `generate`, `run` and `chat`, on a running server that has it or in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import FIELDS, Settings, option_name, options_named
 from quire.cli.server_client import (
@@ -113,28 +113,8 @@ class TokenRate:
 Take = Callable[[Piece], None]
 
 
-class ChatModel(Protocol):
-    """A model that answers. Uses a callback: an `LLM` reports exact usage only if it runs the whole answer itself."""
-
-    name: str  # of the model
-    max_model_len: int
-    has_template: bool
-
-    def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage | None:
-        """Pass the answer to `take` until all samples have ended.
-
-        An exception in `take`, also Ctrl-C, cancels the request and is raised.
-
-        Raises RequestFailed if the answer is incomplete. Returns None if no usage was reported.
-        """
-
-    def cache_stats(self) -> CacheStats: ...
-
-    def close(self) -> None: ...
-
-
 class LocalModel:
-    """A model in this process."""
+    """A model in this process. It runs a whole answer itself, which an `LLM` needs to report exact usage."""
 
     def __init__(self, llm: LLM, name: str) -> None:
         self.llm = llm
@@ -143,6 +123,11 @@ class LocalModel:
         self.has_template = llm.text.template.exists
 
     def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage:
+        """Pass the answer to `take` until all samples have ended.
+
+        An exception in `take`, also Ctrl-C, cancels the request and is raised. Raises RequestFailed if the answer is
+        incomplete.
+        """
         problem: Exception | None = None
         parsers = self._new_parsers(ask, params.n)
 
@@ -244,7 +229,7 @@ GRAMMAR_NAMES = {"json_schema": "guided_json", "regex": "guided_regex", "lark": 
 
 
 class RemoteModel:
-    """A model of a server."""
+    """A model of a server, with the methods of `LocalModel`."""
 
     has_template = True  # a server without one refuses the request
 
@@ -254,6 +239,7 @@ class RemoteModel:
         self._server = server
 
     def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage | None:
+        """As `LocalModel.answer`. Returns None if the server reports no usage."""
         usage: AnswerUsage | None = None
         unfinished = set(range(params.n))
         path = "/v1/completions" if isinstance(ask, str) else "/v1/chat/completions"
@@ -409,6 +395,8 @@ def _whole(value: Any) -> int:
 
 
 # The model of a command
+
+ChatModel = LocalModel | RemoteModel
 
 
 def open_chat_model(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,35 +98,26 @@ def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> ChatInp
 def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
     """The grammar of the answer, from one of three options; None if none is given."""
     from quire.text.gbnf import written_grammar
-    from quire.text.grammar import Grammar, GrammarKind
-
-    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise InvalidRequest(f"{' and '.join(names)} exclude each other")
-    if regex is not None:
-        return _checked(partial(Grammar, GrammarKind.REGEX, regex), f"--regex {regex!r:.80}")
-    if json_schema is not None:
-        source = _read_file("--json-schema", json_schema)
-        return _checked(partial(_schema_grammar, source), f"--json-schema {json_schema}")
-    if grammar is not None:
-        return _checked(partial(written_grammar, _read_file("--grammar", grammar)), f"--grammar {grammar}")
-    return None
-
-
-def _schema_grammar(source: str) -> Grammar:
     from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 
-    Grammar(GrammarKind.JSON_SCHEMA, source)  # reports what is wrong with the text
-    return json_schema_grammar(json.loads(source))
-
-
-def _checked(make: Callable[[], Grammar], given: str) -> Grammar:
-    """Make a grammar. An error begins with `given`, the option and its value as typed."""
+    options_given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    given = [(option, value) for option, value in options_given.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(option for option, _ in given)} exclude each other")
+    if not given:
+        return None
+    ((option, value),) = given
+    source = value if isinstance(value, str) else _read_file(option, value)
     try:
-        return make()
+        if option == "--grammar":
+            return written_grammar(source)
+        kind = GrammarKind.REGEX if option == "--regex" else GrammarKind.JSON_SCHEMA
+        found = Grammar(kind, source)  # reports what is wrong with the text
+        return found if option == "--regex" else json_schema_grammar(json.loads(source))
     except InvalidRequest as error:
-        raise InvalidRequest(f"{given}: {str(error).removeprefix('grammar').lstrip(': ')}") from None
+        shown = f"{value!r:.80}" if isinstance(value, str) else value
+        problem = str(error).removeprefix("grammar").lstrip(": ")
+        raise InvalidRequest(f"{option} {shown}: {problem}") from None
 
 
 def _read_file(option: str, path: Path) -> str:

@@ -54,7 +54,7 @@ def cancel(name: RequestId, server: options.ServerOption = None, api_key: option
 
 def load(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
     """Load a model into a server and wait until it is ready. Other models are unloaded if memory is short."""
-    _print_state(_order(reach_server(server, api_key), "load", {"model": name}))
+    _order(server, api_key, "load", model=name)
 
 
 def unload(
@@ -64,27 +64,25 @@ def unload(
     force: Annotated[bool, typer.Option("--force", help="Cancel the requests of the model.")] = False,
 ) -> None:
     """Unload a model when its requests have finished. The next request loads it again."""
-    _print_state(_order(reach_server(server, api_key), "unload", {"model": name, "force": force}))
+    _order(server, api_key, "unload", model=name, force=force)
 
 
 def pin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
     """Keep a model in memory once it is loaded, even if other models need the memory."""
-    _print_state(_order(reach_server(server, api_key), "pin", {"model": name}))
+    _order(server, api_key, "pin", model=name)
 
 
 def unpin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
     """Allow the server to unload a model when memory is short."""
-    _print_state(_order(reach_server(server, api_key), "unpin", {"model": name}))
+    _order(server, api_key, "unpin", model=name)
 
 
-def _order(remote: ServerClient, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+def _order(server: str | None, api_key: str | None, verb: str, **body: Any) -> None:
+    """Give the server an order about a model and print the state that the model has then."""
+    remote = reach_server(server, api_key)
     found = remote.post(f"/v1/models/{verb}", body)
     if not isinstance(found, dict) or not isinstance(found.get("state"), str):
         raise remote.malformed("no model state", found)
-    return found
-
-
-def _print_state(found: dict[str, Any]) -> None:
     pinned = ", pinned" if found.get("is_pinned") is True else ""
     echo(f"{printable(str(found.get('model')))} is {printable(found['state'])}{pinned}{_context_note(found)}")
 

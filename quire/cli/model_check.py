@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,10 @@ def check_model(path: Path) -> dict[str, Any]:
     A folder with config.json and without weights is checked as far as its config allows.
     """
     try:
-        checkpoint = open_checkpoint(path, "auto" if _has_weights(path) else "dummy")
+        with closing(open_checkpoint(path, "auto" if _has_weights(path) else "dummy")) as checkpoint:
+            return _check(checkpoint, path)
     except QuireError as error:
         return {"path": str(path), "runs": False, "problem": str(error)}
-    try:
-        return _check(checkpoint, path)
-    except QuireError as error:
-        return {"path": str(path), "runs": False, "problem": str(error)}
-    finally:
-        checkpoint.close()
 
 
 def _has_weights(path: Path) -> bool:
@@ -155,24 +151,20 @@ def _estimate_speed(spec: ModelSpec, place: Fit) -> float | None:
 
 def _measure_memory() -> float:
     """Return the bytes per second that all cores together read."""
+    from concurrent.futures import ThreadPoolExecutor
+
     import numpy as np
 
     threads = choose_threads(None)
     source = np.ones(MEASURED_BYTES // 8, np.float64)
     parts = np.array_split(source, threads)
     best = math.inf
-    for _ in range(3):
-        started_s = time.perf_counter()
-        _sum_in_parallel(parts)
-        best = min(best, time.perf_counter() - started_s)
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            started_s = time.perf_counter()
+            list(pool.map(np.sum, parts))  # numpy releases the interpreter lock
+            best = min(best, time.perf_counter() - started_s)
     return source.nbytes / best
-
-
-def _sum_in_parallel(parts: list[Any]) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        list(pool.map(lambda part: part.sum(), parts))  # numpy releases the interpreter lock
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -256,12 +257,9 @@ def show(
     from quire.weights.opening import open_checkpoint
 
     path = resolve(name)
-    checkpoint = open_checkpoint(path)
-    try:
+    with closing(open_checkpoint(path)) as checkpoint:
         facts = find_facts(checkpoint, path)
         text = checkpoint.tokenizer_files().chat_template
-    finally:
-        checkpoint.close()
     if template:
         AnswerWriter().say(f"{text or ''}\n")  # a pipe gets it unchanged
     elif as_json:

@@ -235,13 +235,11 @@ def check_memory(engine: EngineConfig) -> None:
     from quire.cli.fit import read_memory
 
     memory = read_memory()
+    limit = max(0 if engine.device == "cuda" else memory.cpu_free, 0 if engine.device == "cpu" else memory.gpu_free)
+    where = "of free memory"
     if memory.has_metal and engine.device != "cpu" and engine.backend in ("auto", "mlx"):
         # macOS compresses or swaps out memory of other programs, so more than the free memory can be used
-        if engine.kv_memory > memory.gpu_total:
-            wanted, there = compared_sizes(engine.kv_memory, memory.gpu_total)
-            raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} that the GPU may use")
-        return
-    free = max(0 if engine.device == "cuda" else memory.cpu_free, 0 if engine.device == "cpu" else memory.gpu_free)
-    if engine.kv_memory > free:
-        wanted, there = compared_sizes(engine.kv_memory, free)
-        raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} of free memory")
+        limit, where = memory.gpu_total, "that the GPU may use"
+    if engine.kv_memory > limit:
+        wanted, there = compared_sizes(engine.kv_memory, limit)
+        raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} {where}")

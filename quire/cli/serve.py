@@ -6,14 +6,11 @@ An option is set by a flag, by `QUIRE_NAME` in the environment or by its name in
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
 import socket
-import ssl
 import sys
 import threading
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
@@ -27,10 +24,10 @@ from quire.cli import options
 from quire.cli.chat_model import locate
 from quire.cli.options import check_memory, option_name, options_named
 from quire.cli.serve_models import list_models, models_from_environment, read_file
-from quire.cli.server_client import printable
+from quire.cli.server_client import PATIENT, ServerClient, printable
 from quire.cli.terminal import bytes_bar, echo, short_path
 from quire.core.policy import POLICIES
-from quire.errors import InvalidRequest, MissingExtra
+from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.sizes import parse_size, reported_size
 
 if TYPE_CHECKING:
@@ -45,7 +42,6 @@ Texts = list[str] | None
 # differently, and this must not change the answer (benchmarks/first_answer.py).
 QUESTION = "What is the capital city of Japan?"
 MAX_TOKENS = 64
-LIMIT_S = 300.0
 DUMMY_WARNING = "random weights (--load-format dummy): answers have no meaning"
 
 
@@ -472,33 +468,16 @@ def _lan_address() -> str:
 
 
 def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
+    """Send one question twice to this server over HTTP, to show an answer and a cache hit."""
+    message = {"role": "user", "content": QUESTION}
+    body = {"model": model, "messages": [message], "temperature": 0, "max_tokens": MAX_TOKENS, "cache": True}
     try:
+        server = ServerClient(url, keys[0] if keys else None, PATIENT, is_own=True)
         for number in (1, 2):
-            answer = _ask(url, model, keys)
+            answer = server.post("/v1/chat/completions", body)
             text = printable(answer["choices"][0]["message"]["content"].strip())
             echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
             echo(f"  cache: {answer['cache']['message']}")
         echo("")
-    except (OSError, KeyError, ValueError) as error:
+    except (QuireError, OSError, KeyError, ValueError) as error:
         echo(f"  the first question failed: {error}", err=True)
-
-
-def _ask(url: str, model: str, keys: Sequence[str]) -> Any:
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "temperature": 0,
-        "max_tokens": MAX_TOKENS,
-        "cache": True,
-    }
-    headers = {"content-type": "application/json"}
-    if keys:
-        headers["authorization"] = f"Bearer {keys[0]}"
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    context = None
-    if url.startswith("https"):  # this server's own certificate, which may name another host
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    with urllib.request.urlopen(request, timeout=LIMIT_S, context=context) as response:
-        return json.load(response)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -76,11 +76,6 @@ _named = partial(
 )
 
 
-class _Named(NamedTuple):
-    name: str
-    machine: Machine
-
-
 def _machine(
     machine: Annotated[
         str, Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")
@@ -89,7 +84,7 @@ def _machine(
     token_us: Annotated[float | None, Option(help="Time per computed token, in place of the machine's.")] = None,
     context_us: Annotated[float | None, Option(help="Time per read KV token, in place of the machine's.")] = None,
     kv_bytes: Annotated[int | None, Option(help="KV bytes per token, in place of the machine's.")] = None,
-) -> _Named:
+) -> tuple[str, Machine]:
     if machine not in MACHINES:
         raise InvalidRequest(f"--machine {machine!r} is not one of {', '.join(MACHINES)}")
     known = MACHINES[machine]
@@ -97,7 +92,7 @@ def _machine(
     with _named():
         step_time = replace(known.step_time, **{key: value for key, value in times.items() if value is not None})
     kv_bytes = _at_least_1("--kv-bytes", kv_bytes, known.kv_bytes)
-    return _Named(machine, replace(known, step_time=step_time, kv_bytes=kv_bytes))
+    return machine, replace(known, step_time=step_time, kv_bytes=kv_bytes)
 
 
 def _at_least_1(option: str, size: int | None, default: int) -> int:
@@ -236,7 +231,7 @@ def sim(
         list[int] | None, Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
     ] = None,
     *,
-    machine: _Named,
+    machine: tuple[str, Machine],
     synthetic: options.Settings,
     scheduler: SimConfig,
     states: _States,
@@ -322,25 +317,19 @@ def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | No
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRules:
-    """The rules of one `--places`."""
-
-    places: tuple[Place, ...]
-    interval: int = 0
-
-    @classmethod
-    def parse(cls, given: str) -> PlacementRules:
-        places, interval = set(), 0
-        for name in given.split(","):
-            if name in list(Place):
-                places.add(Place(name))
-            elif name.removeprefix(EVERY).isdecimal() and 1 <= int(name.removeprefix(EVERY)) <= MAX_INTERVAL:
-                interval = int(name.removeprefix(EVERY))
-            else:
-                known = ", ".join(Place)
-                raise InvalidRequest(f"--places {given!r}: {name!r} is not one of {known} or {EVERY}N (1 to 10000000)")
-        return cls(tuple(place for place in Place if place in places), interval)
+def _parse_places(given: str) -> tuple[tuple[Place, ...], int]:
+    """The rules of one `--places`: where states are stored, and the interval of every-N."""
+    places, interval = set(), 0
+    for name in given.split(","):
+        number = name.removeprefix(EVERY)
+        if name in list(Place):
+            places.add(Place(name))
+        elif number.isdecimal() and 1 <= int(number) <= MAX_INTERVAL:
+            interval = int(number)
+        else:
+            known = ", ".join(Place)
+            raise InvalidRequest(f"--places {given!r}: {name!r} is not one of {known} or {EVERY}N (1 to 10000000)")
+    return tuple(place for place in Place if place in places), interval
 
 
 def _rules(config: SimConfig) -> str:
@@ -351,12 +340,12 @@ def _rules(config: SimConfig) -> str:
 
 def _with_states(configs: Sequence[SimConfig], states: _States) -> list[SimConfig]:
     """Each configuration without recurrent states, then with each set of rules and each number of states."""
-    rules = list(dict.fromkeys(map(PlacementRules.parse, states.places or DEFAULT_PLACES)))
+    rules = list(dict.fromkeys(map(_parse_places, states.places or DEFAULT_PLACES)))
     found = []
     for config in configs:
         found.append(config)
-        for rule, count in product(rules, dict.fromkeys(states.counts)):
-            found.append(replace(config, num_states=count, places=rule.places, interval=rule.interval))
+        for (places, interval), count in product(rules, dict.fromkeys(states.counts)):
+            found.append(replace(config, num_states=count, places=places, interval=interval))
     return found
 
 
