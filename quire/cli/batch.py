@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
@@ -91,16 +91,31 @@ def batch(
     if temperature is not None:
         defaults["temperature"] = temperature
     lines = LineSettings(model=model, priority=priority, system=system, defaults=defaults)
-    run = _Run(source, output, lines, max_in_flight, ordered, RetryPolicy(max_tries=retries), quiet)
+    from_file, to_file = (None if name == PIPE else Path(name) for name in (source, output))
     named = {options.option_name(name): str(value) for name, value in engine.items()}
-    with run.opened(is_overwriting=overwrite, is_retrying=retry_failed):
-        if run.is_finished:
-            run.tell("every line has a result already; --retry-failed runs failed lines again")
+    noted = {
+        "--model": model,
+        "--ordered": ordered,
+        "--system": system,
+        **{options.option_name(name): value for name, value in defaults.items()},
+    }
+    with ExitStack() as stack:
+        scan, results = ResultScan(), ResultFile(sys.stdout.buffer)
+        if to_file is not None:  # locked for this process
+            held = open_output(to_file, from_file, noted, is_overwriting=overwrite, is_retrying=retry_failed)
+            stack.callback(held.close)
+            scan, results = held.scan, held.file
+        progress = _Progress(scan, from_file, to_file, is_quiet=quiet)
+        if progress.total is not None and scan.num_finished >= progress.total:
+            progress.tell("every line has a result already; --retry-failed runs failed lines again")
         else:
-            with _serving(model, named, server=server, api_key=api_key, is_local=local) as target:
-                run.run(target)
-    run.summarize()
-    if run.num_failed:
+            target = stack.enter_context(_serving(model, named, server=server, api_key=api_key, is_local=local))
+            client = _Client(target.url, target.api_key, max_in_flight)
+            settings = lines if model is None else replace(lines, model=target.model)
+            retry = RetryPolicy(max_tries=retries)
+            _run(progress, results, client, settings, max_in_flight=max_in_flight, is_ordered=ordered, retry=retry)
+    progress.summarize()
+    if progress.num_failed:
         raise typer.Exit(1)
 
 
@@ -141,140 +156,82 @@ def _serving(
         yield _Target(process.url, own_key, name)
 
 
-class _Run:
-    """One run of the command."""
+def _run(
+    progress: _Progress,
+    results: ResultFile,
+    client: _Client,
+    lines: LineSettings,
+    *,
+    max_in_flight: int,
+    is_ordered: bool,
+    retry: RetryPolicy,
+) -> None:
+    """Send the lines that have no result yet, and write the results."""
 
-    def __init__(
-        self,
-        source: str,
-        output: str,
-        lines: LineSettings,
-        max_in_flight: int,
-        is_ordered: bool,
-        retry: RetryPolicy,
-        is_quiet: bool,
-    ) -> None:
-        self._source = None if source == PIPE else Path(source)
-        self._output = None if output == PIPE else Path(output)
-        self._lines = lines
-        self._max_in_flight = max_in_flight
-        self._is_ordered = is_ordered
-        self._retry = retry
-        self._is_quiet = is_quiet
-        self._scan = ResultScan()
-        self._file: ResultFile  # set while the output is open
-        self._progress = _Progress(None, 0)
-        self._total: int | None = None
+    def take(result: Result) -> None:
+        results.write(result)
+        progress.add(result)
 
-    @contextmanager
-    def opened(self, *, is_overwriting: bool, is_retrying: bool) -> Iterator[None]:
-        """Open the output file and lock it for this process."""
-        if self._output is None:
-            self._file = ResultFile(sys.stdout.buffer)
-            yield
-            return
-        settings = {
-            "--model": self._lines.model,
-            "--ordered": self._is_ordered,
-            "--system": self._lines.system,
-            **{options.option_name(name): value for name, value in self._lines.defaults.items()},
-        }
-        held = open_output(self._output, self._source, settings, is_overwriting=is_overwriting, is_retrying=is_retrying)
-        with closing(held):
-            self._scan, self._file = held.scan, held.file
-            if self._source is not None:
-                with self._source.open("rb") as file:
-                    self._total = sum(1 for _ in read_lines(file))
-            if held.scan.num_finished:
-                self.tell(f"continuing {self._output}: {held.scan.num_finished:,} lines have a result already")
-            yield
-
-    @property
-    def is_finished(self) -> bool:
-        return self._total is not None and self._scan.num_finished >= self._total
-
-    @property
-    def num_failed(self) -> int:
-        return self._scan.num_failed + self._progress.num_failed
-
-    def tell(self, text: str) -> None:
-        if not self._is_quiet:
-            echo(text, err=True)
-
-    def run(self, target: _Target) -> None:
-        client = _Client(target.url, target.api_key, self._max_in_flight)
-        self._progress = _Progress(self._total, self._scan.num_finished, is_quiet=self._is_quiet)
-        try:
-            source: AbstractContextManager[BinaryIO] = nullcontext(sys.stdin.buffer)
-            with source if self._source is None else self._source.open("rb") as file, self._progress:
-                asyncio.run(self._run(file, client, target.model))
-        except GaveUp as error:
-            raise QuireError(f"{error}. {self._interrupted()}") from None
-        except KeyboardInterrupt:
-            echo(f"\ninterrupted. {self._interrupted()}", err=True)
-            raise typer.Exit(130) from None
-        finally:
-            client.close()
-
-    async def _run(self, file: BinaryIO, client: _Client, model: str) -> None:
-        settings = self._lines if self._lines.model is None else replace(self._lines, model=model)
-        parsed = LineParser(settings).parse_all(file)
-        todo = (line for line in parsed if line.number not in self._scan.finished)
-        runner = BatchRunner(
-            todo,
-            client.send,
-            self._take,
-            max_in_flight=self._max_in_flight,
-            is_ordered=self._is_ordered,
-            retry=self._retry,
-        )
+    async def send_all(file: BinaryIO) -> None:
+        parsed = LineParser(lines).parse_all(file)
+        todo = (line for line in parsed if line.number not in progress.scan.finished)
+        runner = BatchRunner(todo, client.send, take, max_in_flight=max_in_flight, is_ordered=is_ordered, retry=retry)
         try:
             await runner.run()
         finally:
             client.abort()
 
-    def _take(self, result: Result) -> None:
-        self._file.write(result)
-        num_tokens = 0
-        if result.reply is not None and result.is_good:
-            num_tokens = num_completion_tokens(json.loads(result.reply.body))
-        self._progress.add(is_good=result.is_good, num_tokens=num_tokens)
-
-    def _interrupted(self) -> str:
-        done = self._scan.num_finished + self._progress.num_done
-        if self._output is None or self._source is None:
-            return f"{done:,} lines have a result"
-        return f"{done:,} lines have a result; run the same command again to continue"
-
-    def summarize(self) -> None:
-        progress, before = self._progress, self._scan
-        num_good = before.num_good + progress.num_good
-        text = f"{num_good + self.num_failed:,} lines: {num_good:,} answered, {self.num_failed:,} failed"
-        if progress.num_done:
-            rate = progress.num_done / max(progress.elapsed_s, 1e-9)
-            text += f"; this run: {progress.num_done:,} in {progress.elapsed_s:.1f} s,"
-            text += f" {rate:.1f} lines/s, {progress.tokens_per_s:.0f} tokens/s"
-        self.tell(text)
+    try:
+        with progress, progress.opened_source() as file:
+            asyncio.run(send_all(file))
+    except GaveUp as error:
+        raise QuireError(f"{error}. {progress.interrupted()}") from None
+    except KeyboardInterrupt:
+        echo(f"\ninterrupted. {progress.interrupted()}", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        client.close()
 
 
 class _Progress:
-    """Counts results and shows them. `total`: the lines of the input; None if it is a pipe."""
+    """Counts the results of a run and shows them. `scan`: the results of earlier runs."""
 
-    def __init__(self, total: int | None, num_before: int, *, is_quiet: bool = False) -> None:
+    def __init__(self, scan: ResultScan, source: Path | None, output: Path | None, *, is_quiet: bool) -> None:
+        self.scan = scan
+        self.total: int | None = None  # lines of the input; None: not known
         self.num_good = 0
-        self.num_failed = 0
+        self.num_bad = 0
         self.num_tokens = 0
-        self._total = total
-        self._num_before = num_before
+        self._source = source
+        self._can_continue = source is not None and output is not None
         self._is_quiet = is_quiet
-        self._started_s = time.monotonic()
+        self._started_s = self._shown_s = time.monotonic()
         self._ended_s: float | None = None
-        self._shown_s = self._started_s
         self._bar: Progress | None = None
+        if source is not None and output is not None:
+            with source.open("rb") as file:
+                self.total = sum(1 for _ in read_lines(file))
+        if scan.num_finished:
+            self.tell(f"continuing {output}: {scan.num_finished:,} lines have a result already")
+
+    def opened_source(self) -> AbstractContextManager[BinaryIO]:
+        return nullcontext(sys.stdin.buffer) if self._source is None else self._source.open("rb")
+
+    def tell(self, text: str) -> None:
+        if not self._is_quiet:
+            echo(text, err=True)
 
     @property
     def num_done(self) -> int:
-        return self.num_good + self.num_failed
+        return self.num_good + self.num_bad
+
+    @property
+    def num_finished(self) -> int:
+        return self.scan.num_finished + self.num_done
+
+    @property
+    def num_failed(self) -> int:
+        return self.scan.num_failed + self.num_bad
 
     @property
     def elapsed_s(self) -> float:
@@ -284,38 +241,52 @@ class _Progress:
     def tokens_per_s(self) -> float:
         return self.num_tokens / max(self.elapsed_s, 1e-9)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> None:
+        self._started_s = self._shown_s = time.monotonic()
         if sys.stderr.isatty() and not self._is_quiet:
             self._bar = make_bar("count", "counts", "left", is_transient=False)
-            self._task = self._bar.add_task("batch", total=self._total, completed=self._num_before, counts="")
+            self._task = self._bar.add_task("batch", total=self.total, completed=self.num_finished, counts="")
             self._bar.start()
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self._ended_s = time.monotonic()
         if self._bar is not None:
             self._bar.stop()
 
-    def add(self, *, is_good: bool, num_tokens: int) -> None:
-        self.num_good += is_good
-        self.num_failed += not is_good
-        self.num_tokens += num_tokens
+    def add(self, result: Result) -> None:
+        self.num_good += result.is_good
+        self.num_bad += not result.is_good
+        if result.reply is not None and result.is_good:
+            self.num_tokens += num_completion_tokens(json.loads(result.reply.body))
         if self._bar is not None:
-            counts = f"{self.num_failed} failed, {self.tokens_per_s:.0f} tok/s"
-            self._bar.update(self._task, completed=self._num_before + self.num_done, counts=counts)
+            counts = f"{self.num_bad} failed, {self.tokens_per_s:.0f} tok/s"
+            self._bar.update(self._task, completed=self.num_finished, counts=counts)
         elif not self._is_quiet and time.monotonic() - self._shown_s >= LINE_EVERY_S:
             self._shown_s = time.monotonic()
             echo(self.line(), err=True)
 
     def line(self) -> str:
         """The progress as one line of text, for a pipe."""
-        done = self._num_before + self.num_done
-        text = f"{done:,} of {self._total:,}" if self._total is not None else f"{done:,}"
-        text += f" lines, {self.num_failed:,} failed, {self.tokens_per_s:.0f} tokens/s"
-        if self._total is not None and self.num_done:
-            left_s = self.elapsed_s * max(0, self._total - done) / self.num_done
+        done = self.num_finished
+        text = f"{done:,} of {self.total:,}" if self.total is not None else f"{done:,}"
+        text += f" lines, {self.num_bad:,} failed, {self.tokens_per_s:.0f} tokens/s"
+        if self.total is not None and self.num_done:
+            left_s = self.elapsed_s * max(0, self.total - done) / self.num_done
             text += f", about {left_s:.0f} s left"
         return text
+
+    def interrupted(self) -> str:
+        how = "; run the same command again to continue" if self._can_continue else ""
+        return f"{self.num_finished:,} lines have a result{how}"
+
+    def summarize(self) -> None:
+        num_good = self.scan.num_good + self.num_good
+        text = f"{num_good + self.num_failed:,} lines: {num_good:,} answered, {self.num_failed:,} failed"
+        if self.num_done:
+            rate = self.num_done / max(self.elapsed_s, 1e-9)
+            text += f"; this run: {self.num_done:,} in {self.elapsed_s:.1f} s,"
+            text += f" {rate:.1f} lines/s, {self.tokens_per_s:.0f} tokens/s"
+        self.tell(text)
 
 
 class _Client:

@@ -225,17 +225,17 @@ def document_of(report: BenchReport, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_report(out: Path, report: BenchReport, document: dict[str, Any]) -> None:
-    from quire.cli.plots import draw_bench, drawn
-
-    is_drawable, has_matplotlib = bool(drawn(report)), find_spec("matplotlib") is not None
-    has_plot = is_drawable and has_matplotlib
+    drawn = [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
+    has_plot = bool(drawn) and find_spec("matplotlib") is not None
     (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (out / "report.md").write_text(markdown(report, document, has_plot=has_plot), encoding="utf-8")
     if has_plot:
-        draw_bench(report, _title(report), out / PLOT_NAME)
+        from quire.cli.plots import draw_bench
+
+        draw_bench(drawn, _title(report), out / PLOT_NAME)
         echo(f"Wrote report.json, report.md and {PLOT_NAME} to {out}", err=True)
     else:
-        why = f", but no {PLOT_NAME}: {MissingExtra.of('it', 'matplotlib')}" if is_drawable else ""
+        why = f", but no {PLOT_NAME}: {MissingExtra.of('it', 'matplotlib')}" if drawn else ""
         echo(f"Wrote report.json and report.md to {out}{why}", err=True)
 
 

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli import chat_model, options
 from quire.cli.chat_model import ChatModel, Piece, TokenRate
 from quire.cli.server_client import printable
 from quire.cli.terminal import AnswerWriter, echo
+from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
-
-if TYPE_CHECKING:
-    from quire.engine.params import GenerationParams
 
 MAX_FILE_BYTES = 64 << 20
 PROMPT, CONTINUED = "> ", "... "
@@ -53,8 +51,6 @@ def chat(
     engine: options.Settings,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists commands."""
-    from quire.engine.params import GenerationParams
-
     with options.options_named(options.FIELDS):
         params = GenerationParams(**sampling, max_tokens=max_tokens)
         options.check_answer(params)
@@ -339,8 +335,6 @@ def _path(command: str, given: str) -> Path:
 
 
 def _parsed(name: str, value: str) -> Any:
-    from quire.engine.params import GenerationParams
-
     if not value:
         raise InvalidRequest(f"/set {name}: needs a value, or {DEFAULT_WORDS[0]}")
     if value.lower() in DEFAULT_WORDS:

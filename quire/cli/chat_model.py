@@ -22,15 +22,15 @@ from quire.cli.server_client import (
     printable,
 )
 from quire.cli.terminal import bytes_bar, download_bar, echo
+from quire.engine.params import GenerationParams
 from quire.errors import ModelNotFound, QuireError, RequestFailed
+from quire.text.answers import AnswerParser, PlainAnswer, Thought, Words
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 if TYPE_CHECKING:
     from quire.core.kv_cache import CacheStats
     from quire.engine.llm import LLM
     from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob
-    from quire.engine.params import GenerationParams
-    from quire.text.answers import AnswerParser
 
 ChatInput = str | Sequence[Mapping[str, str]]  # a raw prompt to continue, or a conversation to answer
 
@@ -165,7 +165,6 @@ class LocalModel:
     def _new_parsers(self, ask: ChatInput, num_samples: int) -> list[AnswerParser]:
         """A parser for each sample. The prompt is rendered again only for models that reason."""
         from quire.engine.llm import as_chat
-        from quire.text.answers import PlainAnswer
 
         text = self.llm.text
         if isinstance(ask, str) or text.template.reasoning is None:
@@ -182,8 +181,6 @@ class LocalModel:
 
 
 def _piece(delta: Delta, parser: AnswerParser) -> Piece:
-    from quire.text.answers import Thought, Words
-
     parts = parser.push(delta.text)
     if delta.finish_reason is not None:
         parts += parser.finish(is_cut=delta.finish_reason == "length")
@@ -281,8 +278,6 @@ class RemoteModel:
 
 
 def request_body(model: str, ask: ChatInput, params: GenerationParams) -> dict[str, Any]:
-    from quire.engine.params import GenerationParams
-
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}, "cache": True}
     neutral = GenerationParams()
     for name, wire_name in WIRE_NAMES.items():

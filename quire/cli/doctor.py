@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from quire.backends import machine
 from quire.cli.fit import find_backend_problem, free_disk_bytes, read_config
 from quire.cli.model_check import check_model, report_lines
 from quire.cli.terminal import echo
@@ -197,15 +198,13 @@ def _version(name: str) -> str | None:
 
 
 def _hardware(torch: dict[str, Any], mlx: dict[str, Any]) -> dict[str, Any]:
-    from quire.backends.machine import available_bytes, total_bytes, usable_cores
-
     cpu, features = read_cpu()
     return {
         "cpu": cpu,
-        "cores": usable_cores(),
+        "cores": machine.usable_cores(),
         "features": features,
-        "memory_bytes": total_bytes(),
-        "available_bytes": available_bytes(),
+        "memory_bytes": machine.total_bytes(),
+        "available_bytes": machine.available_bytes(),
         "gpus": torch["gpus"] or mlx["gpus"],
     }
 
@@ -227,10 +226,8 @@ def read_cpu() -> tuple[str, list[str]]:
 
 
 def _mac_cpu() -> tuple[str, list[str]]:
-    from quire.backends.machine import read_sysctl
-
-    name = read_sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
-    return name, [one for one, key in MAC_FEATURES.items() if read_sysctl(f"hw.optional.arm.{key}") == "1"]
+    name = machine.read_sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    return name, [one for one, key in MAC_FEATURES.items() if machine.read_sysctl(f"hw.optional.arm.{key}") == "1"]
 
 
 def _backends(native: dict[str, Any], torch: dict[str, Any], mlx: dict[str, Any]) -> list[dict[str, Any]]:
@@ -281,16 +278,14 @@ def _backend_problems(
 
 
 def _mlx_problems(packages: dict[str, str | None], mlx: dict[str, Any], *, is_essential: bool) -> Iterator[Problem]:
-    from quire.backends.machine import is_apple_silicon
-
     if mlx["problem"]:
         how = install_command("--force-reinstall mlx mlx-lm")
         yield Problem(f"MLX is installed and cannot be imported: {mlx['problem'][:300]}", how, is_essential)
-    elif not mlx["works"] and is_apple_silicon():
+    elif not mlx["works"] and machine.is_apple_silicon():
         missing = [name for name in ("mlx", "mlx-lm") if packages[name] is None]
         what = f"this is Apple silicon, and quire needs {' and '.join(missing) or 'mlx'} to use its GPU"
         yield Problem(what, install_command("mlx mlx-lm"), is_essential)
-    elif not mlx["gpus"] and is_apple_silicon():
+    elif not mlx["gpus"] and machine.is_apple_silicon():
         how = "system_profiler SPDisplaysDataType   # lists the GPUs; a virtual machine may have none"
         yield Problem("this is Apple silicon, and MLX finds no GPU", how, False)
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,11 +15,9 @@ from quire.cli import chat_model, options
 from quire.cli.chat import chat
 from quire.cli.chat_model import ChatInput, ChatModel, Piece, TokenRate
 from quire.cli.terminal import AnswerWriter, echo
+from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, TemplateError
-
-if TYPE_CHECKING:
-    from quire.engine.params import GenerationParams
-    from quire.text.grammar import Grammar
+from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 
 SEPARATOR = "-" * 8  # between the answers of --n
 
@@ -46,8 +44,6 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the answer.")] = False,
 ) -> None:
     """Answer one prompt. The answer is written to stdout as it is generated."""
-    from quire.engine.params import GenerationParams
-
     if logprobs is not None and not as_json:
         raise InvalidRequest(f"--logprobs {logprobs} is shown only with --json")
     with options.options_named(options.FIELDS):
@@ -98,7 +94,6 @@ def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> ChatInp
 def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
     """The grammar of the answer, from one of three options; None if none is given."""
     from quire.text.gbnf import written_grammar
-    from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 
     options_given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     given = [(option, value) for option, value in options_given.items() if value is not None]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -29,6 +29,7 @@ from quire.cli.terminal import AnswerWriter, confirm_deletion, echo, short_path
 from quire.errors import InvalidRequest, ModelNotFound
 from quire.sizes import file_size, memory_size
 from quire.text.tool_formats import PROMPTED
+from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES
 from quire.weights.families import FAMILIES
 from quire.weights.gguf import is_later_part
@@ -44,10 +45,8 @@ from quire.weights.hub import (
     size_of,
 )
 from quire.weights.huggingface import HubName, cached_folders
+from quire.weights.opening import open_checkpoint
 from quire.weights.quantizing import FORMATS, GROUP_SIZES, quantize_folder
-
-if TYPE_CHECKING:
-    from quire.weights.checkpoint import Checkpoint
 
 OWN_BACKENDS = ("native", "torch")  # mlx runs what mlx-lm runs
 AGENT_CONTEXT = 32_768  # tokens; coding agents such as Claude Code send prompts of this order
@@ -254,8 +253,6 @@ def show(
     template: Annotated[bool, typer.Option("--template", help="Print the chat template and nothing else.")] = False,
 ) -> None:
     """Show the facts of a model on this machine: family, size, context, memory, chat template."""
-    from quire.weights.opening import open_checkpoint
-
     path = resolve(name)
     with closing(open_checkpoint(path)) as checkpoint:
         facts = find_facts(checkpoint, path)

@@ -1,29 +1,20 @@
-"""Plots of `quire bench --out` and `quire sim --plot`. The callers check that matplotlib is installed."""
+"""Plots of `quire bench --out` and `quire sim --plot`, which import this only if matplotlib is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from quire.bench.report import BenchReport, FairnessReport, PrefixReport, SpeedupReport
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from quire.bench.report import FairnessReport, PrefixReport, SpeedupReport
 from quire.core.values import Priority
 from quire.sim.simulator import SimReport
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
-
-def drawn(report: BenchReport) -> list[SpeedupReport | PrefixReport | FairnessReport]:
-    """Return the parts that have a panel."""
-    return [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
-
-
-def draw_bench(report: BenchReport, title: str, path: Path) -> None:
-    """Write a .png or .svg file, by its name, with a panel for each part that was measured."""
-    from matplotlib.figure import Figure
-
-    parts = drawn(report)
+def draw_bench(parts: Sequence[SpeedupReport | PrefixReport | FairnessReport], title: str, path: Path) -> None:
+    """Write a .png or .svg file, by its name, with a panel for each part."""
     figure = Figure(figsize=(max(8, 1 + 4 * len(parts)), 4.5), layout="constrained")
     figure.suptitle(title)
     panels: list[Axes] = list(figure.subplots(1, len(parts), squeeze=False)[0])
@@ -84,8 +75,6 @@ def _draw_fairness(axes: Axes, fairness: FairnessReport) -> None:
 
 def draw_sim(reports: Sequence[SimReport], title: str, path: Path) -> None:
     """Write a .png or .svg file: a column for each tier, then the machine. A run has the same colour in all of them."""
-    from matplotlib.figure import Figure
-
     tiers = [priority for priority in Priority if any(report.tier(priority) for report in reports)]
     figure = Figure(figsize=(11, 9), layout="constrained")
     figure.suptitle(title)
