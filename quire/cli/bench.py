@@ -53,6 +53,7 @@ _FIELDS = {
 PLOT_NAME = "speedup.png"
 
 
+@options.takes(compute=options.compute_by_default)
 def bench(
     model: Annotated[
         str | None,
@@ -74,13 +75,8 @@ def bench(
         int, typer.Option(help="Fairness: maximum number of requests in one step of the server.")
     ] = _DEFAULT.max_num_seqs,
     threads: options.ThreadsOption = None,
-    backend: options.BackendOption = "auto",
-    precision: options.PrecisionOption = "balanced",
-    quantize: options.QuantizeOption = None,
-    kv_cache_dtype: options.KvCacheDtypeOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
-    load_format: options.LoadFormatOption = "auto",
+    *,
+    compute: options.Settings,
     out: Annotated[
         Path | None,
         typer.Option(help=f"Write report.json, report.md and, with matplotlib, {PLOT_NAME} into this folder."),
@@ -104,11 +100,7 @@ def bench(
     if out is not None:
         _prepare(out)
     with options.options_named(_FIELDS, is_bare=True):
-        settings = {
-            "backend": backend, "precision": precision, "quantize": quantize, "kv_cache_dtype": kv_cache_dtype,
-            "threads": threads, "dtype": dtype, "device": device, "load_format": load_format,
-        }  # fmt: skip
-        report = _run(model, config, settings)
+        report = _run(model, config, {**compute, "threads": threads})
     document = document_of(report, facts)
     if as_json:
         echo(json.dumps(document, indent=2))

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import typer
 
 from quire.cli import terminal
+from quire.cli.options import takes
 from quire.cli.server_client import printable
 from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path
 from quire.core.step import MemoryKind
@@ -44,12 +45,6 @@ MAX_THREADS = 4
 _BATCH = 256  # files handed to the threads at a time
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
-FolderOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cache-dir", metavar="DIR", help="The cache folder; by default $QUIRE_CACHE_DIR or ~/.cache/quire/kv."
-    ),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -57,9 +52,39 @@ def cache() -> None:
     """Show, check and clear the prefix cache on disk (`quire serve --disk-cache`)."""
 
 
-def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
+def _find_root(
+    cache_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-dir", metavar="DIR", help="The cache folder; by default $QUIRE_CACHE_DIR or ~/.cache/quire/kv."
+        ),
+    ] = None,
+) -> Path:
+    """The cache folder. Refuses a folder that is not one."""
+    given, source = cache_dir, "--cache-dir"
+    if given is None:
+        given, source = os.environ.get("QUIRE_CACHE_DIR"), "QUIRE_CACHE_DIR"  # as for `quire serve`
+    if given == "":
+        raise InvalidRequest(f"{source} is empty: it must be the path of a folder")
+    root = hub.cache_dir() / "kv" if given is None else Path(given).expanduser()
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        if given is None:
+            return root  # nothing was cached yet
+        raise InvalidRequest(f"{source} {root}: there is no such folder") from None
+    except NotADirectoryError:
+        raise InvalidRequest(f"{source} {root} is not a folder") from None
+    except OSError as error:
+        raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
+    if names and SECRET_NAME not in names and not space_folders(root):
+        raise InvalidRequest(f"{root} is not a cache folder of quire: it has neither a secret nor cached content")
+    return root
+
+
+@takes(root=_find_root)
+def ls(*, root: Path, as_json: JsonOption = False) -> None:
     """List the models with cached content: files, size, tokens and last use."""
-    root = _find_root(cache_dir)
     spaces = [one for one in _read_spaces(root) if one.listing.files]
     names = _served_names(spaces)
     _count_all(spaces)
@@ -94,9 +119,9 @@ def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     _warn_of_unreadable(spaces)
 
 
-def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
+@takes(root=_find_root)
+def stats(*, root: Path, as_json: JsonOption = False) -> None:
     """Show the size of the whole cache, by kind of memory."""
-    root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     files = [file for one in spaces for file in one.listing.files]
     _count_all(spaces)
@@ -124,8 +149,10 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
     _warn_of_unreadable(spaces)
 
 
+@takes(root=_find_root)
 def verify(
-    cache_dir: FolderOption = None,
+    *,
+    root: Path,
     delete: Annotated[bool, typer.Option("--delete", help="Delete damaged files.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -134,7 +161,6 @@ def verify(
     Damaged files are never used: servers delete them when they find them. Foreign files are files that quire did not
     write, and files of newer versions of quire. They are not used and not deleted.
     """
-    root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     files = [(one.space, file) for one in spaces for file in one.listing.files]
     good = 0
@@ -181,8 +207,10 @@ def verify(
         raise typer.Exit(1)
 
 
+@takes(root=_find_root)
 def clear(
-    cache_dir: FolderOption = None,
+    *,
+    root: Path,
     model: Annotated[
         str | None,
         typer.Option(
@@ -202,7 +230,6 @@ def clear(
     Running servers drop it too, within a second or two: they clear their caches, memory included. With --older-than,
     they forget the deleted files only.
     """
-    root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     if model is not None:
         spaces = _select(spaces, model, root)
@@ -271,29 +298,6 @@ class _Listed:
     @property
     def used_ns(self) -> int:
         return max((file.used_ns for file in self.listing.files), default=0)
-
-
-def _find_root(given: str | None) -> Path:
-    """The cache folder. Refuses a folder that is not one."""
-    source = "--cache-dir"
-    if given is None:
-        given, source = os.environ.get("QUIRE_CACHE_DIR"), "QUIRE_CACHE_DIR"  # as for `quire serve`
-    if given == "":
-        raise InvalidRequest(f"{source} is empty: it must be the path of a folder")
-    root = hub.cache_dir() / "kv" if given is None else Path(given).expanduser()
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        if given is None:
-            return root  # nothing was cached yet
-        raise InvalidRequest(f"{source} {root}: there is no such folder") from None
-    except NotADirectoryError:
-        raise InvalidRequest(f"{source} {root} is not a folder") from None
-    except OSError as error:
-        raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
-    if names and SECRET_NAME not in names and not space_folders(root):
-        raise InvalidRequest(f"{root} is not a cache folder of quire: it has neither a secret nor cached content")
-    return root
 
 
 def _nothing(root: Path) -> str:

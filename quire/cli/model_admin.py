@@ -10,6 +10,7 @@ from urllib.parse import quote
 import typer
 
 from quire.cli import options
+from quire.cli.options import takes
 from quire.cli.server_client import ServerClient, printable, reach_server
 from quire.cli.terminal import echo, print_table
 from quire.errors import InvalidRequest
@@ -19,14 +20,18 @@ Name = Annotated[str, typer.Argument(metavar="MODEL", help="A name or an alias t
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="The id of a request that `quire ps` lists.")]
 
 
+def _remote(server: options.ServerOption = None, api_key: options.KeyOption = None) -> ServerClient:
+    return reach_server(server, api_key)
+
+
+@takes(remote=_remote)
 def ps(
-    server: options.ServerOption = None,
-    api_key: options.KeyOption = None,
+    *,
+    remote: ServerClient,
     requests: Annotated[bool, typer.Option("--requests", help="List only the requests.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the models of a server with their state and memory, and its current requests."""
-    remote = reach_server(server, api_key)
     if as_json:
         found = _list_requests(remote) if requests else remote.entries("/v1/models", "models")
         echo(json.dumps(found, indent=2))
@@ -42,9 +47,9 @@ def ps(
         echo("no request is running")
 
 
-def cancel(name: RequestId, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+@takes(remote=_remote)
+def cancel(name: RequestId, *, remote: ServerClient) -> None:
     """Cancel a waiting or running request. An admin key cancels any request, another key its own."""
-    remote = reach_server(server, api_key)
     found = remote.post(f"/v1/requests/{quote(name, safe='')}/cancel", {})
     if not isinstance(found, dict) or type(found.get("cancelled")) is not int:
         raise remote.malformed("no number of cancelled requests", found)
@@ -52,34 +57,37 @@ def cancel(name: RequestId, server: options.ServerOption = None, api_key: option
     echo(f"{printable(name)} is cancelled{f' ({count} requests)' if count > 1 else ''}")
 
 
-def load(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+@takes(remote=_remote)
+def load(name: Name, *, remote: ServerClient) -> None:
     """Load a model into a server and wait until it is ready. Other models are unloaded if memory is short."""
-    _order(server, api_key, "load", model=name)
+    _order(remote, "load", model=name)
 
 
+@takes(remote=_remote)
 def unload(
     name: Name,
-    server: options.ServerOption = None,
-    api_key: options.KeyOption = None,
+    *,
+    remote: ServerClient,
     force: Annotated[bool, typer.Option("--force", help="Cancel the requests of the model.")] = False,
 ) -> None:
     """Unload a model when its requests have finished. The next request loads it again."""
-    _order(server, api_key, "unload", model=name, force=force)
+    _order(remote, "unload", model=name, force=force)
 
 
-def pin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+@takes(remote=_remote)
+def pin(name: Name, *, remote: ServerClient) -> None:
     """Keep a model in memory once it is loaded, even if other models need the memory."""
-    _order(server, api_key, "pin", model=name)
+    _order(remote, "pin", model=name)
 
 
-def unpin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+@takes(remote=_remote)
+def unpin(name: Name, *, remote: ServerClient) -> None:
     """Allow the server to unload a model when memory is short."""
-    _order(server, api_key, "unpin", model=name)
+    _order(remote, "unpin", model=name)
 
 
-def _order(server: str | None, api_key: str | None, verb: str, **body: Any) -> None:
+def _order(remote: ServerClient, verb: str, **body: Any) -> None:
     """Give the server an order about a model and print the state that the model has then."""
-    remote = reach_server(server, api_key)
     found = remote.post(f"/v1/models/{verb}", body)
     if not isinstance(found, dict) or not isinstance(found.get("state"), str):
         raise remote.malformed("no model state", found)

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -43,33 +43,6 @@ TemperatureOption = Annotated[
 ]
 MaxTokensOption = Annotated[int, Option(help="Longest answer, in tokens.")]
 SeedOption = Annotated[int | None, Option(help="Seed of random sampling; the same seed gives the same answer.")]
-BackendOption = Annotated[
-    str | None,
-    Option(help="Backend: auto, native, torch, mlx, or fake (generates meaningless text, to test clients)."),
-]
-PrecisionOption = Annotated[str | None, Option(help="Precision of the native backend: fast, balanced or exact.")]
-QuantizeOption = Annotated[
-    str | None,
-    Option(
-        "--quantize",
-        "--quantization",
-        help="With mlx and torch: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits."
-        " With torch also by name: int4, fp8.",
-    ),
-]
-KvCacheDtypeOption = Annotated[
-    str | None,
-    Option(
-        help="Number format of the KV cache: auto, or fp8 with the torch backend: twice the tokens in the same memory."
-    ),
-]
-DtypeOption = Annotated[
-    str | None, Option(help="Number format of the torch and mlx backends: auto, float32, float16 or bfloat16.")
-]
-DeviceOption = Annotated[str | None, Option(help="Device: auto, cpu, cuda or metal.")]
-LoadFormatOption = Annotated[
-    str | None, Option(help="Weights: auto (from files), or dummy (random, with the shapes in config.json).")
-]
 ThreadsOption = Annotated[int | None, Option(help="Number of CPU threads; by default the number of cores.")]
 MemoryOption = Annotated[
     str | None,
@@ -101,32 +74,14 @@ NormalShareOption = Annotated[
 LowShareOption = Annotated[
     float | None, Option(help=f"Policy fair: share of tokens guaranteed to the tier low ({LOW_SHARE:g}).")
 ]
-HostCacheOption = Annotated[
-    str | None,
-    Option(
-        metavar="SIZE",
-        help="Host memory of each model for prefixes that are evicted from the GPU, such as 8G; off by default and with"
-        " 0.",
-    ),
-]
-DiskCacheOption = Annotated[
-    str | None,
-    Option(
-        metavar="SIZE",
-        help="Disk space for cached prefixes, which outlive the server, such as 20G; off by default and with 0.",
-    ),
-]
-CacheDirOption = Annotated[
-    str | None, Option(metavar="PATH", help="Folder of the disk cache, by default ~/.cache/quire/kv.")
-]
 LocalOption = Annotated[bool, Option("--local", help="Load the model in this process, even if a server runs.")]
 
 
-def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command groups of options. A group is a function: its parameters are options of the command, in the place
     of the parameter that has the name of the group, and the command gets what the function returns."""
 
-    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+    def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
         own = inspect.signature(command, eval_str=True)
         shared = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
         parameters = [
@@ -136,10 +91,10 @@ def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
         ]
 
         @wraps(command)
-        def run(*arguments: Any, **given: Any) -> None:
+        def run(*arguments: Any, **given: Any) -> Any:
             for name, group in groups.items():
                 given[name] = group(**{option: given.pop(option) for option in shared[name] if option in given})
-            command(*arguments, **given)
+            return command(*arguments, **given)
 
         vars(run)["__signature__"] = own.replace(parameters=parameters)
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -171,14 +126,56 @@ def sampling(
     return {**locals(), "stop": stop or ()}
 
 
+def compute(
+    backend: Annotated[
+        str | None,
+        Option(help="Backend: auto, native, torch, mlx, or fake (generates meaningless text, to test clients)."),
+    ] = None,
+    precision: Annotated[str | None, Option(help="Precision of the native backend: fast, balanced or exact.")] = None,
+    quantize: Annotated[
+        str | None,
+        Option(
+            "--quantize",
+            "--quantization",
+            help="With mlx and torch: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits."
+            " With torch also by name: int4, fp8.",
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        Option(
+            help="Number format of the KV cache: auto, or fp8 with the torch backend: twice the tokens in the same"
+            " memory."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, Option(help="Number format of the torch and mlx backends: auto, float32, float16 or bfloat16.")
+    ] = None,
+    device: Annotated[str | None, Option(help="Device: auto, cpu, cuda or metal.")] = None,
+    load_format: Annotated[
+        str | None, Option(help="Weights: auto (from files), or dummy (random, with the shapes in config.json).")
+    ] = None,
+) -> Settings:
+    """Options of `EngineConfig` that say how and where a model computes."""
+    return locals()
+
+
+# With the defaults of `EngineConfig`.
+compute_by_default = partial(
+    compute,
+    backend="auto",
+    precision="balanced",
+    kv_cache_dtype="auto",
+    dtype="auto",
+    device="auto",
+    load_format="auto",
+)
+
+
+@takes(compute=compute)
 def engine(
-    backend: BackendOption = None,
-    precision: PrecisionOption = None,
-    quantize: QuantizeOption = None,
-    kv_cache_dtype: KvCacheDtypeOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    load_format: LoadFormatOption = None,
+    *,
+    compute: Settings,
     threads: ThreadsOption = None,
     max_model_len: Annotated[
         int | None,
@@ -187,7 +184,8 @@ def engine(
     kv_memory: MemoryOption = None,
 ) -> Settings:
     """The settings of the engine that were given. Refuses those that cannot work, before a model is downloaded."""
-    settings = {name: value for name, value in locals().items() if value is not None}
+    given = {**compute, "threads": threads, "max_model_len": max_model_len, "kv_memory": kv_memory}
+    settings = {name: value for name, value in given.items() if value is not None}
     if settings:
         from quire.engine.composition import EngineConfig
 

@@ -132,17 +132,24 @@ def _engine(
             help="Guess tokens from repeated text, and verify several in one step where that pays. Changes no answer."
         ),
     ] = True,
-    host_cache: options.HostCacheOption = None,
-    disk_cache: options.DiskCacheOption = None,
-    cache_dir: options.CacheDirOption = None,
-    backend: options.BackendOption = "auto",
-    precision: options.PrecisionOption = "balanced",
-    quantize: options.QuantizeOption = None,
-    kv_cache_dtype: options.KvCacheDtypeOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
-    load_format: options.LoadFormatOption = "auto",
-    threads: options.ThreadsOption = None,
+    host_cache: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            help="Host memory of each model for prefixes that are evicted from the GPU, such as 8G; off by default and"
+            " with 0.",
+        ),
+    ] = None,
+    disk_cache: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            help="Disk space for cached prefixes, which outlive the server, such as 20G; off by default and with 0.",
+        ),
+    ] = None,
+    cache_dir: Annotated[
+        str | None, Option(metavar="PATH", help="Folder of the disk cache, by default ~/.cache/quire/kv.")
+    ] = None,
 ) -> options.Settings:
     return locals()
 
@@ -206,7 +213,7 @@ def _web(
     return locals()
 
 
-@options.takes(access=_access, engine=_engine, limits=_limits, web=_web)
+@options.takes(access=_access, engine=_engine, compute=options.compute_by_default, limits=_limits, web=_web)
 def serve(
     model: Annotated[Texts, typer.Argument(help="Names, folders or .gguf files; the first is the default.")] = None,
     model_option: Annotated[str | None, Option("--model", "-m", hidden=True)] = None,  # as in vLLM and `quire generate`
@@ -214,6 +221,8 @@ def serve(
     *,
     access: options.Settings,
     engine: options.Settings,
+    compute: options.Settings,
+    threads: options.ThreadsOption = None,
     limits: options.Settings,
     web: options.Settings,
     hello: Annotated[
@@ -235,7 +244,8 @@ def serve(
             raise
         raise MissingExtra.of("the server", error.name) from error
     with options_named():
-        settings = make_config({"model": models, "config": config, **access, **engine, **limits, **web})
+        own = {"model": models, "config": config, "threads": threads}
+        settings = make_config({**own, **access, **engine, **compute, **limits, **web})
     setup_logging(settings.log_level, as_json=settings.log_format == "json")
 
     def on_ready(startup: Startup) -> None:
