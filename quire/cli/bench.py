@@ -379,14 +379,12 @@ def _sections(report: BenchReport) -> Iterator[_Section]:
 
 def _print(report: BenchReport) -> None:
     """Print tables that fit 80 columns."""
-    console = terminal.console(80)
-    console.print(_title(report))
+    terminal.show(_title(report), file_width=80)
     for section in _sections(report):
-        console.print(f"\n{section.title}\n")
+        terminal.show(f"\n{section.title}\n")
         if section.rows:
-            console.print(terminal.table(section.heads, section.rows, texts=LEFT_HEADS))
-            console.print()
-        console.print(section.text)
+            terminal.show(terminal.table(section.heads, section.rows, texts=LEFT_HEADS), "", file_width=80)
+        terminal.show(section.text, file_width=80)
 
 
 def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -> str:

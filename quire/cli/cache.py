@@ -115,7 +115,7 @@ def ls(*, root: Path, as_json: JsonOption = False) -> None:
             for one in spaces
         ]
         texts = ("model", "backend", "dtype")
-        terminal.print_table((*texts, "files", "size", "tokens", "last use"), rows, texts=texts)
+        terminal.show(terminal.table((*texts, "files", "size", "tokens", "last use"), rows, texts=texts))
     _warn_of_unreadable(spaces)
 
 
@@ -423,7 +423,7 @@ def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
     rows = [
         (kind, f"{counts['num_files']:,}", file_size(counts["num_bytes"])) for kind, counts in document["kinds"].items()
     ]
-    terminal.print_table(("kind", "files", "size"), rows, texts=("kind",))
+    terminal.show(terminal.table(("kind", "files", "size"), rows, texts=("kind",)))
     for field, text in (("num_temporary", "files being written"), ("num_foreign", "foreign files")):
         if document[field]:
             echo(f"{text}: {document[field]:,}")

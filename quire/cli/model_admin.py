@@ -12,7 +12,7 @@ import typer
 from quire.cli import options
 from quire.cli.options import takes
 from quire.cli.server_client import ServerClient, printable, reach_server
-from quire.cli.terminal import echo, print_table
+from quire.cli.terminal import echo, show, table
 from quire.errors import InvalidRequest
 from quire.sizes import reported_size
 
@@ -137,7 +137,7 @@ def _print_requests(entries: list[dict[str, Any]]) -> None:
 
 
 def _print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    print_table((*texts, *numbers), (list(map(printable, row)) for row in rows), texts=texts)
+    show(table((*texts, *numbers), (list(map(printable, row)) for row in rows), texts=texts))
 
 
 def _by_model(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], dict[str, Any]]]:

@@ -93,7 +93,6 @@ def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Sug
 
 
 def _print_tables(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> None:
-    console = terminal.console()
     rows = [
         (model.name, model.architecture, model.quantization, file_size(model.size_bytes), short_path(model.path))
         for model in here
@@ -101,24 +100,22 @@ def _print_tables(here: list[LocalModel], names: set[str], suggested: list[tuple
     ]
     if rows:
         columns = ("name", "architecture", "type", "size", "path")
-        console.print(terminal.table(columns, rows, texts=TEXT_COLUMNS))
+        terminal.show(terminal.table(columns, rows, texts=TEXT_COLUMNS))
     for model in here:
         if model.problem:
-            console.print(f"{model.name}: {model.problem} ({short_path(model.path)})")
+            terminal.show(f"{model.name}: {model.problem} ({short_path(model.path)})")
     missing = [known for known in KNOWN_MODELS.values() if known.name not in names]
     if missing or suggested:
-        if names:
-            console.print()
-        console.print("Can be pulled and runs here:")
+        terminal.show(*([""] if names else []), "Can be pulled and runs here:")
         rows = [(one.name, "gguf", "", file_size(one.size_bytes), "") for one in missing]
         rows += [
             (one.name, one.family, one.type, file_size(one.size_bytes), f"{one.max_model_len:,}")
             for one, _ in suggested
         ]
         columns = ("quire pull ...", "family", "type", "size", "context")
-        console.print(terminal.table(columns, rows, texts=TEXT_COLUMNS))
+        terminal.show(terminal.table(columns, rows, texts=TEXT_COLUMNS))
     if suggested:
-        console.print(f"Coding agents need at least {AGENT_CONTEXT:,} tokens of context, and KV memory for them.")
+        terminal.show(f"Coding agents need at least {AGENT_CONTEXT:,} tokens of context, and KV memory for them.")
 
 
 # Families
@@ -161,9 +158,8 @@ def family_table() -> str:
 def _print_families() -> None:
     heads = ("FAMILY", "MODELS", "TOOLS", "REASONING")
     rows = [(row["family"], row["models"], row["tools"], row["reasoning"] or "") for row in family_rows()]
-    console = terminal.console()
-    console.print(terminal.table(heads, rows, texts=heads, pad_edge=False, header_style="bold"))
-    console.print(
+    terminal.show(
+        terminal.table(heads, rows, texts=heads, pad_edge=False, header_style="bold"),
         "\nEach runs on the native and torch backends, from safetensors and GGUF files. The mlx backend runs the models"
         "\nof mlx-lm. Other decoders run through transformers on the torch backend: `quire doctor PATH` says which.",
     )

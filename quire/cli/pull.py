@@ -108,16 +108,13 @@ class Download:
         dtype = str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
         return SAFETENSORS_TYPES.get(dtype.removeprefix("torch."))
 
-    def read_spec(self) -> ModelSpec:
-        """The spec of a folder of safetensors. Raises QuireError."""
-        return read_spec(self.config, {}, "config.json", self.type or "BF16")
-
     @property
-    def spec(self) -> ModelSpec | None:
-        """The spec of a folder of safetensors that quire reads; else None."""
-        with suppress(QuireError):
-            return None if self.name.gguf is not None else self.read_spec()
-        return None
+    def spec(self) -> ModelSpec | str:
+        """The spec of a folder of safetensors, or why it cannot be read."""
+        try:
+            return read_spec(self.config, {}, "config.json", self.type or "BF16")
+        except QuireError as error:
+            return str(error)
 
     @property
     def weights(self) -> Weights:
@@ -125,18 +122,20 @@ class Download:
         bits = FILE_BITS | PACKED_BITS
         kind = self.type if self.type in bits else "BF16" if self.name.gguf is None else "Q4_K"
         counts = {kind: int(num_bytes * 8 / bits[kind])}
-        if (spec := self.spec) is not None:
+        if self.name.gguf is None:
+            if isinstance(spec := self.spec, str):
+                return Weights(counts)
             return Weights(counts, spec.has_experts, spec.has_sigmoids, num_bytes if needs_mlx(spec) else None)
         # The families that a GGUF file may belong to: it has experts if all of them have.
         experts = [family.experts for family in FAMILIES if family.gguf == self.gguf.get("architecture")]
-        if self.name.gguf is None or not experts or None in experts:
+        if not experts or None in experts:
             return Weights(counts)
         return Weights(counts, True, any(one is not None and one.bias for one in experts))
 
     @property
     def max_model_len(self) -> int | None:
         if self.name.gguf is None:
-            return None if self.spec is None else self.spec.max_model_len
+            return None if isinstance(spec := self.spec, str) else spec.max_model_len
         context = self.gguf.get("context_length")
         return context if type(context) is int else None
 
@@ -203,10 +202,8 @@ def _family_problem(found: Download) -> str:
         if family is None or family in GGUF_ARCHITECTURES:
             return ""
         return f"architecture {show(family)} is not supported; these run: {', '.join(GGUF_ARCHITECTURES)}"
-    try:
-        return find_backend_problem(found.read_spec().unsupported, found.config)
-    except QuireError as error:
-        return str(error)
+    spec = found.spec
+    return spec if isinstance(spec, str) else find_backend_problem(spec.unsupported, found.config)
 
 
 def _check(name: HubName, *, is_forced: bool) -> str:

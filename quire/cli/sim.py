@@ -475,20 +475,16 @@ def _figures(machine: Machine, reports: Sequence[SimReport]) -> dict[str, Any]:
 
 def _print_tables(title: str, machine: Machine, reports: Sequence[SimReport]) -> None:
     """Print tables that fit 80 columns."""
-    console = terminal.console()
-    console.print(title)
     if any(report.config.num_states for report in reports):
         states = ("\nplaces", "\nstates", "\nGB", "hit\ntokens", "\nreused", "computed\nagain", "\nevicted")
         rows = _state_rows(machine, reports)
-        console.print(terminal.table((*states, "TTFT\np50", "TTFT\np95"), rows, texts=("\nplaces",), gap=1))
+        table = terminal.table((*states, "TTFT\np50", "TTFT\np95"), rows, texts=("\nplaces",), gap=1)
     else:
         heads = ("\npolicy", "\nblocks", "KV\nGiB", "out\ntok/s", "\nhits", "pre-\nempted", "\ntier", "re-\nquests")
         times = ("wait\np95", "TTFT\np50", "TTFT\np95", "ms/tok\np95")
         rows = _tier_rows(machine, reports)
-        console.print(terminal.table((*heads, *times), rows, texts=("\npolicy", "\ntier"), gap=1))
-    for report in reports:
-        for line in _remarks(report):
-            console.print(line)
+        table = terminal.table((*heads, *times), rows, texts=("\npolicy", "\ntier"), gap=1)
+    terminal.show(title, table, *(line for report in reports for line in _remarks(report)))
 
 
 def _tier_rows(machine: Machine, reports: Sequence[SimReport]) -> Iterator[Sequence[str]]:
@@ -569,10 +565,8 @@ def _compare_routers(
     if title is None:
         echo(json.dumps(document | {"config": asdict(config), "runs": runs}, indent=2))
         return
-    console = terminal.console()
-    console.print(title)
     heads = ("re-\nplicas", "\nrouter", "out\ntok/s", "hits of\none machine", "imbal-\nance", "TTFT\np50", "TTFT\np95")
-    console.print(terminal.table((*heads, "index\nMB"), _router_rows(runs), texts=("\nrouter",), gap=1))
+    terminal.show(title, terminal.table((*heads, "index\nMB"), _router_rows(runs), texts=("\nrouter",), gap=1))
 
 
 def _run_cluster(

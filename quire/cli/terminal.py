@@ -20,7 +20,6 @@ from quire.engine.worker.log_lines import escaped
 from quire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, ProgressColumn
     from rich.table import Table
 
@@ -99,30 +98,6 @@ class AnswerWriter:
 # Tables
 
 
-def console(file_width: int = 200) -> Console:
-    """A console for tables and texts, which are escaped. A file has room for long names."""
-    from rich.console import Console, RenderHook
-    from rich.segment import Segment
-
-    class Escaped:
-        def __init__(self, inner: Any) -> None:
-            self._inner = inner
-
-        def __rich_console__(self, console: Console, options: Any) -> Iterator[Segment]:
-            for one in console.render(self._inner, options):
-                yield one if one.control else Segment(safe(one.text), one.style)
-
-    class Hook(RenderHook):
-        def process_renderables(self, renderables: list[Any]) -> list[Any]:
-            return [Escaped(one) for one in renderables]
-
-    found = Console(highlight=False, markup=False, emoji=False)
-    if not found.is_terminal:
-        found = Console(highlight=False, markup=False, emoji=False, width=file_width)
-    found.push_render_hook(Hook())
-    return found
-
-
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Container[str], gap: int = 2, **style: Any
 ) -> Table:
@@ -135,12 +110,19 @@ def table(
         is_text = column in texts
         found.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
-        found.add_row(*map(Text, row))
+        found.add_row(*(Text(safe(cell)) for cell in row))
     return found
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Container[str]) -> None:
-    console().print(table(columns, rows, texts=texts))
+def show(*parts: str | Table, file_width: int = 200) -> None:
+    """Print texts and tables to stdout, as wide as the terminal. A file has room for long names."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, emoji=False, width=file_width)
+    for part in parts:
+        console.print(safe(part) if isinstance(part, str) else part)
 
 
 # Progress bars

@@ -143,14 +143,8 @@ def test_lines_of_a_trace_are_escaped(tmp_path: Path) -> None:
     assert [one for one in HARMFUL if one in screen] == [], screen
 
 
-def test_the_console_escapes_tables_and_texts(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.table import Table
-
-    table = Table(HOSTILE)
-    table.add_row(HOSTILE)
-    found = terminal.console()
-    found.print(table)
-    found.print(f"{HOSTILE}\ttab\nline [bold]")
+def test_tables_and_texts_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.show(terminal.table(["name"], [[HOSTILE]], texts=["name"]), f"{HOSTILE}\ttab\nline [bold]")
     printed = capsys.readouterr().out
     check(printed)
     assert "line [bold]\n" in printed
