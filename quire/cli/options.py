@@ -78,8 +78,11 @@ LocalOption = Annotated[bool, Option("--local", help="Load the model in this pro
 
 
 def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command groups of options. A group is a function: its parameters are options of the command, in the place
-    of the parameter that has the name of the group, and the command gets what the function returns."""
+    """Give a command groups of options.
+
+    A group is a function. Its parameters become options of the command, in the place of the parameter that has the name
+    of the group, and the command gets what the function returns.
+    """
 
     def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
         own = inspect.signature(command, eval_str=True)
