@@ -205,7 +205,6 @@ class _Progress:
         self._source = source
         self._can_continue = source is not None and output is not None
         self._is_quiet = is_quiet
-        self._started_s = self._shown_s = time.monotonic()
         self._ended_s: float | None = None
         self._bar: Progress | None = None
         if source is not None and output is not None:

@@ -21,13 +21,14 @@ import typer
 from typer import Option
 
 from quire.cli import options
+from quire.cli.bench_server import check_installed
 from quire.cli.chat_model import locate
 from quire.cli.options import check_memory, option_name, options_named
 from quire.cli.serve_models import list_models, models_from_environment, read_file
 from quire.cli.server_client import PATIENT, ServerClient, printable
 from quire.cli.terminal import bytes_bar, echo, short_path
 from quire.core.policy import POLICIES
-from quire.errors import InvalidRequest, MissingExtra, QuireError
+from quire.errors import InvalidRequest, QuireError
 from quire.sizes import parse_size, reported_size
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         values["model"] = [values["model"]]
     context.default_map = {**(context.default_map or {}), **values}
     return path
+
+
+# Groups of options
 
 
 def _access(
@@ -213,6 +217,9 @@ def _web(
     return locals()
 
 
+# The command
+
+
 @options.takes(access=_access, engine=_engine, compute=options.compute_by_default, limits=_limits, web=_web)
 def serve(
     model: Annotated[Texts, typer.Argument(help="Names, folders or .gguf files; the first is the default.")] = None,
@@ -236,13 +243,10 @@ def serve(
     if model_option is not None and model:
         raise InvalidRequest(f"--model {model_option!r} and {model[0]!r}: name one model, or several without --model")
     models = [model_option] if model_option is not None else model or models_from_environment()
-    try:
-        from quire.server.launcher import run
-        from quire.server.observability.logs import setup_logging
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("quire"):
-            raise
-        raise MissingExtra.of("the server", error.name) from error
+    check_installed("the server")
+    from quire.server.launcher import run
+    from quire.server.observability.logs import setup_logging
+
     with options_named():
         own = {"model": models, "config": config, "threads": threads}
         settings = make_config({**own, **access, **engine, **compute, **limits, **web})
@@ -277,6 +281,9 @@ def _warn_of_unknown_variables() -> None:
     known = {f"QUIRE_{name.upper()}" for name in inspect.signature(serve).parameters} | OTHER_VARIABLES
     for name in sorted(name for name in os.environ if name.startswith("QUIRE_") and name not in known):
         echo(f"quire: {name} in the environment is not an option of `quire serve`, and is ignored", err=True)
+
+
+# Configuration
 
 
 def make_config(options: dict[str, Any]) -> ServeConfig:
@@ -315,6 +322,9 @@ def _state_dir(given: str | None) -> Path | None:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
     except RuntimeError:  # a user without a home directory
         return None
+
+
+# Announcement
 
 
 def announce(startup: Startup) -> None:

@@ -76,6 +76,9 @@ _named = partial(
 )
 
 
+# Groups of options
+
+
 def _machine(
     machine: Annotated[
         str, Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")
@@ -217,6 +220,9 @@ def _cluster(
         raise InvalidRequest(f"--report-interval {report_interval} is not more than 0 and at most 3600")
     names = [*dict.fromkeys(router or ROUTERS)]
     return _Cluster([*dict.fromkeys(replicas or ())], names, report_interval or REPORT_S)
+
+
+# The command
 
 
 @options.takes(machine=_machine, synthetic=_synthetic, scheduler=_scheduler, states=_states, cluster=_cluster)
