@@ -289,7 +289,10 @@ class _Progress:
 
 
 class _Client:
-    """Sends requests in threads, because `http.client` blocks. `abort` ends requests that still wait."""
+    """Sends requests in threads, because `http.client` blocks. Each thread keeps its connection.
+
+    `abort` ends requests that still wait.
+    """
 
     def __init__(self, url: str, api_key: str | None, max_in_flight: int) -> None:
         self._url = url
@@ -299,8 +302,7 @@ class _Client:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._threads = ThreadPoolExecutor(max_in_flight, "quire-batch")
         self._own = threading.local()
-        self._lock = threading.Lock()
-        self._open: set[http.client.HTTPConnection] = set()
+        self._connections: list[http.client.HTTPConnection] = []  # of all threads
         self._is_closed = False
 
     async def send(self, request: BatchRequest) -> Reply:
@@ -308,70 +310,57 @@ class _Client:
 
     def abort(self) -> None:
         """End requests that still wait for an answer."""
-        self._is_closed = True
-        with self._lock:
-            for connection in self._open:
-                if connection.sock is not None:
-                    with suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+        self._is_closed = True  # first: a thread that connects now sees it
+        for connection in self._connections:
+            if (sock := connection.sock) is not None:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.abort()
         self._threads.shutdown(cancel_futures=True)
-        for connection in self._open:
+        for connection in self._connections:
             connection.close()
 
     def _send(self, request: BatchRequest) -> Reply:
+        connection = self._connection()
         while True:
-            is_kept = getattr(self._own, "connection", None) is not None
+            is_kept = connection.sock is not None
             try:
-                return self._exchange(request.url, request.body)
+                return self._exchange(connection, request, is_kept=is_kept)
             except (OSError, http.client.HTTPException) as error:
-                self._drop()
+                connection.close()
                 is_idle_end = is_kept and isinstance(error, ConnectionError | http.client.RemoteDisconnected)
                 if is_idle_end and not self._is_closed:  # the server closed an idle connection: send it on a new one
                     continue
                 reason = "timeout" if isinstance(error, TimeoutError) else printable(str(error)) or type(error).__name__
                 raise ConnectionLost(f"{self._url} did not answer: {reason}") from None
 
-    def _exchange(self, path: str, data: bytes) -> Reply:
-        connection = self._connection()
+    def _connection(self) -> http.client.HTTPConnection:
+        """The connection of this thread, which is open if the last request left it open."""
+        if not hasattr(self._own, "connection"):
+            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+            self._own.connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+            self._connections.append(self._own.connection)
+        found: http.client.HTTPConnection = self._own.connection
+        return found
+
+    def _exchange(self, connection: http.client.HTTPConnection, request: BatchRequest, *, is_kept: bool) -> Reply:
+        if not is_kept:
+            connection.connect()
+            connection.sock.settimeout(READ_LIMIT_S)
+            if self._is_closed:
+                raise ConnectionAbortedError("the client was closed")
         with suppress(BrokenPipeError, ConnectionResetError):  # it may refuse before it has read the body
-            connection.request("POST", self._parts.path + path, data, self._headers)
+            connection.request("POST", self._parts.path + request.url, request.body, self._headers)
         response = connection.getresponse()
         body = response.read(MAX_REPLY_BYTES + 1)
         if len(body) > MAX_REPLY_BYTES:
-            self._drop()
+            connection.close()
             return _reply(response, b"more than %d bytes" % MAX_REPLY_BYTES)
         if response.length:  # `read` returns what came before a connection ended
             raise http.client.IncompleteRead(body, response.length)
-        if response.will_close:
-            self._drop()
         return _reply(response, body)
-
-    def _connection(self) -> http.client.HTTPConnection:
-        found: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if found is not None:
-            return found
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
-        connection.connect()
-        connection.sock.settimeout(READ_LIMIT_S)
-        with self._lock:
-            if self._is_closed:
-                connection.close()
-                raise ConnectionAbortedError("the client was closed")
-            self._open.add(connection)
-        self._own.connection = connection
-        return connection
-
-    def _drop(self) -> None:
-        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if connection is not None:
-            self._own.connection = None
-            with self._lock:
-                self._open.discard(connection)
-            connection.close()
 
 
 def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
