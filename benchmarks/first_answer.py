@@ -26,7 +26,7 @@ from first_examples import RIGHT, Example, distinct, examples
 
 from quire import LLM, GenerationOutput, GenerationParams
 from quire.backends.native.library import choose_kernels, kernels_available
-from quire.cli.first_answer import QUESTION
+from quire.cli.serve import QUESTION
 from quire.engine.llm import as_chat
 from quire.engine.outputs import Completion, TokenLogprob
 from quire.text.grammar import regex_grammar

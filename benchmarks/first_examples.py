@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cli.first_answer import MAX_TOKENS, QUESTION
+from quire.cli.serve import MAX_TOKENS, QUESTION
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.cli.families import family_table
+from quire.cli.models import family_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Model families

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli.first_answer import QUESTION
 from quire.cli.main import COMMANDS, FILES, app
+from quire.cli.serve import QUESTION
 from tests import families_page, options_page
 from tests.server.rig import serving
 

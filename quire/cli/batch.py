@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import secrets
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
+from urllib.parse import urlsplit
 
 import typer
 
-from quire.batch.lines import LineParser, LineSettings, read_lines
-from quire.batch.results import Result, ResultFile, ResultScan, num_completion_tokens, open_output
-from quire.batch.runner import BatchRunner, GaveUp, RetryPolicy
+from quire.batch.lines import BatchRequest, LineParser, LineSettings, read_lines
+from quire.batch.results import Reply, Result, ResultFile, ResultScan, num_completion_tokens, open_output
+from quire.batch.runner import BatchRunner, ConnectionLost, GaveUp, RetryPolicy
 from quire.cli import options
-from quire.cli.batch_client import BatchClient
-from quire.cli.batch_progress import BatchProgress
-from quire.cli.remote_model import find_server
-from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key
-from quire.cli.terminal import echo
+from quire.cli.chat_model import find_server, locate
+from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key, note, printable
+from quire.cli.terminal import echo, make_bar
 from quire.errors import InvalidRequest, QuireError
+from quire.version import __version__
 from quire.weights.hub import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PRIORITIES = ("high", "normal", "low")
 PIPE = "-"
+LINE_EVERY_S = 10.0  # a line of progress on a pipe
+CONNECT_S = 10.0
+READ_LIMIT_S = 3600.0  # a request of low priority may wait long; a server sends nothing until it answers
+MAX_REPLY_BYTES = 256 << 20
+RETRIED = (429, 502, 503, 504, 529)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
     """The server that the requests are sent to."""
 
     url: str
@@ -39,6 +51,7 @@ class _Target:
     model: str  # the server's name for --model or for the default model
 
 
+@options.takes(engine=options.engine)
 def batch(
     source: Annotated[str, typer.Argument(metavar="IN", help="JSONL file of prompts or requests; -: standard input.")],
     output: Annotated[str, typer.Argument(metavar="OUT", help="JSONL file for the results; -: standard output.")],
@@ -64,16 +77,8 @@ def batch(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT instead of continuing it.")] = False,
     retries: Annotated[int, typer.Option(help="Times a request is sent before the run stops.")] = 20,
-    backend: options.BackendOption = None,
-    precision: options.PrecisionOption = None,
-    quantize: options.QuantizeOption = None,
-    kv_cache_dtype: options.KvCacheDtypeOption = None,
-    dtype: options.DtypeOption = None,
-    device: options.DeviceOption = None,
-    load_format: options.LoadFormatOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.ContextOption = None,
-    kv_memory: options.MemoryOption = None,
+    *,
+    engine: options.Settings,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")] = False,
 ) -> None:
     """Answer every line of a JSONL file: plain prompts, or requests in OpenAI's batch format.
@@ -81,26 +86,35 @@ def batch(
     Run the same command again to continue after an interruption. Exits with 1 if a line failed.
     """
     _check(priority, max_in_flight, retries, source, output)
-    engine: dict[str, Any] = {
-        "backend": backend, "precision": precision, "quantize": quantize, "kv_cache_dtype": kv_cache_dtype,
-        "dtype": dtype, "device": device,
-        "load_format": load_format, "threads": threads, "max_model_len": max_model_len, "kv_memory": kv_memory,
-    }  # fmt: skip
-    options.engine_settings(**engine)  # refuses invalid values
     defaults: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         defaults["temperature"] = temperature
     lines = LineSettings(model=model, priority=priority, system=system, defaults=defaults)
-    run = _Run(source, output, lines, max_in_flight, ordered, RetryPolicy(max_tries=retries), quiet)
-    named = {options.option_name(name): str(value) for name, value in engine.items() if value is not None}
-    with run.opened(is_overwriting=overwrite, is_retrying=retry_failed):
-        if run.is_finished:
-            run.tell("every line has a result already; --retry-failed runs failed lines again")
+    from_file, to_file = (None if name == PIPE else Path(name) for name in (source, output))
+    named = {options.option_name(name): str(value) for name, value in engine.items()}
+    noted = {
+        "--model": model,
+        "--ordered": ordered,
+        "--system": system,
+        **{options.option_name(name): value for name, value in defaults.items()},
+    }
+    with ExitStack() as stack:
+        scan, results = ResultScan(), ResultFile(sys.stdout.buffer)
+        if to_file is not None:  # locked for this process
+            held = open_output(to_file, from_file, noted, is_overwriting=overwrite, is_retrying=retry_failed)
+            stack.callback(held.close)
+            scan, results = held.scan, held.file
+        progress = _Progress(scan, from_file, to_file, is_quiet=quiet)
+        if progress.total is not None and scan.num_finished >= progress.total:
+            progress.tell("every line has a result already; --retry-failed runs failed lines again")
         else:
-            with _serving(model, named, server=server, api_key=api_key, is_local=local) as target:
-                run.run(target)
-    run.summarize()
-    if run.num_failed:
+            target = stack.enter_context(_serving(model, named, server=server, api_key=api_key, is_local=local))
+            client = _Client(target.url, target.api_key, max_in_flight)
+            settings = lines if model is None else replace(lines, model=target.model)
+            retry = RetryPolicy(max_tries=retries)
+            _run(progress, results, client, settings, max_in_flight=max_in_flight, is_ordered=ordered, retry=retry)
+    progress.summarize()
+    if progress.num_failed:
         raise typer.Exit(1)
 
 
@@ -123,18 +137,15 @@ def _serving(
 ) -> Iterator[_Target]:
     """A running server that has the model, or else a private one in a process of its own."""
     address = choose_address(server, is_local=is_local, engine_options=list(engine))
-    if address is not None:
-        key = chosen_key(api_key)
-        if (found := find_server(address, model, key)) is not None:
-            yield _Target(address.url, key, found.name)
-            return
+    key = chosen_key(api_key)
+    if address is not None and (found := find_server(address, model, key)) is not None:
+        yield _Target(address.url, key, found.name)
+        return
     from quire.cli.bench_server import check_installed, serving
-    from quire.cli.model_loading import locate
 
     check_installed("a private server")
     locate(model)  # downloads the model with a progress bar; the server's output is hidden
-    if sys.stderr.isatty():
-        echo(f"[loading {model or DEFAULT_MODEL}]", err=True)
+    note(f"loading {model or DEFAULT_MODEL}")
     own_key = secrets.token_urlsafe(24)
     given = [text for pair in engine.items() for text in pair]
     # --max-in-flight bounds the queue, so the server must not refuse a request because of its own limits.
@@ -144,123 +155,228 @@ def _serving(
         yield _Target(process.url, own_key, name)
 
 
-class _Run:
-    """One run of the command."""
+def _run(
+    progress: _Progress,
+    results: ResultFile,
+    client: _Client,
+    lines: LineSettings,
+    *,
+    max_in_flight: int,
+    is_ordered: bool,
+    retry: RetryPolicy,
+) -> None:
+    """Send the lines that have no result yet, and write the results."""
 
-    def __init__(
-        self,
-        source: str,
-        output: str,
-        lines: LineSettings,
-        max_in_flight: int,
-        is_ordered: bool,
-        retry: RetryPolicy,
-        is_quiet: bool,
-    ) -> None:
-        self._source = None if source == PIPE else Path(source)
-        self._output = None if output == PIPE else Path(output)
-        self._lines = lines
-        self._max_in_flight = max_in_flight
-        self._is_ordered = is_ordered
-        self._retry = retry
-        self._is_quiet = is_quiet
-        self._scan = ResultScan()
-        self._file: ResultFile  # set while the output is open
-        self._progress = BatchProgress(None, 0)
-        self._total: int | None = None
+    def take(result: Result) -> None:
+        results.write(result)
+        progress.add(result)
 
-    @contextmanager
-    def opened(self, *, is_overwriting: bool, is_retrying: bool) -> Iterator[None]:
-        """Open the output file and lock it for this process."""
-        if self._output is None:
-            self._file = ResultFile(sys.stdout.buffer)
-            yield
-            return
-        settings = {
-            "--model": self._lines.model,
-            "--ordered": self._is_ordered,
-            "--system": self._lines.system,
-            **{options.option_name(name): value for name, value in self._lines.defaults.items()},
-        }
-        with ExitStack() as stack:
-            held = open_output(
-                self._output, self._source, settings, is_overwriting=is_overwriting, is_retrying=is_retrying
-            )
-            stack.callback(held.close)
-            self._scan, self._file = held.scan, held.file
-            if self._source is not None:
-                with self._source.open("rb") as file:
-                    self._total = sum(1 for _ in read_lines(file))
-            if held.scan.num_finished:
-                self.tell(f"continuing {self._output}: {held.scan.num_finished:,} lines have a result already")
-            yield
-
-    @property
-    def is_finished(self) -> bool:
-        return self._total is not None and self._scan.num_finished >= self._total
-
-    @property
-    def num_failed(self) -> int:
-        return self._scan.num_failed + self._progress.num_failed
-
-    def tell(self, text: str) -> None:
-        if not self._is_quiet:
-            echo(text, err=True)
-
-    def run(self, target: _Target) -> None:
-        client = BatchClient(target.url, target.api_key, self._max_in_flight)
-        self._progress = BatchProgress(self._total, self._scan.num_finished, is_quiet=self._is_quiet)
-        try:
-            with _input(self._source) as file, self._progress:
-                asyncio.run(self._run(file, client, target.model))
-        except GaveUp as error:
-            raise QuireError(f"{error}. {self._interrupted()}") from None
-        except KeyboardInterrupt:
-            echo(f"\ninterrupted. {self._interrupted()}", err=True)
-            raise typer.Exit(130) from None
-        finally:
-            client.close()
-
-    async def _run(self, file: BinaryIO, client: BatchClient, model: str) -> None:
-        settings = self._lines if self._lines.model is None else replace(self._lines, model=model)
-        parsed = LineParser(settings).parse_all(file)
-        todo = (line for line in parsed if line.number not in self._scan.finished)
-        runner = BatchRunner(
-            todo,
-            client.send,
-            self._take,
-            max_in_flight=self._max_in_flight,
-            is_ordered=self._is_ordered,
-            retry=self._retry,
-        )
+    async def send_all(file: BinaryIO) -> None:
+        parsed = LineParser(lines).parse_all(file)
+        todo = (line for line in parsed if line.number not in progress.scan.finished)
+        runner = BatchRunner(todo, client.send, take, max_in_flight=max_in_flight, is_ordered=is_ordered, retry=retry)
         try:
             await runner.run()
         finally:
             client.abort()
 
-    def _take(self, result: Result) -> None:
-        self._file.write(result)
-        num_tokens = 0
-        if result.reply is not None and result.is_good:
-            num_tokens = num_completion_tokens(json.loads(result.reply.body))
-        self._progress.add(is_good=result.is_good, num_tokens=num_tokens)
+    try:
+        with progress, progress.opened_source() as file:
+            asyncio.run(send_all(file))
+    except GaveUp as error:
+        raise QuireError(f"{error}. {progress.interrupted()}") from None
+    except KeyboardInterrupt:
+        echo(f"\ninterrupted. {progress.interrupted()}", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        client.close()
 
-    def _interrupted(self) -> str:
-        done = self._scan.num_finished + self._progress.num_done
-        if self._output is None or self._source is None:
-            return f"{done:,} lines have a result"
-        return f"{done:,} lines have a result; run the same command again to continue"
+
+class _Progress:
+    """Counts the results of a run and shows them. `scan`: the results of earlier runs."""
+
+    def __init__(self, scan: ResultScan, source: Path | None, output: Path | None, *, is_quiet: bool) -> None:
+        self.scan = scan
+        self.total: int | None = None  # lines of the input; None: not known
+        self.num_good = 0
+        self.num_bad = 0
+        self.num_tokens = 0
+        self._source = source
+        self._can_continue = source is not None and output is not None
+        self._is_quiet = is_quiet
+        self._ended_s: float | None = None
+        self._bar: Progress | None = None
+        if source is not None and output is not None:
+            with source.open("rb") as file:
+                self.total = sum(1 for _ in read_lines(file))
+        if scan.num_finished:
+            self.tell(f"continuing {output}: {scan.num_finished:,} lines have a result already")
+
+    def opened_source(self) -> AbstractContextManager[BinaryIO]:
+        return nullcontext(sys.stdin.buffer) if self._source is None else self._source.open("rb")
+
+    def tell(self, text: str) -> None:
+        if not self._is_quiet:
+            echo(text, err=True)
+
+    @property
+    def num_done(self) -> int:
+        return self.num_good + self.num_bad
+
+    @property
+    def num_finished(self) -> int:
+        return self.scan.num_finished + self.num_done
+
+    @property
+    def num_failed(self) -> int:
+        return self.scan.num_failed + self.num_bad
+
+    @property
+    def elapsed_s(self) -> float:
+        return (time.monotonic() if self._ended_s is None else self._ended_s) - self._started_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / max(self.elapsed_s, 1e-9)
+
+    def __enter__(self) -> None:
+        self._started_s = self._shown_s = time.monotonic()
+        if sys.stderr.isatty() and not self._is_quiet:
+            self._bar = make_bar("count", "counts", "left", is_transient=False)
+            self._task = self._bar.add_task("batch", total=self.total, completed=self.num_finished, counts="")
+            self._bar.start()
+
+    def __exit__(self, *_error: object) -> None:
+        self._ended_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def add(self, result: Result) -> None:
+        self.num_good += result.is_good
+        self.num_bad += not result.is_good
+        if result.reply is not None and result.is_good:
+            self.num_tokens += num_completion_tokens(json.loads(result.reply.body))
+        if self._bar is not None:
+            counts = f"{self.num_bad} failed, {self.tokens_per_s:.0f} tok/s"
+            self._bar.update(self._task, completed=self.num_finished, counts=counts)
+        elif not self._is_quiet and time.monotonic() - self._shown_s >= LINE_EVERY_S:
+            self._shown_s = time.monotonic()
+            echo(self.line(), err=True)
+
+    def line(self) -> str:
+        """The progress as one line of text, for a pipe."""
+        done = self.num_finished
+        text = f"{done:,} of {self.total:,}" if self.total is not None else f"{done:,}"
+        text += f" lines, {self.num_bad:,} failed, {self.tokens_per_s:.0f} tokens/s"
+        if self.total is not None and self.num_done:
+            left_s = self.elapsed_s * max(0, self.total - done) / self.num_done
+            text += f", about {left_s:.0f} s left"
+        return text
+
+    def interrupted(self) -> str:
+        how = "; run the same command again to continue" if self._can_continue else ""
+        return f"{self.num_finished:,} lines have a result{how}"
 
     def summarize(self) -> None:
-        progress, before = self._progress, self._scan
-        num_good = before.num_good + progress.num_good
+        num_good = self.scan.num_good + self.num_good
         text = f"{num_good + self.num_failed:,} lines: {num_good:,} answered, {self.num_failed:,} failed"
-        if progress.num_done:
-            rate = progress.num_done / max(progress.elapsed_s, 1e-9)
-            text += f"; this run: {progress.num_done:,} in {progress.elapsed_s:.1f} s,"
-            text += f" {rate:.1f} lines/s, {progress.tokens_per_s:.0f} tokens/s"
+        if self.num_done:
+            rate = self.num_done / max(self.elapsed_s, 1e-9)
+            text += f"; this run: {self.num_done:,} in {self.elapsed_s:.1f} s,"
+            text += f" {rate:.1f} lines/s, {self.tokens_per_s:.0f} tokens/s"
         self.tell(text)
 
 
-def _input(source: Path | None) -> AbstractContextManager[BinaryIO]:
-    return nullcontext(sys.stdin.buffer) if source is None else source.open("rb")
+class _Client:
+    """Sends requests in threads, because `http.client` blocks. Each thread keeps its connection.
+
+    `abort` ends requests that still wait.
+    """
+
+    def __init__(self, url: str, api_key: str | None, max_in_flight: int) -> None:
+        self._url = url
+        self._parts = urlsplit(url)
+        self._headers = {"content-type": "application/json", "user-agent": f"quire/{__version__}"}
+        if api_key is not None:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._threads = ThreadPoolExecutor(max_in_flight, "quire-batch")
+        self._own = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []  # of all threads
+        self._is_closed = False
+
+    async def send(self, request: BatchRequest) -> Reply:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._send, request)
+
+    def abort(self) -> None:
+        """End requests that still wait for an answer."""
+        self._is_closed = True  # first: a thread that connects now sees it
+        for connection in self._connections:
+            if (sock := connection.sock) is not None:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.abort()
+        self._threads.shutdown(cancel_futures=True)
+        for connection in self._connections:
+            connection.close()
+
+    def _send(self, request: BatchRequest) -> Reply:
+        connection = self._connection()
+        while True:
+            is_kept = connection.sock is not None
+            try:
+                return self._exchange(connection, request, is_kept=is_kept)
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                is_idle_end = is_kept and isinstance(error, ConnectionError | http.client.RemoteDisconnected)
+                if is_idle_end and not self._is_closed:  # the server closed an idle connection: send it on a new one
+                    continue
+                reason = "timeout" if isinstance(error, TimeoutError) else printable(str(error)) or type(error).__name__
+                raise ConnectionLost(f"{self._url} did not answer: {reason}") from None
+
+    def _connection(self) -> http.client.HTTPConnection:
+        """The connection of this thread, which is open if the last request left it open."""
+        if not hasattr(self._own, "connection"):
+            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+            self._own.connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+            self._connections.append(self._own.connection)
+        found: http.client.HTTPConnection = self._own.connection
+        return found
+
+    def _exchange(self, connection: http.client.HTTPConnection, request: BatchRequest, *, is_kept: bool) -> Reply:
+        if not is_kept:
+            connection.connect()
+            connection.sock.settimeout(READ_LIMIT_S)
+            if self._is_closed:
+                raise ConnectionAbortedError("the client was closed")
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may refuse before it has read the body
+            connection.request("POST", self._parts.path + request.url, request.body, self._headers)
+        response = connection.getresponse()
+        body = response.read(MAX_REPLY_BYTES + 1)
+        if len(body) > MAX_REPLY_BYTES:
+            connection.close()
+            return _reply(response, b"more than %d bytes" % MAX_REPLY_BYTES)
+        if response.length:  # `read` returns what came before a connection ended
+            raise http.client.IncompleteRead(body, response.length)
+        return _reply(response, body)
+
+
+def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
+    """A body that is not JSON, such as a proxy's error page, is wrapped in an error in OpenAI's format."""
+    status = response.status
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        text = printable(body[:200].decode("utf-8", "replace")) or response.reason
+        error = {"message": f"not JSON: {text}", "type": "server_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        status = status if status >= 400 else 502
+    after = response.headers.get("retry-after", "")
+    return Reply(
+        status=status,
+        request_id=printable(response.headers.get("x-request-id", "")),
+        body=body,
+        retry_after_s=min(float(after), READ_LIMIT_S) if after.isdecimal() else None,
+        may_retry=response.status in RETRIED and response.headers.get("x-should-retry") != "false",
+    )

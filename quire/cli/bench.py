@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -37,28 +36,24 @@ from quire.bench.report import (
     Stage,
 )
 from quire.bench.run import run_bench
-from quire.cli import model_loading, options, terminal
+from quire.cli import options, terminal
 from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_server import check_installed
+from quire.cli.chat_model import locate
 from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, MissingExtra
 from quire.version import __version__
 from quire.weights.hub import DEFAULT_MODEL
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 _DEFAULT = BenchConfig()
-_OPTIONS = {  # field -> option
-    **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "seconds")},
-    **{name: name for name in ("backend", "precision", "quantize", "kv_cache_dtype", "device", "dtype")},
-    "load_format": "load_format",
-    "threads": "threads",
-    "max_num_seqs": "max_num_seqs",
+_FIELDS = {
+    *("clients", "rounds", "prompt_tokens", "output_tokens", "seconds", "max_num_seqs"),
+    *("backend", "precision", "quantize", "kv_cache_dtype", "device", "dtype", "load_format", "threads"),
 }
 PLOT_NAME = "speedup.png"
 
 
+@options.takes(compute=options.compute_by_default)
 def bench(
     model: Annotated[
         str | None,
@@ -80,13 +75,8 @@ def bench(
         int, typer.Option(help="Fairness: maximum number of requests in one step of the server.")
     ] = _DEFAULT.max_num_seqs,
     threads: options.ThreadsOption = None,
-    backend: options.BackendOption = "auto",
-    precision: options.PrecisionOption = "balanced",
-    quantize: options.QuantizeOption = None,
-    kv_cache_dtype: options.KvCacheDtypeOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
-    load_format: options.LoadFormatOption = "auto",
+    *,
+    compute: options.Settings,
     out: Annotated[
         Path | None,
         typer.Option(help=f"Write report.json, report.md and, with matplotlib, {PLOT_NAME} into this folder."),
@@ -96,7 +86,7 @@ def bench(
 ) -> None:
     """Measure a model: concurrent clients, a shared prefix, drafts, fairness among priorities."""
     facts = {"quire": __version__, "command": shlex.join(["quire", *sys.argv[1:]]), "machine": machine_facts()}
-    with _options_named():
+    with options.options_named(_FIELDS, is_bare=True):
         config = BenchConfig(
             parts=_parts(only),
             clients=_clients(clients),
@@ -109,12 +99,8 @@ def bench(
         )
     if out is not None:
         _prepare(out)
-    with _options_named():
-        settings = {
-            "backend": backend, "precision": precision, "quantize": quantize, "kv_cache_dtype": kv_cache_dtype,
-            "threads": threads, "dtype": dtype, "device": device, "load_format": load_format,
-        }  # fmt: skip
-        report = _run(model, config, settings)
+    with options.options_named(_FIELDS, is_bare=True):
+        report = _run(model, config, {**compute, "threads": threads})
     document = document_of(report, facts)
     if as_json:
         echo(json.dumps(document, indent=2))
@@ -155,19 +141,6 @@ def _prepare(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-@contextmanager
-def _options_named() -> Iterator[None]:
-    """Replace field names in errors by option names."""
-    try:
-        yield
-    except InvalidRequest as error:
-        field, _, rest = str(error).partition(" ")
-        name = field.removesuffix(":")
-        if name not in _OPTIONS:
-            raise
-        raise type(error)(f"--{_OPTIONS[name].replace('_', '-')} {rest.removeprefix('= ')}") from None
-
-
 # Running
 
 
@@ -179,7 +152,7 @@ def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> Be
     EngineConfig(max_num_seqs=config.max_num_seqs, **settings)  # refuses settings that cannot work
     if "fairness" in config.parts:
         check_installed()
-        model_loading.locate(model)  # downloaded here if needed, not by the server
+        locate(model)  # downloaded here if needed, not by the server
     with _progress() as progress:
         report = None if config.parts == ("fairness",) else _run_here(model, config, settings, progress)
         if "fairness" in config.parts:
@@ -201,23 +174,16 @@ def _run_here(model: str | None, config: BenchConfig, settings: dict[str, Any], 
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """The expected duration on stderr, and a progress bar if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    task = bar.add_task("", total=1)
     is_told = False
+    with terminal.progress_bar("", "count", "passed", total=1) as update:
 
-    def show(stage: Stage) -> None:
-        nonlocal is_told
-        if stage.expected_s is not None and not is_told:
-            is_told = True
-            bar.console.print(f"This takes about {_duration(stage.expected_s)}.")
-        bar.update(task, completed=stage.num_done, total=stage.num_stages, description=stage.what)
+        def show(stage: Stage) -> None:
+            nonlocal is_told
+            if stage.expected_s is not None and not is_told:
+                is_told = True
+                echo(f"This takes about {_duration(stage.expected_s)}.", err=True)
+            update(completed=stage.num_done, total=stage.num_stages, description=stage.what)
 
-    with bar:
         yield show
 
 
@@ -227,27 +193,16 @@ def _duration(seconds: float) -> str:
 
 def machine_facts() -> dict[str, Any]:
     """Facts that the figures depend on. A load above 0 means that other programs used the machine before the run."""
+    from quire.cli.doctor import read_cpu
+
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": read_cpu()[0],
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "load_average_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
-
-
-def _cpu_name() -> str:
-    """The name of the CPU: from lscpu on Linux on ARM, from sysctl on a Mac."""
-    for command, label in ((("lscpu",), "Model name:"), (("sysctl", "-n", "machdep.cpu.brand_string"), "")):
-        try:
-            output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            continue
-        for line in output.splitlines():
-            if line.strip().startswith(label) and (name := line.strip().removeprefix(label).strip()):
-                return name
-    return platform.processor() or platform.machine()
 
 
 # Results
@@ -262,19 +217,18 @@ def document_of(report: BenchReport, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_report(out: Path, report: BenchReport, document: dict[str, Any]) -> None:
-    from quire.cli.bench_plot import draw, drawn
-
-    has_plot = bool(drawn(report)) and find_spec("matplotlib") is not None
+    drawn = [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
+    has_plot = bool(drawn) and find_spec("matplotlib") is not None
     (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (out / "report.md").write_text(markdown(report, document, has_plot=has_plot), encoding="utf-8")
     if has_plot:
-        draw(report, _title(report), out / PLOT_NAME)
+        from quire.cli.plots import draw_bench
+
+        draw_bench(drawn, _title(report), out / PLOT_NAME)
         echo(f"Wrote report.json, report.md and {PLOT_NAME} to {out}", err=True)
-    elif not drawn(report):
-        echo(f"Wrote report.json and report.md to {out}", err=True)
     else:
-        why = MissingExtra.of("it", "matplotlib")
-        echo(f"Wrote report.json and report.md to {out}, but no {PLOT_NAME}: {why}", err=True)
+        why = f", but no {PLOT_NAME}: {MissingExtra.of('it', 'matplotlib')}" if drawn else ""
+        echo(f"Wrote report.json and report.md to {out}{why}", err=True)
 
 
 def _title(report: BenchReport) -> str:
@@ -402,36 +356,35 @@ def _held(is_held: bool) -> str:
     return "Expectation met." if is_held else "EXPECTATION NOT MET."
 
 
-def _print(report: BenchReport) -> None:
-    console = terminal.console(80)
-    console.print(_title(report))
+class _Section(NamedTuple):
+    title: str
+    text: str
+    heads: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def _sections(report: BenchReport) -> Iterator[_Section]:
+    """The parts that were measured."""
     if (speedup := report.speedup) is not None:
-        console.print("\nMany clients against one at a time\n")
-        console.print(_table(SPEEDUP_HEADS, _speedup_rows(speedup)))
-        console.print(f"\n{_speedup_text(report, speedup)}")
+        text = _speedup_text(report, speedup)
+        yield _Section("Many clients against one at a time", text, SPEEDUP_HEADS, _speedup_rows(speedup))
     if report.prefix is not None:
-        console.print(f"\nA shared prefix\n\n{_prefix_text(report.prefix)}")
+        yield _Section("A shared prefix", _prefix_text(report.prefix))
     if "drafts" in report.config.parts:
-        console.print(f"\nDrafts\n\n{_drafts_text(report.drafts)}")
+        yield _Section("Drafts", _drafts_text(report.drafts))
     if (fairness := report.fairness) is not None:
-        console.print("\nFairness between priorities\n")
-        console.print(_table(HIGH_HEADS, _high_rows(fairness)))
-        console.print(f"\n{_fairness_text(report.config, fairness)}")
+        text = _fairness_text(report.config, fairness)
+        yield _Section("Fairness between priorities", text, HIGH_HEADS, _high_rows(fairness))
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Fits 80 columns."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in heads:
-        table.add_column(head, justify="left" if head in LEFT_HEADS else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-# The report in Markdown
+def _print(report: BenchReport) -> None:
+    """Print tables that fit 80 columns."""
+    terminal.show(_title(report), file_width=80)
+    for section in _sections(report):
+        terminal.show(f"\n{section.title}\n")
+        if section.rows:
+            terminal.show(terminal.table(section.heads, section.rows, texts=LEFT_HEADS), "", file_width=80)
+        terminal.show(section.text, file_width=80)
 
 
 def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -> str:
@@ -450,26 +403,12 @@ def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -
         "duration": _duration(report.duration_s),
     }
     lines += [f"| {name} | {value} |" for name, value in facts.items()]
-    if (speedup := report.speedup) is not None:
-        lines += [
-            "",
-            "## Many clients against one at a time",
-            "",
-            *_markdown_table(SPEEDUP_HEADS, _speedup_rows(speedup)),
-        ]
-        lines += ["", _speedup_text(report, speedup)]
-    if report.prefix is not None:
-        lines += ["", "## A shared prefix", "", _prefix_text(report.prefix).replace("\n", "\n\n")]
-    if "drafts" in report.config.parts:
-        lines += ["", "## Drafts", "", _drafts_text(report.drafts)]
-    if (fairness := report.fairness) is not None:
-        lines += ["", "## Fairness between priorities", "", *_markdown_table(HIGH_HEADS, _high_rows(fairness))]
-        lines += ["", _fairness_text(report.config, fairness).replace("\n", "\n\n")]
+    for section in _sections(report):
+        lines += ["", f"## {section.title}", ""]
+        if section.rows:
+            rule = ["---" if head in LEFT_HEADS else "---:" for head in section.heads]
+            lines += [*(f"| {' | '.join(cells)} |" for cells in (section.heads, rule, *section.rows)), ""]
+        lines.append(section.text.replace("\n", "\n\n"))
     if report.not_held:
         lines += ["", "## Expectations not met", "", *(f"- {problem}" for problem in report.not_held)]
     return "\n".join(lines) + "\n"
-
-
-def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---" if head in LEFT_HEADS else "---:" for head in heads]
-    return [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from quire.cli.models import short_path
+from quire.cli import terminal
+from quire.cli.options import takes
 from quire.cli.server_client import printable
-from quire.cli.tables import print_table
-from quire.cli.terminal import confirm, echo
+from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES
 from quire.engine.levels.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
@@ -47,12 +46,6 @@ MAX_THREADS = 4
 _BATCH = 256  # files handed to the threads at a time
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
-FolderOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cache-dir", metavar="DIR", help="The cache folder; by default $QUIRE_CACHE_DIR or ~/.cache/quire/kv."
-    ),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -60,38 +53,79 @@ def cache() -> None:
     """Show, check and clear the prefix cache on disk (`quire serve --disk-cache`)."""
 
 
-def ls(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
+def _find_root(
+    cache_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-dir", metavar="DIR", help="The cache folder; by default $QUIRE_CACHE_DIR or ~/.cache/quire/kv."
+        ),
+    ] = None,
+) -> Path:
+    """The cache folder. Refuses a folder that is not one."""
+    given, source = cache_dir, "--cache-dir"
+    if given is None:
+        given, source = os.environ.get("QUIRE_CACHE_DIR"), "QUIRE_CACHE_DIR"  # as for `quire serve`
+    if given == "":
+        raise InvalidRequest(f"{source} is empty: it must be the path of a folder")
+    root = hub.cache_dir() / "kv" if given is None else Path(given).expanduser()
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        if given is None:
+            return root  # nothing was cached yet
+        raise InvalidRequest(f"{source} {root}: there is no such folder") from None
+    except NotADirectoryError:
+        raise InvalidRequest(f"{source} {root} is not a folder") from None
+    except OSError as error:
+        raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
+    if names and SECRET_NAME not in names and not space_folders(root):
+        raise InvalidRequest(f"{root} is not a cache folder of quire: it has neither a secret nor cached content")
+    return root
+
+
+@takes(root=_find_root)
+def ls(*, root: Path, as_json: JsonOption = False) -> None:
     """List the models with cached content: files, size, tokens and last use."""
-    root = _find_root(cache_dir)
     spaces = [one for one in _read_spaces(root) if one.listing.files]
     names = _served_names(spaces)
-    with _progress("reading headers", sum(len(one.listing.files) for one in spaces)) as step:
-        usages = [_measure(one, step) for one in spaces]
-    usages.sort(key=lambda usage: usage.used_ns, reverse=True)
+    _count_all(spaces)
+    spaces.sort(key=lambda one: one.used_ns, reverse=True)
     if as_json:
-        found = [{**usage.document(), "served_name": names.get(usage.name)} for usage in usages]
+        found = [
+            {
+                "model": one.name,
+                "path": str(one.path),
+                "facts": dict(one.facts),
+                "num_files": len(one.listing.files),
+                "num_bytes": one.num_bytes,
+                "num_tokens": one.num_tokens,
+                "last_used_at": one.used_ns // 10**9,
+                "served_name": names.get(one.name),
+            }
+            for one in spaces
+        ]
         echo(json.dumps(found, indent=2))
-    elif not usages:
+    elif not spaces:
         echo(_nothing(root))
     else:
         rows = [
             (
-                *(_title(usage.name, names), usage.facts.get("backend", ""), usage.facts.get("dtype", "")),
-                *(f"{usage.num_files:,}", file_size(usage.num_bytes), f"{usage.tokens:,}", _ago(usage.used_ns)),
+                *map(printable, (_title(one.name, names), *(one.facts.get(name, "") for name in ("backend", "dtype")))),
+                *(f"{len(one.listing.files):,}", file_size(one.num_bytes), f"{one.num_tokens:,}", _ago(one.used_ns)),
             )
-            for usage in usages
+            for one in spaces
         ]
-        print_table(("model", "backend", "dtype"), ("files", "size", "tokens", "last use"), rows)
-    _warn_of_unreadable(spaces, sum(usage.num_unreadable for usage in usages))
+        texts = ("model", "backend", "dtype")
+        terminal.show(terminal.table((*texts, "files", "size", "tokens", "last use"), rows, texts=texts))
+    _warn_of_unreadable(spaces)
 
 
-def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
+@takes(root=_find_root)
+def stats(*, root: Path, as_json: JsonOption = False) -> None:
     """Show the size of the whole cache, by kind of memory."""
-    root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     files = [file for one in spaces for file in one.listing.files]
-    with _progress("reading headers", len(files)) as step:
-        usages = [_measure(one, step) for one in spaces]
+    _count_all(spaces)
     by_kind = {kind: [file.size for file in files if file.kind is kind] for kind in MemoryKind}
     used_ns = max((file.used_ns for file in files), default=None)
     document: dict[str, Any] = {
@@ -99,7 +133,7 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
         "num_models": sum(bool(one.listing.files) for one in spaces),
         "num_files": len(files),
         "num_bytes": sum(file.size for file in files),
-        "num_tokens": sum(usage.tokens for usage in usages),
+        "num_tokens": sum(one.num_tokens for one in spaces),
         "kinds": {
             kind.name.lower(): {"num_files": len(sizes), "num_bytes": sum(sizes)} for kind, sizes in by_kind.items()
         },
@@ -113,11 +147,13 @@ def stats(cache_dir: FolderOption = None, as_json: JsonOption = False) -> None:
         echo(_nothing(root))
     else:
         _print_stats(root, document, used_ns)
-    _warn_of_unreadable(spaces, sum(usage.num_unreadable for usage in usages))
+    _warn_of_unreadable(spaces)
 
 
+@takes(root=_find_root)
 def verify(
-    cache_dir: FolderOption = None,
+    *,
+    root: Path,
     delete: Annotated[bool, typer.Option("--delete", help="Delete damaged files.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -126,16 +162,15 @@ def verify(
     Damaged files are never used: servers delete them when they find them. Foreign files are files that quire did not
     write, and files of newer versions of quire. They are not used and not deleted.
     """
-    root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     files = [(one.space, file) for one in spaces for file in one.listing.files]
     good = 0
     newer: list[str] = []
     unreadable = [path for one in spaces for path in one.listing.unreadable]
     faults: dict[str, Fault] = {}
-    with _progress("checking", sum(file.size for _, file in files), is_bytes=True) as step:
+    with progress_bar("checking", "bytes", total=sum(file.size for _, file in files)) as update:
         for (_, file), fault in zip(files, _in_threads(lambda pair: _find_fault(*pair), files), strict=True):
-            step(file.size)
+            update(advance=file.size)
             if fault is None:
                 good += 1
             elif fault is Fault.NEWER_VERSION:
@@ -173,8 +208,10 @@ def verify(
         raise typer.Exit(1)
 
 
+@takes(root=_find_root)
 def clear(
-    cache_dir: FolderOption = None,
+    *,
+    root: Path,
     model: Annotated[
         str | None,
         typer.Option(
@@ -194,7 +231,6 @@ def clear(
     Running servers drop it too, within a second or two: they clear their caches, memory included. With --older-than,
     they forget the deleted files only.
     """
-    root = _find_root(cache_dir)
     spaces = _read_spaces(root)
     if model is not None:
         spaces = _select(spaces, model, root)
@@ -206,14 +242,11 @@ def clear(
         if file.is_regular and (limit_ns is None or file.used_ns < limit_ns)
     ]
     files = [file for _, file in found]
-    if files and not yes:
+    if files:
         size = file_size(sum(file.size for file in files))
-        if not sys.stdin.isatty():
-            text = f"deleting {len(files):,} files ({size}) needs --yes: standard input is not a terminal"
-            raise InvalidRequest(text)
         names = printable(", ".join(sorted({name for name, _ in found})))
-        if not confirm(f"Delete {len(files):,} files, {size}, of {names} from {short_path(root)}?"):
-            raise typer.Exit(1)
+        question = f"Delete {len(files):,} files, {size}, of {names} from {short_path(root)}?"
+        confirm_deletion(f"{len(files):,} files ({size})", question, is_confirmed=yes)
     deletion = _delete([file.path for file in files])
     for one in spaces:
         remove_stale(one.listing.temporaries, time.time_ns())
@@ -223,7 +256,9 @@ def clear(
         _tell_servers(mark_pruned, [root])
     if files:
         freed = file_size(sum(file.size for file in files if file.path in deletion.deleted))
-        echo(f"deleted {len(deletion.deleted):,} files: {freed} freed{_kept_note(deletion)}")
+        reasons = ", ".join(sorted(set(deletion.errors.values())))
+        note = f"; {len(deletion.errors):,} could not be deleted: {reasons}" if deletion.errors else ""
+        echo(f"deleted {len(deletion.deleted):,} files: {freed} freed{note}")
     else:
         echo(f"nothing to delete in {short_path(root)}")
     if deletion.errors:
@@ -239,64 +274,31 @@ class _Deletion(NamedTuple):
     errors: dict[str, str]  # path -> why it could not be deleted
 
 
-class _Listed(NamedTuple):
+@dataclass(slots=True)
+class _Listed:
     """A folder with the name of a space. `space` is None if its facts are missing or damaged."""
 
     path: Path
     space: Space | None
     listing: Listing
+    num_tokens: int = 0  # set by `_count_all`
+    num_unreadable: int = 0  # files whose tokens could not be counted
 
     @property
     def name(self) -> str:
         return self.space.name if self.space is not None else self.path.name
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return self.space.facts if self.space is not None else {}
 
-@dataclass(frozen=True, slots=True)
-class _Usage:
-    """Summary of a space."""
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.listing.files)
 
-    path: Path
-    name: str
-    facts: Mapping[str, str]
-    num_files: int
-    num_bytes: int
-    tokens: int
-    used_ns: int
-    num_unreadable: int  # files whose tokens could not be counted
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "model": self.name,
-            "path": str(self.path),
-            "facts": dict(self.facts),
-            "num_files": self.num_files,
-            "num_bytes": self.num_bytes,
-            "num_tokens": self.tokens,
-            "last_used_at": self.used_ns // 10**9,
-        }
-
-
-def _find_root(given: str | None) -> Path:
-    """The cache folder. Refuses a folder that is not one."""
-    source = "--cache-dir"
-    if given is None:
-        given, source = os.environ.get("QUIRE_CACHE_DIR"), "QUIRE_CACHE_DIR"  # as for `quire serve`
-    if given == "":
-        raise InvalidRequest(f"{source} is empty: it must be the path of a folder")
-    root = hub.cache_dir() / "kv" if given is None else Path(given).expanduser()
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        if given is None:
-            return root  # nothing was cached yet
-        raise InvalidRequest(f"{source} {root}: there is no such folder") from None
-    except NotADirectoryError:
-        raise InvalidRequest(f"{source} {root} is not a folder") from None
-    except OSError as error:
-        raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
-    if names and SECRET_NAME not in names and not space_folders(root):
-        raise InvalidRequest(f"{root} is not a cache folder of quire: it has neither a secret nor cached content")
-    return root
+    @property
+    def used_ns(self) -> int:
+        return max((file.used_ns for file in self.listing.files), default=0)
 
 
 def _nothing(root: Path) -> str:
@@ -329,18 +331,15 @@ def _select(spaces: list[_Listed], model: str, root: Path) -> list[_Listed]:
     return found
 
 
-def _measure(one: _Listed, step: Callable[[int], None]) -> _Usage:
-    """Summarise a space. Tokens are counted in its KV blocks: window blocks and states are of the same tokens."""
-    files = one.listing.files
-    tokens = num_unreadable = 0
-    for file, num_tokens in zip(files, _in_threads(_count_tokens, files), strict=True):
-        num_unreadable += num_tokens is None
-        tokens += (num_tokens or 0) if file.kind is MemoryKind.BLOCK else 0
-        step(1)
-    facts = one.space.facts if one.space is not None else {}
-    used_ns = max((file.used_ns for file in files), default=0)
-    num_bytes = sum(file.size for file in files)
-    return _Usage(one.path, one.name, facts, len(files), num_bytes, tokens, used_ns, num_unreadable)
+def _count_all(spaces: Sequence[_Listed]) -> None:
+    """Count the tokens of KV blocks: window blocks and states are of the same tokens."""
+    with progress_bar("reading headers", "count", total=sum(len(one.listing.files) for one in spaces)) as update:
+        for one in spaces:
+            files = one.listing.files
+            for file, num_tokens in zip(files, _in_threads(_count_tokens, files), strict=True):
+                one.num_unreadable += num_tokens is None
+                one.num_tokens += (num_tokens or 0) if file.kind is MemoryKind.BLOCK else 0
+                update(advance=1)
 
 
 def _count_tokens(file: StoredFile) -> int | None:
@@ -351,11 +350,10 @@ def _count_tokens(file: StoredFile) -> int | None:
         return None if damage.fault is Fault.UNREADABLE else 0
 
 
-def _warn_of_unreadable(spaces: Iterable[_Listed], num_files: int) -> None:
-    folders = [path for one in spaces for path in one.listing.unreadable]
-    if num_files:
+def _warn_of_unreadable(spaces: Iterable[_Listed]) -> None:
+    if num_files := sum(one.num_unreadable for one in spaces):
         echo(f"quire: {num_files:,} files could not be read; their tokens are not counted", err=True)
-    for path in folders:
+    for path in (path for one in spaces for path in one.listing.unreadable):
         echo(f"quire: {short_path(Path(path))} could not be read; its files are not counted", err=True)
 
 
@@ -397,14 +395,6 @@ def _delete(paths: Iterable[str]) -> _Deletion:
     return deletion
 
 
-def _kept_note(deletion: _Deletion) -> str:
-    """A part of a sentence about files that could not be deleted."""
-    if not deletion.errors:
-        return ""
-    reasons = ", ".join(sorted(set(deletion.errors.values())))
-    return f"; {len(deletion.errors):,} could not be deleted: {reasons}"
-
-
 def _tell_servers(mark: Callable[[Path], None], folders: Iterable[Path]) -> None:
     """Leave marks in cache folders that exist."""
     for folder in folders:
@@ -425,21 +415,6 @@ def _in_threads(function: Callable[[T], Any], items: Iterable[T]) -> Iterator[An
             yield from pool.map(function, batch)
 
 
-@contextmanager
-def _progress(what: str, total: int, *, is_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr if that is a terminal. Yields a function that advances it."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn() if is_bytes else MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
 def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
     models = document["num_models"]
     echo(
@@ -449,7 +424,7 @@ def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
     rows = [
         (kind, f"{counts['num_files']:,}", file_size(counts["num_bytes"])) for kind, counts in document["kinds"].items()
     ]
-    print_table(("kind",), ("files", "size"), rows)
+    terminal.show(terminal.table(("kind", "files", "size"), rows, texts=("kind",)))
     for field, text in (("num_temporary", "files being written"), ("num_foreign", "foreign files")):
         if document[field]:
             echo(f"{text}: {document[field]:,}")

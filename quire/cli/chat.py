@@ -8,18 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quire.cli import answer_output, model_loading, options
-from quire.cli.chat_model import AnswerUsage, ChatModel, Piece
+from quire.cli import chat_model, options
+from quire.cli.chat_model import ChatModel, Piece, TokenRate
 from quire.cli.server_client import printable
-from quire.cli.terminal import echo
+from quire.cli.terminal import AnswerWriter, echo
+from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
-
-if TYPE_CHECKING:
-    from quire.engine.params import GenerationParams
 
 MAX_FILE_BYTES = 64 << 20
 PROMPT, CONTINUED = "> ", "... "
@@ -40,65 +38,23 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@options.takes(sampling=options.sampling, engine=options.engine)
 def chat(
     model: options.ModelOption = None,
     system: options.SystemOption = None,
     max_tokens: options.MaxTokensOption = 1024,
-    temperature: options.TemperatureOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    repetition_penalty: options.RepetitionOption = None,
-    presence_penalty: options.PresenceOption = 0.0,
-    frequency_penalty: options.FrequencyOption = 0.0,
-    seed: options.SeedOption = None,
-    stop: options.StopOption = None,
+    *,
+    sampling: options.Settings,
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
     local: options.LocalOption = False,
-    backend: options.BackendOption = None,
-    precision: options.PrecisionOption = None,
-    quantize: options.QuantizeOption = None,
-    kv_cache_dtype: options.KvCacheDtypeOption = None,
-    dtype: options.DtypeOption = None,
-    device: options.DeviceOption = None,
-    load_format: options.LoadFormatOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.ContextOption = None,
-    kv_memory: options.MemoryOption = None,
+    engine: options.Settings,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists commands."""
-    from quire.engine.params import GenerationParams
-
-    with options.options_named():
-        params = GenerationParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stop or (),
-        )
+    with options.options_named(options.FIELDS):
+        params = GenerationParams(**sampling, max_tokens=max_tokens)
         options.check_answer(params)
-    settings = options.engine_settings(
-        backend=backend,
-        precision=precision,
-        quantize=quantize,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        threads=threads,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-    )
-    with closing(
-        model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)
-    ) as found:
+    with closing(chat_model.open_chat_model(model, engine, server=server, api_key=api_key, is_local=local)) as found:
         if not found.has_template:
             raise TemplateError(f"{found.name} has no chat template: quire generate --raw continues a prompt")
         Repl(found, params, system).run()
@@ -112,9 +68,9 @@ class Repl:
         self.params = params
         self.system = system or None
         self.messages: list[dict[str, str]] = []  # without the system prompt, which can be changed
-        self._writer = answer_output.AnswerWriter()
+        self._writer = AnswerWriter()
         self._files: set[Path] = set()  # saved or loaded in this chat: these may be overwritten
-        self._last: _Turn | None = None
+        self._last: TokenRate | None = None  # of the last answer
         self._is_over = False
 
     def run(self) -> None:
@@ -162,34 +118,33 @@ class Repl:
                 self.messages.pop()
 
     def _answer(self) -> str:
-        turn = _Turn()
+        pace = TokenRate()
         pieces: list[Piece] = []
 
         def take(piece: Piece) -> None:
-            turn.pace.take(piece)
+            pace.take(piece)
             pieces.append(piece)
             self._writer.think(piece.thought)
             self._writer.say(piece.text)
 
         is_stopped = False
         try:
-            turn.usage = self.model.answer(self.conversation, self.params, take)
+            pace.settle(self.model.answer(self.conversation, self.params, take))
         except KeyboardInterrupt:  # the request is cancelled
             is_stopped = True
         except RequestFailed as error:
             raise RequestFailed(f"the answer failed: {error}") from None
         finally:
             self._writer.end_line()
-        turn.pace.settle(turn.usage)
-        self._last = turn
+        self._last = pace
         answer = "".join(piece.text for piece in pieces)
         if is_stopped:
             _remark("stopped")
         else:
-            self._print_ending(turn, pieces, has_answered=bool(answer))
+            self._print_ending(pieces, pace.num_tokens, "" if answer else " before it began to answer")
         return answer
 
-    def _print_ending(self, turn: _Turn, pieces: list[Piece], *, has_answered: bool) -> None:
+    def _print_ending(self, pieces: list[Piece], num_tokens: int, when: str) -> None:
         """Print why an answer ended, if the model did not end it, and what it contained besides text."""
         reason = pieces[-1].finish_reason if pieces else None
         if refusal := "".join(piece.refusal for piece in pieces):
@@ -198,13 +153,9 @@ class Repl:
             _remark("a content filter of the server ended the answer")
         if calls := ", ".join(name for piece in pieces for name in piece.calls):
             _remark(f"the model called {calls}: quire chat has no tools and ignores the call")
-        if reason == "length":
-            self._print_length(turn, "" if has_answered else " before it began to answer")
-
-    def _print_length(self, turn: _Turn, when: str) -> None:
-        if turn.pace.num_tokens == self.params.max_tokens:
-            _remark(f"stopped at max_tokens = {self.params.max_tokens}{when}; /set max_tokens N changes it")
-        else:
+        if reason == "length" and num_tokens == self.params.max_tokens:
+            _remark(f"stopped at max_tokens = {num_tokens}{when}; /set max_tokens N changes it")
+        elif reason == "length":
             size = self.model.max_model_len
             _remark(f"stopped{when}: the context of {size} tokens is full. /reset forgets the conversation")
 
@@ -252,10 +203,11 @@ class Repl:
         _remark(f"read {len(self.conversation)} messages from {path}")
 
     def stats(self, _rest: str) -> None:
-        if self._last is None:
+        if (pace := self._last) is None:
             self._writer.say("last answer: none yet\n")
         else:
-            self._writer.say(f"last answer: {self._last}\n")
+            first = "" if pace.ttft_ms is None else f", the first after {pace.ttft_ms:.0f} ms"
+            self._writer.say(f"last answer: {pace}{first}{'; ' if pace.cached else ''}{pace.cached}\n")
         num_turns = sum(message["role"] == "user" for message in self.messages)
         self._writer.say(f"conversation: {num_turns} turns, {self.model.max_model_len} tokens of context\n")
         try:
@@ -272,7 +224,8 @@ class Repl:
         name, _, value = rest.partition(" ")
         if not name:
             for known in SETTINGS:
-                self._writer.say(f"{known:20}{_shown(getattr(self.params, known))}\n")
+                setting = getattr(self.params, known)
+                self._writer.say(f"{known:20}{'default' if setting in (None, ()) else setting}\n")
             return
         if name not in SETTINGS:
             raise InvalidRequest(f"/set {name} is not one of {', '.join(SETTINGS)}")
@@ -305,20 +258,6 @@ COMMANDS: dict[str, _Command] = {
     )
 }
 COMMANDS["/quit"] = COMMANDS["/bye"] = COMMANDS["/exit"]
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Figures of one answer. Without usage, the answer was stopped."""
-
-    pace: answer_output.TokenRate = field(default_factory=answer_output.TokenRate)
-    usage: AnswerUsage | None = None
-
-    def __str__(self) -> str:
-        first = "" if self.pace.ttft_ms is None else f", the first after {self.pace.ttft_ms:.0f} ms"
-        if self.usage is None:
-            return f"{self.pace}{first}"
-        return f"{self.pace}{first}; {self.usage.cached_tokens} of {self.usage.prompt_tokens} prompt tokens cached"
 
 
 # Input
@@ -396,8 +335,6 @@ def _path(command: str, given: str) -> Path:
 
 
 def _parsed(name: str, value: str) -> Any:
-    from quire.engine.params import GenerationParams
-
     if not value:
         raise InvalidRequest(f"/set {name}: needs a value, or {DEFAULT_WORDS[0]}")
     if value.lower() in DEFAULT_WORDS:
@@ -407,10 +344,6 @@ def _parsed(name: str, value: str) -> Any:
     except ValueError:
         kind = "a whole number" if SETTINGS[name] is int else "a number"
         raise InvalidRequest(f"{name} = {value!r} is not {kind}") from None
-
-
-def _shown(value: object) -> str:
-    return "default" if value is None or value == () else str(value)
 
 
 def _bare(error: QuireError) -> str:

@@ -10,6 +10,7 @@ import typer
 from typer.main import get_command
 
 from quire.cli import serve as serving
+from quire.cli.options import options_named
 from quire.cli.serve_models import read_deployments
 from quire.cli.terminal import echo
 from quire.errors import InvalidRequest, MissingExtra
@@ -22,30 +23,31 @@ AFTER_FAILURE = (
     " shows what runs, `quire deploy stop` ends it."
 )
 PATHS = ("config", "api_keys_file", "ssl_certfile", "ssl_keyfile")
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG.yaml|status|stop",
-        help="YAML file with the options of `quire serve`, and replicas, autoscale and resources. Or: status, to show"
-        " what is deployed; stop, to end it.",
-    ),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="Ray cluster to use; by default the one of this machine, which is started if there is none.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print status as JSON.")]
-Wait = Annotated[
-    bool, typer.Option("--wait", help="Wait for machines that join the cluster later and have the resources.")
-]
-EndRay = Annotated[bool, typer.Option("--ray", help="With stop: also end this Ray cluster on this machine.")]
 
 
 def deploy(
-    target: Target, address: Address = None, as_json: Json = False, end_ray: EndRay = False, waits: Wait = False
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG.yaml|status|stop",
+            help="YAML file with the options of `quire serve`, and replicas, autoscale and resources. Or: status, to"
+            " show what is deployed; stop, to end it.",
+        ),
+    ],
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Ray cluster to use; by default the one of this machine, which is started if there is none.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print status as JSON.")] = False,
+    end_ray: Annotated[
+        bool, typer.Option("--ray", help="With stop: also end this Ray cluster on this machine.")
+    ] = False,
+    waits: Annotated[
+        bool, typer.Option("--wait", help="Wait for machines that join the cluster later and have the resources.")
+    ] = False,
 ) -> None:
     """Run replicas of models behind one server, which sends each request to the one with the least expected work."""
     try:
@@ -108,7 +110,7 @@ def read_config(path: Path) -> DeployConfig:
     for name in ("kv_events", "kv_events_replay", "kv_events_topic", "memory", "idle_unload", "models_dir"):
         if options[name] is not None:
             raise InvalidRequest(f"--config {str(path)!r}: {name} is not supported with replicas")
-    with serving.options_named():
+    with options_named():
         server = serving.make_config(options)
     for number, model in enumerate(server.models):
         if model.idle_unload is not None:

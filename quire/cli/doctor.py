@@ -12,15 +12,14 @@ import json
 import os
 import platform
 import re
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from quire.cli.backend_fit import find_backend_problem, read_config
+from quire.backends import machine
+from quire.cli.fit import find_backend_problem, free_disk_bytes, read_config
 from quire.cli.model_check import check_model, report_lines
 from quire.cli.terminal import echo
 from quire.errors import install_command
@@ -50,8 +49,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 LITTLE_DISK_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     what: str
     how: str  # a command that solves it
     is_essential: bool
@@ -83,27 +81,35 @@ def examine() -> dict[str, Any]:
     native, torch, mlx = _native(), _torch(), _mlx()
     packages = {name: _version(name) for name in ("torch", "mlx", "mlx-lm", *PACKAGES)}
     models = [_model(model, packages) for model in local_models()]
-    disk = _disk()
+    folder = cache_dir()
+    disk = {"path": str(folder), "exists": folder.is_dir(), "free_bytes": free_disk_bytes(folder)}
+    environment = {name: os.environ.get(name) for name in VARIABLES}
+    environment |= {name: "set, not shown" if os.environ.get(name) else None for name in SECRETS}
     problems = [
         *_backend_problems(packages, native, torch, mlx),
-        *_package_problems(packages),
+        *(
+            Problem(f"{name} is not installed: it {purpose}", install_command(name), is_essential)
+            for name, (purpose, is_essential) in PACKAGES.items()
+            if packages[name] is None
+        ),
         *_gpu_problems(packages, torch),
         *_model_problems(models, disk),
     ]
-    report = {
-        "quire": __version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "hardware": _hardware(torch, mlx),
-        "packages": packages,
-        "backends": _backends(native, torch, mlx),
-        "models": models,
-        "cache": disk,
-        "environment": _environment(),
-        "problems": [{"what": one.what, "how": one.how, "is_essential": one.is_essential} for one in problems],
-        "can_generate": not any(one.is_essential for one in problems),
-    }
-    shown: dict[str, Any] = _anonymous(report)
+    shown: dict[str, Any] = _anonymous(
+        {
+            "quire": __version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "hardware": _hardware(torch, mlx),
+            "packages": packages,
+            "backends": _backends(native, torch, mlx),
+            "models": models,
+            "cache": disk,
+            "environment": environment,
+            "problems": [one._asdict() for one in problems],
+            "can_generate": not any(one.is_essential for one in problems),
+        }
+    )
     return shown
 
 
@@ -192,20 +198,18 @@ def _version(name: str) -> str | None:
 
 
 def _hardware(torch: dict[str, Any], mlx: dict[str, Any]) -> dict[str, Any]:
-    from quire.backends.machine import available_bytes, total_bytes, usable_cores
-
-    cpu, features = _cpu()
+    cpu, features = read_cpu()
     return {
         "cpu": cpu,
-        "cores": usable_cores(),
+        "cores": machine.usable_cores(),
         "features": features,
-        "memory_bytes": total_bytes(),
-        "available_bytes": available_bytes(),
+        "memory_bytes": machine.total_bytes(),
+        "available_bytes": machine.available_bytes(),
         "gpus": torch["gpus"] or mlx["gpus"],
     }
 
 
-def _cpu() -> tuple[str, list[str]]:
+def read_cpu() -> tuple[str, list[str]]:
     """The name of the CPU and its features that kernels use."""
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
@@ -222,10 +226,8 @@ def _cpu() -> tuple[str, list[str]]:
 
 
 def _mac_cpu() -> tuple[str, list[str]]:
-    from quire.backends.machine import read_sysctl
-
-    name = read_sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
-    return name, [one for one, key in MAC_FEATURES.items() if read_sysctl(f"hw.optional.arm.{key}") == "1"]
+    name = machine.read_sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    return name, [one for one, key in MAC_FEATURES.items() if machine.read_sysctl(f"hw.optional.arm.{key}") == "1"]
 
 
 def _backends(native: dict[str, Any], torch: dict[str, Any], mlx: dict[str, Any]) -> list[dict[str, Any]]:
@@ -257,17 +259,6 @@ def _model(model: LocalModel, packages: dict[str, str | None]) -> dict[str, Any]
     }
 
 
-def _disk() -> dict[str, Any]:
-    folder = cache_dir()
-    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
-    return {"path": str(folder), "exists": folder.is_dir(), "free_bytes": shutil.disk_usage(existing).free}
-
-
-def _environment() -> dict[str, str | None]:
-    shown = {name: os.environ.get(name) for name in VARIABLES}
-    return shown | {name: "set, not shown" if os.environ.get(name) else None for name in SECRETS}
-
-
 # Problems
 
 
@@ -287,24 +278,16 @@ def _backend_problems(
 
 
 def _mlx_problems(packages: dict[str, str | None], mlx: dict[str, Any], *, is_essential: bool) -> Iterator[Problem]:
-    from quire.backends.machine import is_apple_silicon
-
     if mlx["problem"]:
         how = install_command("--force-reinstall mlx mlx-lm")
         yield Problem(f"MLX is installed and cannot be imported: {mlx['problem'][:300]}", how, is_essential)
-    elif not mlx["works"] and is_apple_silicon():
+    elif not mlx["works"] and machine.is_apple_silicon():
         missing = [name for name in ("mlx", "mlx-lm") if packages[name] is None]
         what = f"this is Apple silicon, and quire needs {' and '.join(missing) or 'mlx'} to use its GPU"
         yield Problem(what, install_command("mlx mlx-lm"), is_essential)
-    elif not mlx["gpus"] and is_apple_silicon():
+    elif not mlx["gpus"] and machine.is_apple_silicon():
         how = "system_profiler SPDisplaysDataType   # lists the GPUs; a virtual machine may have none"
         yield Problem("this is Apple silicon, and MLX finds no GPU", how, False)
-
-
-def _package_problems(packages: dict[str, str | None]) -> Iterator[Problem]:
-    for name, (purpose, is_essential) in PACKAGES.items():
-        if packages[name] is None:
-            yield Problem(f"{name} is not installed: it {purpose}", install_command(name), is_essential)
 
 
 def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Iterator[Problem]:

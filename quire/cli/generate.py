@@ -1,45 +1,36 @@
-"""`quire generate`: answer one prompt. Only the answer is written to stdout."""
+"""`quire generate`: answer one prompt. Only the answer is written to stdout. `quire run`, as in Ollama, or a chat."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from quire.cli import answer_output, model_loading, options
-from quire.cli.chat_model import AnswerUsage, ChatInput, ChatModel, Piece
-from quire.cli.terminal import echo
+from quire.cli import chat_model, options
+from quire.cli.chat import chat
+from quire.cli.chat_model import ChatInput, ChatModel, Piece, TokenRate
+from quire.cli.terminal import AnswerWriter, echo
+from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, TemplateError
-
-if TYPE_CHECKING:
-    from quire.engine.params import GenerationParams
-    from quire.text.grammar import Grammar
+from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 
 SEPARATOR = "-" * 8  # between the answers of --n
 
 
+@options.takes(sampling=options.sampling, engine=options.engine)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing: read it from standard input.")] = None,
     model: options.ModelOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     system: options.SystemOption = None,
     max_tokens: options.MaxTokensOption = 512,
-    temperature: options.TemperatureOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    repetition_penalty: options.RepetitionOption = None,
-    presence_penalty: options.PresenceOption = 0.0,
-    frequency_penalty: options.FrequencyOption = 0.0,
-    seed: options.SeedOption = None,
-    stop: options.StopOption = None,
+    *,
+    sampling: options.Settings,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of answers.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue when the model ends its answer.")] = False,
     json_schema: Annotated[Path | None, typer.Option(help="File with the JSON schema of the answer.")] = None,
@@ -49,54 +40,47 @@ def generate(
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
     local: options.LocalOption = False,
-    backend: options.BackendOption = None,
-    precision: options.PrecisionOption = None,
-    quantize: options.QuantizeOption = None,
-    kv_cache_dtype: options.KvCacheDtypeOption = None,
-    dtype: options.DtypeOption = None,
-    device: options.DeviceOption = None,
-    load_format: options.LoadFormatOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.ContextOption = None,
-    kv_memory: options.MemoryOption = None,
+    engine: options.Settings,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the answer.")] = False,
 ) -> None:
     """Answer one prompt. The answer is written to stdout as it is generated."""
-    from quire.engine.params import GenerationParams
-
-    _check_shown(logprobs, as_json=as_json)
-    with options.options_named():
+    if logprobs is not None and not as_json:
+        raise InvalidRequest(f"--logprobs {logprobs} is shown only with --json")
+    with options.options_named(options.FIELDS):
         params = GenerationParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
+            **sampling,
             n=n,
             max_tokens=max_tokens,
-            stop=stop or (),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
             grammar=read_grammar(json_schema=json_schema, regex=regex, grammar=grammar),
         )
         options.check_answer(params)
     ask = read_ask(prompt, system, is_raw=raw)
-    settings = options.engine_settings(
-        backend=backend, precision=precision, quantize=quantize, kv_cache_dtype=kv_cache_dtype, dtype=dtype,
-        device=device, load_format=load_format, threads=threads, max_model_len=max_model_len, kv_memory=kv_memory,
-    )  # fmt: skip
     with closing(
-        model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)
+        chat_model.open_chat_model(model, engine, server=server, api_key=api_key, is_local=local)
     ) as model_used:
         _answer(model_used, ask, params, as_json=as_json)
 
 
-def _check_shown(logprobs: int | None, *, as_json: bool) -> None:
-    if logprobs is not None and not as_json:
-        raise InvalidRequest(f"--logprobs {logprobs} is shown only with --json")
+def run(
+    model: Annotated[str, typer.Argument(help="A name from `quire models`, a folder or a .gguf file.")],
+    prompt: Annotated[list[str] | None, typer.Argument(help="The prompt; without one, a chat begins.")] = None,
+    system: options.SystemOption = None,
+    max_tokens: options.MaxTokensOption = 1024,
+    temperature: options.TemperatureOption = None,
+    seed: options.SeedOption = None,
+    server: options.ServerOption = None,
+    api_key: options.KeyOption = None,
+    local: options.LocalOption = False,
+    kv_memory: options.MemoryOption = None,
+) -> None:
+    """Chat with a model, or answer one prompt. `quire chat` and `quire generate` have more options."""
+    given = {name: value for name, value in locals().items() if name != "prompt"}
+    if not prompt and sys.stdin.isatty():
+        chat(**given)
+    else:
+        generate(" ".join(prompt) if prompt else None, **given)
 
 
 def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> ChatInput:
@@ -110,35 +94,25 @@ def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> ChatInp
 def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
     """The grammar of the answer, from one of three options; None if none is given."""
     from quire.text.gbnf import written_grammar
-    from quire.text.grammar import Grammar, GrammarKind
 
-    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise InvalidRequest(f"{' and '.join(names)} exclude each other")
-    if regex is not None:
-        return _checked(partial(Grammar, GrammarKind.REGEX, regex), f"--regex {regex!r:.80}")
-    if json_schema is not None:
-        source = _read_file("--json-schema", json_schema)
-        return _checked(partial(_schema_grammar, source), f"--json-schema {json_schema}")
-    if grammar is not None:
-        return _checked(partial(written_grammar, _read_file("--grammar", grammar)), f"--grammar {grammar}")
-    return None
-
-
-def _schema_grammar(source: str) -> Grammar:
-    from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
-
-    Grammar(GrammarKind.JSON_SCHEMA, source)  # reports what is wrong with the text
-    return json_schema_grammar(json.loads(source))
-
-
-def _checked(make: Callable[[], Grammar], given: str) -> Grammar:
-    """Make a grammar. An error begins with `given`, the option and its value as typed."""
+    options_given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    given = [(option, value) for option, value in options_given.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(option for option, _ in given)} exclude each other")
+    if not given:
+        return None
+    ((option, value),) = given
+    source = value if isinstance(value, str) else _read_file(option, value)
     try:
-        return make()
+        if option == "--grammar":
+            return written_grammar(source)
+        kind = GrammarKind.REGEX if option == "--regex" else GrammarKind.JSON_SCHEMA
+        found = Grammar(kind, source)  # reports what is wrong with the text
+        return found if option == "--regex" else json_schema_grammar(json.loads(source))
     except InvalidRequest as error:
-        raise InvalidRequest(f"{given}: {str(error).removeprefix('grammar').lstrip(': ')}") from None
+        shown = f"{value!r:.80}" if isinstance(value, str) else value
+        problem = str(error).removeprefix("grammar").lstrip(": ")
+        raise InvalidRequest(f"{option} {shown}: {problem}") from None
 
 
 def _read_file(option: str, path: Path) -> str:
@@ -175,23 +149,27 @@ def _answer(model_used: ChatModel, ask: ChatInput, params: GenerationParams, *, 
         raise TemplateError(f"{model_used.name} has no chat template: use --raw to continue the prompt as it is")
     samples = [_Sample() for _ in range(params.n)]
     printer = _Printer(samples, is_silent=as_json)
+    pace = printer.pace
     try:
-        with options.options_named():
-            usage = model_used.answer(ask, params, printer.take)
+        with options.options_named(options.FIELDS):
+            pace.settle(model_used.answer(ask, params, printer.take))
     finally:
         printer.finish()  # also after Ctrl-C: the next output starts on a new line
-    printer.pace.settle(usage)
-    if len(samples) == 1 and usage is not None:
-        samples[0].num_tokens = usage.completion_tokens
+    if len(samples) == 1 and pace.usage is not None:
+        samples[0].num_tokens = pace.usage.completion_tokens
     if as_json:
-        has_logprobs = params.logprobs is not None
-        document = _document(model_used.name, samples, usage, printer.pace, has_logprobs=has_logprobs)
+        document = _document(model_used.name, samples, pace, has_logprobs=params.logprobs is not None)
         echo(json.dumps(document, ensure_ascii=False))
-    elif sys.stderr.isatty():
-        echo(_summary(samples, usage, printer.pace, params.max_tokens, model_used.max_model_len), err=True)
-    elif cuts := [sample for sample in samples if sample.end is not None and sample.end.finish_reason == "length"]:
-        # without a terminal no figures are printed, but the reader must know that the answer is incomplete
-        echo(f"{_why_stopped(cuts[0], params.max_tokens, model_used.max_model_len)}: the answer is cut", err=True)
+        return
+    reasons = [_why_stopped(sample, params.max_tokens, model_used.max_model_len) for sample in samples]
+    if sys.stderr.isatty():
+        figures = ", ".join(part for part in (str(pace), pace.cached) if part)
+        echo("; ".join(dict.fromkeys([figures, *(reason for reason in reasons if reason)])), err=True)
+        return
+    for sample, reason in zip(samples, reasons, strict=True):
+        if sample.is_cut:  # without a terminal no figures are printed, but the reader must know of a cut answer
+            echo(f"{reason}: the answer is cut", err=True)
+            return
 
 
 @dataclass(slots=True)
@@ -204,6 +182,10 @@ class _Sample:
     num_printed: int = 0  # characters
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     end: Piece | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        return self.end is not None and self.end.finish_reason == "length"
 
     def take(self, piece: Piece) -> None:
         self.text += piece.text
@@ -219,9 +201,9 @@ class _Printer:
     """Prints answers one after another. The current one is printed as it arrives, the others are kept."""
 
     def __init__(self, samples: list[_Sample], *, is_silent: bool) -> None:
-        self.pace = answer_output.TokenRate()
+        self.pace = TokenRate()
         self._samples = samples
-        self._writer = answer_output.AnswerWriter()
+        self._writer = AnswerWriter()
         self._is_silent = is_silent
         self._is_broken = False  # stdout is closed
         self._current = 0
@@ -259,27 +241,11 @@ class _Printer:
 # Output
 
 
-def _summary(
-    samples: list[_Sample],
-    usage: AnswerUsage | None,
-    pace: answer_output.TokenRate,
-    max_tokens: int | None,
-    max_model_len: int,
-) -> str:
-    cached = "" if usage is None else f", {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
-    parts = [f"{pace}{cached}"]
-    for sample in samples:
-        reason = _why_stopped(sample, max_tokens, max_model_len)
-        if reason and reason not in parts:
-            parts.append(reason)
-    return "; ".join(parts)
-
-
 def _why_stopped(sample: _Sample, max_tokens: int | None, max_model_len: int) -> str:
     """Why the answer was cut; empty if the model ended it."""
     if sample.end is not None and sample.end.stop is not None:
         return f"stopped at --stop {sample.end.stop!r}"
-    if sample.end is None or sample.end.finish_reason != "length":
+    if not sample.is_cut:
         return ""
     if sample.num_tokens is None:
         return f"stopped at --max-tokens {max_tokens}, or at the end of the context, {max_model_len} tokens"
@@ -288,17 +254,28 @@ def _why_stopped(sample: _Sample, max_tokens: int | None, max_model_len: int) ->
     return f"stopped at the end of the context, {max_model_len} tokens"
 
 
-def _document(
-    name: str, samples: list[_Sample], usage: AnswerUsage | None, pace: answer_output.TokenRate, *, has_logprobs: bool
-) -> dict[str, Any]:
+def _document(name: str, samples: list[_Sample], pace: TokenRate, *, has_logprobs: bool) -> dict[str, Any]:
+    usage = pace.usage
+    counts = (
+        None
+        if usage is None
+        else {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+    )
     completions = [_completion(sample, has_logprobs=has_logprobs) for sample in samples]
-    document = {"model": name, **completions[0]}
-    document["usage"] = None if usage is None else _usage(usage)
-    document["cache"] = None if usage is None else usage.cache
-    document["timings"] = {"ttft_ms": _rounded(pace.ttft_ms), "tokens_per_s": _rounded(pace.tokens_per_s)}
-    if len(completions) > 1:
-        document["completions"] = completions
-    return document
+    timings = {"ttft_ms": pace.ttft_ms, "tokens_per_s": pace.tokens_per_s}
+    return {
+        "model": name,
+        **completions[0],
+        "usage": counts,
+        "cache": None if usage is None else usage.cache,
+        "timings": {key: None if value is None else round(value, 2) for key, value in timings.items()},
+        **({"completions": completions} if len(completions) > 1 else {}),
+    }
 
 
 def _completion(sample: _Sample, *, has_logprobs: bool) -> dict[str, Any]:
@@ -310,16 +287,3 @@ def _completion(sample: _Sample, *, has_logprobs: bool) -> dict[str, Any]:
     if has_logprobs:
         document["logprobs"] = sample.logprobs
     return document
-
-
-def _usage(usage: AnswerUsage) -> dict[str, int]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)

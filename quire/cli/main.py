@@ -6,14 +6,14 @@ import difflib
 import importlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from quire.cli.hidden_arguments import hide_keys
 from quire.cli.terminal import echo
 from quire.engine.worker.log_lines import ShortFormatter
 from quire.errors import InvalidRequest, QuireError
@@ -51,11 +51,14 @@ GROUPS: dict[str, dict[str, str]] = {
     "Measure": {
         "bench": "Measure a model on this machine.",
         "sim": "Run the scheduler on a trace, without a model.",
-        "replay": "Send a trace to a server and compare with the simulator.",
     },
 }
 COMMANDS: dict[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}
-FILES = dict.fromkeys(("ps", "load", "unload", "pin", "unpin", "cancel"), "model_admin")
+FILES = {
+    **dict.fromkeys(("ps", "load", "unload", "pin", "unpin", "cancel"), "model_admin"),
+    **dict.fromkeys(("show", "rm", "quantize"), "models"),
+    "run": "generate",
+}
 ALIASES = {"list": "models", "ls": "models"}
 # Commands of Ollama that quire has no equivalent for, and what to do instead.
 ADVICE: dict[str, str] = {
@@ -69,6 +72,8 @@ ADVICE: dict[str, str] = {
     "launch": "start the agent itself with the addresses that `quire serve` prints; docs/clients.md lists agents",
     "help": "`quire --help` lists the commands, `quire COMMAND --help` the options of one",
 }
+SECRET_OPTIONS = ("--api-key", "--admin-api-key")
+_ARG_START, _ARG_END = 45, 46  # fields of /proc/self/stat, counted after the program's name: addresses of the arguments
 HELP = {"help_option_names": ["--help", "-h"]}
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -150,6 +155,40 @@ def _options(
     ] = False,
 ) -> None:
     del version  # handled by its callback
+
+
+def hide_keys(arguments: Sequence[str] = sys.argv) -> None:
+    """Overwrite keys in the memory that the kernel shows as the command line. `sys.argv` keeps them.
+
+    Until this runs, the keys are visible. It works only on Linux, which has `/proc`; on other systems, pass keys in
+    the environment or in a file.
+    """
+    secrets = {secret.encode(errors="surrogateescape") for secret in _secrets(arguments)} - {b""}
+    if not secrets:
+        return
+    try:
+        line = Path("/proc/self/cmdline").read_bytes()
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except (OSError, UnicodeDecodeError):
+        return
+    start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+    if not start or end - start != len(line):  # the kernel hides the addresses, or the command line was changed
+        return
+    import ctypes  # only with a key: `quire --help` does not need it
+
+    at = 0
+    for argument in line.split(b"\0"):
+        value = argument.partition(b"=")[2] if argument.startswith(b"--") else argument
+        if value in secrets:
+            ctypes.memset(start + at + len(argument) - len(value), ord("*"), len(value))
+        at += len(argument) + 1
+
+
+def _secrets(arguments: Sequence[str]) -> Iterator[str]:
+    for option, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = option.partition("=")
+        if name in SECRET_OPTIONS:
+            yield value if equals else following
 
 
 def run() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
 from quire.cli import options
+from quire.cli.options import takes
 from quire.cli.server_client import ServerClient, printable, reach_server
-from quire.cli.tables import print_table
-from quire.cli.terminal import echo
+from quire.cli.terminal import echo, show, table
 from quire.errors import InvalidRequest
 from quire.sizes import reported_size
 
@@ -19,20 +20,24 @@ Name = Annotated[str, typer.Argument(metavar="MODEL", help="A name or an alias t
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="The id of a request that `quire ps` lists.")]
 
 
+def _remote(server: options.ServerOption = None, api_key: options.KeyOption = None) -> ServerClient:
+    return reach_server(server, api_key)
+
+
+@takes(remote=_remote)
 def ps(
-    server: options.ServerOption = None,
-    api_key: options.KeyOption = None,
+    *,
+    remote: ServerClient,
     requests: Annotated[bool, typer.Option("--requests", help="List only the requests.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the models of a server with their state and memory, and its current requests."""
-    remote = reach_server(server, api_key)
     if as_json:
-        found = _list_requests(remote) if requests else remote.list_models()
+        found = _list_requests(remote) if requests else remote.entries("/v1/models", "models")
         echo(json.dumps(found, indent=2))
         return
     if not requests:
-        _print_models(remote.list_models())
+        _print_models(remote.entries("/v1/models", "models"))
     running = _list_requests(remote)
     if running and not requests:
         echo("")
@@ -42,9 +47,9 @@ def ps(
         echo("no request is running")
 
 
-def cancel(name: RequestId, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+@takes(remote=_remote)
+def cancel(name: RequestId, *, remote: ServerClient) -> None:
     """Cancel a waiting or running request. An admin key cancels any request, another key its own."""
-    remote = reach_server(server, api_key)
     found = remote.post(f"/v1/requests/{quote(name, safe='')}/cancel", {})
     if not isinstance(found, dict) or type(found.get("cancelled")) is not int:
         raise remote.malformed("no number of cancelled requests", found)
@@ -52,39 +57,40 @@ def cancel(name: RequestId, server: options.ServerOption = None, api_key: option
     echo(f"{printable(name)} is cancelled{f' ({count} requests)' if count > 1 else ''}")
 
 
-def load(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+@takes(remote=_remote)
+def load(name: Name, *, remote: ServerClient) -> None:
     """Load a model into a server and wait until it is ready. Other models are unloaded if memory is short."""
-    _print_state(_order(reach_server(server, api_key), "load", {"model": name}))
+    _order(remote, "load", model=name)
 
 
+@takes(remote=_remote)
 def unload(
     name: Name,
-    server: options.ServerOption = None,
-    api_key: options.KeyOption = None,
+    *,
+    remote: ServerClient,
     force: Annotated[bool, typer.Option("--force", help="Cancel the requests of the model.")] = False,
 ) -> None:
     """Unload a model when its requests have finished. The next request loads it again."""
-    _print_state(_order(reach_server(server, api_key), "unload", {"model": name, "force": force}))
+    _order(remote, "unload", model=name, force=force)
 
 
-def pin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+@takes(remote=_remote)
+def pin(name: Name, *, remote: ServerClient) -> None:
     """Keep a model in memory once it is loaded, even if other models need the memory."""
-    _print_state(_order(reach_server(server, api_key), "pin", {"model": name}))
+    _order(remote, "pin", model=name)
 
 
-def unpin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
+@takes(remote=_remote)
+def unpin(name: Name, *, remote: ServerClient) -> None:
     """Allow the server to unload a model when memory is short."""
-    _print_state(_order(reach_server(server, api_key), "unpin", {"model": name}))
+    _order(remote, "unpin", model=name)
 
 
-def _order(remote: ServerClient, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+def _order(remote: ServerClient, verb: str, **body: Any) -> None:
+    """Give the server an order about a model and print the state that the model has then."""
     found = remote.post(f"/v1/models/{verb}", body)
     if not isinstance(found, dict) or not isinstance(found.get("state"), str):
         raise remote.malformed("no model state", found)
-    return found
-
-
-def _print_state(found: dict[str, Any]) -> None:
     pinned = ", pinned" if found.get("is_pinned") is True else ""
     echo(f"{printable(str(found.get('model')))} is {printable(found['state'])}{pinned}{_context_note(found)}")
 
@@ -99,15 +105,11 @@ def _context_note(found: dict[str, Any]) -> str:
 
 def _list_requests(remote: ServerClient) -> list[dict[str, Any]]:
     try:
-        found = remote.get("/v1/requests")
+        return remote.entries("/v1/requests", "requests")
     except InvalidRequest as error:
         if "HTTP 404" in str(error):
             return []  # an older server does not list them
         raise
-    entries = found.get("data") if isinstance(found, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise remote.malformed("a malformed list of requests", found)
-    return entries
 
 
 def _print_models(entries: list[dict[str, Any]]) -> None:
@@ -119,7 +121,7 @@ def _print_models(entries: list[dict[str, Any]]) -> None:
         shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
         held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
         rows.append((name, ", ".join(aliases), state, held, str(context)))
-    print_table(("name", "aliases", "state"), ("memory", "context"), rows)
+    _print_table(("name", "aliases", "state"), ("memory", "context"), rows)
 
 
 def _print_requests(entries: list[dict[str, Any]]) -> None:
@@ -131,7 +133,11 @@ def _print_requests(entries: list[dict[str, Any]]) -> None:
         cached = f", {entry.get('cached_tokens')} cached" if entry.get("cached_tokens") else ""
         answer = f"{entry.get('completion_tokens')}{'' if limit is None else f' of {limit}'}"
         rows.append((*texts, age, "" if prompt is None else f"{prompt}{cached}", answer))
-    print_table(("request", "model", "key", "state", "priority"), ("age", "prompt", "answer"), rows)
+    _print_table(("request", "model", "key", "state", "priority"), ("age", "prompt", "answer"), rows)
+
+
+def _print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    show(table((*texts, *numbers), (list(map(printable, row)) for row in rows), texts=texts))
 
 
 def _by_model(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], dict[str, Any]]]:

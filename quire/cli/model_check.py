@@ -7,10 +7,9 @@ is estimated from the bytes that a token reads and the measured speed of this ma
 from __future__ import annotations
 
 import math
-import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,14 @@ from quire.backends.kv_memory import CPU_CAP, CPU_SHARE, TYPICAL_CONTEXT, KVCost
 from quire.backends.machine import choose_threads
 from quire.backends.native.packing import MEMORY_SHARE
 from quire.backends.support import rope_notice, skip_notice, transformers_notice
-from quire.cli.backend_fit import find_backend_problem, read_config
-from quire.cli.machine_fit import Fit, Memory, fit, fit_mlx, read_memory
+from quire.cli.fit import Fit, Memory, Weights, find_backend_problem, fit, free_disk_bytes, read_config, read_memory
 from quire.core.cache.block import BLOCK_SIZE
 from quire.engine.composition import EngineConfig, choose_backend
 from quire.engine.model_text import make_tokenizer
 from quire.errors import InvalidRequest, QuireError
 from quire.sizes import memory_size
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.hub import cache_dir, weight_bytes
+from quire.weights.hub import cache_dir
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
 from quire.weights.tensors import check_tensors, num_active_weights, num_weights
@@ -45,15 +43,10 @@ def check_model(path: Path) -> dict[str, Any]:
     A folder with config.json and without weights is checked as far as its config allows.
     """
     try:
-        checkpoint = open_checkpoint(path, "auto" if _has_weights(path) else "dummy")
+        with closing(open_checkpoint(path, "auto" if _has_weights(path) else "dummy")) as checkpoint:
+            return _check(checkpoint, path)
     except QuireError as error:
         return {"path": str(path), "runs": False, "problem": str(error)}
-    try:
-        return _check(checkpoint, path)
-    except QuireError as error:
-        return {"path": str(path), "runs": False, "problem": str(error)}
-    finally:
-        checkpoint.close()
 
 
 def _has_weights(path: Path) -> bool:
@@ -73,7 +66,11 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     memory = read_memory()
     if backend == "native":  # it does not use a GPU
         memory = Memory(memory.cpu_total, memory.cpu_free)
-    place = _place(checkpoint, path, backend, memory)
+    weights = Weights.of(checkpoint, path)
+    place = fit(weights, memory)
+    if place.device == "cpu" and backend == "torch":  # fp32 on a CPU
+        num_bytes = 4 * sum(weights.counts.values())
+        place = Fit("cpu" if num_bytes <= memory.cpu_total else "", num_bytes, num_bytes <= memory.cpu_free)
     is_mapped = backend == "native" and spec.has_experts and place.num_bytes > MEMORY_SHARE * memory.cpu_free
     if is_mapped:
         place = Fit("cpu", place.num_bytes, is_free=True)
@@ -104,25 +101,10 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     }
 
 
-def _place(checkpoint: Checkpoint, path: Path, backend: str, memory: Memory) -> Fit:
-    if checkpoint.spec.unsupported and backend == "mlx":
-        return fit_mlx(weight_bytes(path), memory)
-    weights: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
-        weights[tensor.type.value] += math.prod(tensor.shape)
-    spec = checkpoint.spec
-    place = fit(weights, memory, has_experts=spec.has_experts, has_sigmoids=spec.has_sigmoids)
-    if place.device == "cpu" and backend == "torch":  # fp32 on a CPU
-        num_bytes = 4 * weights.total()
-        return Fit("cpu" if num_bytes <= memory.cpu_total else "", num_bytes, num_bytes <= memory.cpu_free)
-    return place
-
-
 def _find_disk_problem(num_bytes: int) -> str:
     """Return why experts cannot be mapped from a file; empty: they can."""
     folder = cache_dir()
-    existing = next(one for one in (folder, *folder.parents) if one.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_disk_bytes(folder)
     if free >= num_bytes:
         return ""
     return (
@@ -167,24 +149,20 @@ def _estimate_speed(spec: ModelSpec, place: Fit) -> float | None:
 
 def _measure_memory() -> float:
     """Return the bytes per second that all cores together read."""
+    from concurrent.futures import ThreadPoolExecutor
+
     import numpy as np
 
     threads = choose_threads(None)
     source = np.ones(MEASURED_BYTES // 8, np.float64)
     parts = np.array_split(source, threads)
     best = math.inf
-    for _ in range(3):
-        started_s = time.perf_counter()
-        _sum_in_parallel(parts)
-        best = min(best, time.perf_counter() - started_s)
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            started_s = time.perf_counter()
+            list(pool.map(np.sum, parts))  # numpy releases the interpreter lock
+            best = min(best, time.perf_counter() - started_s)
     return source.nbytes / best
-
-
-def _sum_in_parallel(parts: list[Any]) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        list(pool.map(lambda part: part.sum(), parts))  # numpy releases the interpreter lock
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -1,26 +1,61 @@
-"""`quire models`: the models on this machine, and models that can be pulled and run on it."""
+"""Models on this machine: `quire models`, `show`, `rm` and `quantize`. Families, and models of the hub to suggest."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from quire.backends.kv_memory import KVSpec
 from quire.cli import terminal
-from quire.cli.backend_fit import find_backend_problem, read_config
-from quire.cli.families import family_rows
-from quire.cli.machine_fit import Fit, read_memory
-from quire.cli.suggestions import AGENT_CONTEXT, Suggestion, suggest
-from quire.cli.terminal import echo
-from quire.sizes import file_size
-from quire.weights.hub import KNOWN_MODELS, LocalModel, local_models
+from quire.cli.fit import (
+    FILE_BITS,
+    MLX_4BIT,
+    MLX_FILE_BITS,
+    Fit,
+    Memory,
+    Weights,
+    find_backend_problem,
+    fit,
+    read_config,
+    read_memory,
+)
+from quire.cli.terminal import AnswerWriter, confirm_deletion, echo, short_path
+from quire.errors import InvalidRequest, ModelNotFound
+from quire.sizes import file_size, memory_size
+from quire.text.tool_formats import PROMPTED
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.config import DTYPES
+from quire.weights.families import FAMILIES
+from quire.weights.gguf import is_later_part
+from quire.weights.hub import (
+    KNOWN_MODELS,
+    HubName,
+    LocalModel,
+    cached_folders,
+    find_known,
+    is_model,
+    is_path,
+    local_models,
+    models_dir,
+    resolve,
+    size_of,
+)
+from quire.weights.opening import open_checkpoint
+from quire.weights.quantizing import FORMATS, GROUP_SIZES, quantize_folder
 
-if TYPE_CHECKING:
-    from rich.console import Console
+OWN_BACKENDS = ("native", "torch")  # mlx runs what mlx-lm runs
+AGENT_CONTEXT = 32_768  # tokens; coding agents such as Claude Code send prompts of this order
+KV_BYTES = 2  # of one element of the KV cache in 16 bits
+CONTEXT_SHOWN = 32_768
+DEFAULT_FORMAT = "fp8"
+DEFAULT_GROUP_SIZE = 128
+TEXT_COLUMNS = ("quire pull ...", "name", "architecture", "family", "type", "path")
 
 
 def models(
@@ -42,22 +77,6 @@ def models(
         _print_tables(here, names, suggested)
 
 
-def _print_families() -> None:
-    from rich.table import Table
-
-    console = terminal.console()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("FAMILY", "MODELS", "TOOLS", "REASONING"):
-        table.add_column(head, overflow="fold")
-    for row in family_rows():
-        table.add_row(row["family"], row["models"], row["tools"], row["reasoning"] or "")
-    console.print(table)
-    console.print(
-        "\nEach runs on the native and torch backends, from safetensors and GGUF files. The mlx backend runs the models"
-        "\nof mlx-lm. Other decoders run through transformers on the torch backend: `quire doctor PATH` says which.",
-    )
-
-
 def _with_problem(model: LocalModel) -> LocalModel:
     """The model, with a problem if the backend of this machine does not run it."""
     problem = model.problem or find_backend_problem(model.unsupported, read_config(model.path))
@@ -75,55 +94,340 @@ def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Sug
 
 
 def _print_tables(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> None:
-    from rich.text import Text
-
-    console = terminal.console()
-    _print_local(console, here)
-    missing = [known for known in KNOWN_MODELS.values() if known.name not in names]
-    if missing or suggested:
-        if names:
-            console.print()
-        console.print(Text("Can be pulled and runs here:"))
-        rows = [(one.name, "gguf", "", file_size(one.size_bytes), "") for one in missing]
-        rows += [
-            (one.name, one.family, one.type, file_size(one.size_bytes), f"{one.max_model_len:,}")
-            for one, _ in suggested
-        ]
-        _print_rows(console, ("quire pull ...", "family", "type", "size", "context"), rows)
-    if suggested:
-        console.print(Text(f"Coding agents need at least {AGENT_CONTEXT:,} tokens of context, and KV memory for them."))
-
-
-def _print_local(console: Console, here: list[LocalModel]) -> None:
-    from rich.text import Text
-
     rows = [
         (model.name, model.architecture, model.quantization, file_size(model.size_bytes), short_path(model.path))
         for model in here
         if not model.problem
     ]
     if rows:
-        _print_rows(console, ("name", "architecture", "type", "size", "path"), rows)
+        columns = ("name", "architecture", "type", "size", "path")
+        terminal.show(terminal.table(columns, rows, texts=TEXT_COLUMNS))
     for model in here:
         if model.problem:
-            console.print(Text(f"{model.name}: {model.problem} ({short_path(model.path)})"))
+            terminal.show(f"{model.name}: {model.problem} ({short_path(model.path)})")
+    missing = [known for known in KNOWN_MODELS.values() if known.name not in names]
+    if missing or suggested:
+        terminal.show(*([""] if names else []), "Can be pulled and runs here:")
+        rows = [(one.name, "gguf", "", file_size(one.size_bytes), "") for one in missing]
+        rows += [
+            (one.name, one.family, one.type, file_size(one.size_bytes), f"{one.max_model_len:,}")
+            for one, _ in suggested
+        ]
+        columns = ("quire pull ...", "family", "type", "size", "context")
+        terminal.show(terminal.table(columns, rows, texts=TEXT_COLUMNS))
+    if suggested:
+        terminal.show(f"Coding agents need at least {AGENT_CONTEXT:,} tokens of context, and KV memory for them.")
 
 
-def _print_rows(console: Console, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        is_number = column in ("size", "context")
-        settings: dict[str, Any] = {"justify": "right", "no_wrap": True} if is_number else {"overflow": "fold"}
-        table.add_column(column, **settings)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+# Families
 
 
-def short_path(path: Path) -> str:
-    """The path with ~ for the home folder."""
-    home = Path.home()
-    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) and path != home else str(path)
+def family_rows() -> list[dict[str, Any]]:
+    """Return one row per family, as plain values."""
+    return [
+        {
+            "family": row.name,
+            "models": row.models,
+            "architectures": list(row.architectures),
+            "gguf": row.gguf,
+            "backends": list(OWN_BACKENDS),
+            "formats": ["safetensors", "gguf"],
+            "has_experts": row.experts is not None,
+            "has_windows": row.windows.value != 0,
+            "tools": row.tools or PROMPTED.name,
+            "reasoning": row.reasoning or None,
+        }
+        for row in FAMILIES
+    ]
+
+
+def family_table() -> str:
+    """Return the rows as a table in Markdown."""
+    heads = ("family", "models", "classes in config.json", "GGUF architecture", "tools", "reasoning")
+    rows = [
+        (
+            *(row["family"], row["models"], ", ".join(f"`{name}`" for name in row["architectures"])),
+            *(f"`{row[field]}`" if row[field] else "" for field in ("gguf", "tools", "reasoning")),
+        )
+        for row in family_rows()
+    ]
+    return "\n".join(
+        [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    )
+
+
+def _print_families() -> None:
+    heads = ("FAMILY", "MODELS", "TOOLS", "REASONING")
+    rows = [(row["family"], row["models"], row["tools"], row["reasoning"] or "") for row in family_rows()]
+    terminal.show(
+        terminal.table(heads, rows, texts=heads, pad_edge=False, header_style="bold"),
+        "\nEach runs on the native and torch backends, from safetensors and GGUF files. The mlx backend runs the models"
+        "\nof mlx-lm. Other decoders run through transformers on the torch backend: `quire doctor PATH` says which.",
+    )
+
+
+# Suggestions
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    name: str  # for `quire pull`
+    family: str
+    parameters: str
+    type: str  # of most weights
+    size_gb: float
+    max_model_len: int
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.size_gb * 1e9)
+
+    @property
+    def weights(self) -> Weights:
+        return Weights({self.type: int(self.size_bytes * 8 / {**FILE_BITS, **MLX_FILE_BITS}[self.type])})
+
+
+# Models of the hub that quire runs, for `quire models`: families it supports, in file types it reads. Sizes are of the
+# download, rounded. A GGUF in 4 bits is for a CPU, a folder in 16 bits for an NVIDIA GPU, and a folder in MLX's 4 bits
+# for Apple silicon.
+SUGGESTIONS = (
+    Suggestion("Qwen/Qwen3-0.6B-GGUF:Q8_0", "qwen3", "0.6B", "Q8_0", 0.64, 40_960),
+    Suggestion("ggml-org/gemma-3-1b-it-GGUF:Q4_K_M", "gemma3", "1B", "Q4_K", 0.81, 32_768),
+    Suggestion("bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M", "llama", "1B", "Q4_K", 0.81, 131_072),
+    Suggestion("Qwen/Qwen3-1.7B-GGUF:Q8_0", "qwen3", "1.7B", "Q8_0", 1.8, 40_960),
+    Suggestion("bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M", "llama", "3B", "Q4_K", 2.0, 131_072),
+    Suggestion("ggml-org/gemma-3-4b-it-GGUF:Q4_K_M", "gemma3", "4B", "Q4_K", 2.5, 131_072),
+    Suggestion("bartowski/microsoft_Phi-4-mini-instruct-GGUF:Q4_K_M", "phi3", "4B", "Q4_K", 2.5, 131_072),
+    Suggestion("unsloth/Qwen3-4B-Instruct-2507-GGUF:Q4_K_M", "qwen3", "4B", "Q4_K", 2.5, 262_144),
+    Suggestion("Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M", "qwen2", "7B", "Q4_K", 4.7, 32_768),
+    Suggestion("Qwen/Qwen3-8B-GGUF:Q4_K_M", "qwen3", "8B", "Q4_K", 5.0, 40_960),
+    Suggestion("Qwen/Qwen3-14B-GGUF:Q4_K_M", "qwen3", "14B", "Q4_K", 9.0, 40_960),
+    Suggestion("Qwen/Qwen3-0.6B", "qwen3", "0.6B", "BF16", 1.5, 40_960),
+    Suggestion("Qwen/Qwen3-4B-Instruct-2507", "qwen3", "4B", "BF16", 8.0, 262_144),
+    Suggestion("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2", "7B", "BF16", 15.2, 32_768),
+    Suggestion("Qwen/Qwen3-8B", "qwen3", "8B", "BF16", 16.4, 40_960),
+    Suggestion("Qwen/Qwen3-14B", "qwen3", "14B", "BF16", 29.5, 40_960),
+    Suggestion("Qwen/Qwen3-32B", "qwen3", "32B", "BF16", 65.5, 40_960),
+    Suggestion("mlx-community/Qwen3-0.6B-4bit", "qwen3", "0.6B", MLX_4BIT, 0.34, 40_960),
+    Suggestion("mlx-community/Llama-3.2-1B-Instruct-4bit", "llama", "1B", MLX_4BIT, 0.70, 131_072),
+    Suggestion("mlx-community/Qwen3-1.7B-4bit", "qwen3", "1.7B", MLX_4BIT, 0.97, 40_960),
+    Suggestion("mlx-community/Llama-3.2-3B-Instruct-4bit", "llama", "3B", MLX_4BIT, 1.8, 131_072),
+    Suggestion("mlx-community/Phi-4-mini-instruct-4bit", "phi3", "4B", MLX_4BIT, 2.2, 131_072),
+    Suggestion("mlx-community/Qwen3-4B-Instruct-2507-4bit", "qwen3", "4B", MLX_4BIT, 2.3, 262_144),
+    Suggestion("mlx-community/Qwen2.5-Coder-7B-Instruct-4bit", "qwen2", "7B", MLX_4BIT, 4.3, 32_768),
+    Suggestion("mlx-community/Qwen3-8B-4bit", "qwen3", "8B", MLX_4BIT, 4.6, 40_960),
+    Suggestion("mlx-community/Qwen3-14B-4bit", "qwen3", "14B", MLX_4BIT, 8.3, 40_960),
+    Suggestion("mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit", "qwen3_moe", "30B", MLX_4BIT, 17.2, 262_144),
+    Suggestion("mlx-community/Qwen3-32B-4bit", "qwen3", "32B", MLX_4BIT, 18.4, 40_960),
+)
+KINDS = {"cuda": ("BF16",), "metal": (MLX_4BIT,), "cpu": ("Q8_0", "Q4_K")}  # types that are suggested for a device
+
+
+def suggest(memory: Memory, local_names: set[str]) -> list[tuple[Suggestion, Fit]]:
+    """The models that fit into the free memory, smallest first; those on this machine are left out.
+
+    With an NVIDIA GPU: folders in 16 bits. On Apple silicon: folders in MLX's 4 bits. On other machines: GGUF files.
+    """
+    device = memory.best_device
+    local_repos = {name.partition(":")[0] for name in local_names}
+    found: list[tuple[Suggestion, Fit]] = []
+    for one in SUGGESTIONS:
+        place = fit(one.weights, memory)
+        is_here = one.name.partition(":")[0] in local_repos
+        if one.type in KINDS[device] and place.device == device and place.is_free and not is_here:
+            found.append((one, place))
+    return sorted(found, key=lambda row: row[0].size_gb)
+
+
+# quire show
+
+
+def show(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A name from `quire models`, a folder or a .gguf file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template and nothing else.")] = False,
+) -> None:
+    """Show the facts of a model on this machine: family, size, context, memory, chat template."""
+    path = resolve(name)
+    with closing(open_checkpoint(path)) as checkpoint:
+        facts = find_facts(checkpoint, path)
+        text = checkpoint.tokenizer_files().chat_template
+    if template:
+        AnswerWriter().say(f"{text or ''}\n")  # a pipe gets it unchanged
+    elif as_json:
+        echo(json.dumps(facts, indent=2))
+    else:
+        for label, value in _lines(facts):
+            echo(f"{label:14}{value}")
+
+
+def find_facts(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
+    spec = checkpoint.spec
+    weights = Weights.of(checkpoint, path)
+    place = fit(weights, read_memory())
+    backend = ", with mlx" if weights.mlx_bytes is not None and place.device else ""
+    problem = find_backend_problem(spec.unsupported, read_config(path))
+    # MLX packs several weights into a number: shapes do not say how many there are
+    is_counted = not spec.unsupported or spec.quantization in DTYPES
+    counts = sorted(weights.counts.items(), key=lambda one: -one[1]) if is_counted else []
+    return {
+        "path": str(path),
+        "size_bytes": size_of(path),
+        "family": spec.family,
+        "architecture": spec.architecture,
+        "num_parameters": sum(count for _, count in counts) or None,
+        "quantization": spec.quantization,
+        "weights": dict(counts),
+        "max_model_len": spec.max_model_len,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_heads": spec.attention.num_heads,
+        "num_kv_heads": spec.attention.num_kv_heads,
+        "vocab_size": spec.vocab_size,
+        "skipped": list(spec.skipped),
+        "kv_bytes_per_token": KVSpec.of(spec).block_bytes(1, KV_BYTES),
+        "window": KVSpec.of(spec).window or None,
+        "state_bytes": KVSpec.of(spec).state_bytes(KV_BYTES) or None,
+        "context_bytes": KVSpec.of(spec).context_bytes(min(spec.max_model_len, CONTEXT_SHOWN), KV_BYTES),
+        "has_chat_template": checkpoint.tokenizer_files().chat_template is not None,
+        "memory_bytes": place.num_bytes,
+        "runs_on": None if problem else place.device or None,
+        "runs_here": problem or f"{place}{backend}",
+    }
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    num_tokens = min(facts["max_model_len"], CONTEXT_SHOWN)
+    kv = memory_size(facts["context_bytes"])
+    total = facts["num_parameters"]
+    shown = [(kind, count) for kind, count in facts["weights"].items() if count >= total / 200]
+    types = ", ".join(f"{kind} {count / total:.0%}" for kind, count in shown) or facts["quantization"]
+    is_runnable = facts["runs_on"] is not None
+    return [
+        ("family", f"{facts['family']} ({facts['architecture']})"),
+        *([("parameters", _count(total))] if total else []),
+        ("context", f"{facts['max_model_len']:,} tokens"),
+        ("quantisation", types),
+        ("layers", f"{facts['num_layers']}, hidden size {facts['hidden_size']:,}"),
+        ("attention", f"{facts['num_heads']} heads, {facts['num_kv_heads']} KV heads"),
+        ("vocabulary", f"{facts['vocab_size']:,} tokens"),
+        *([("skipped", f"{', '.join(facts['skipped'])}: text only")] if facts["skipped"] else []),
+        ("chat template", "yes; --template prints it" if facts["has_chat_template"] else "none: generate --raw only"),
+        ("size", file_size(facts["size_bytes"])),
+        ("path", short_path(Path(facts["path"]))),
+        ("memory", f"{memory_size(facts['memory_bytes'])} of weights, {kv} of KV cache for {num_tokens:,} tokens"),
+        ("runs here", facts["runs_here"] if is_runnable else f"no: {facts['runs_here']}"),
+    ]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
+
+
+# quire rm
+
+
+class Removal(NamedTuple):
+    """Files of a model."""
+
+    name: str
+    path: Path
+    files: Sequence[Path]
+    is_whole: bool = False  # the path is a folder, to be removed with all below it
+
+
+def rm(
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="A downloaded model that `quire models` lists.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Delete a downloaded model from the disk."""
+    found = find_removal(name)
+    size = file_size(sum(file.lstat().st_size for file in found.files if not file.is_symlink()))
+    question = f"Delete {found.name}, {size}, from {short_path(found.path)}?"
+    confirm_deletion(f"{found.name} ({size})", question, is_confirmed=yes)
+    for file in found.files:
+        file.unlink(missing_ok=True)
+    if found.is_whole:
+        for path in sorted(found.path.rglob("*"), reverse=True):
+            if path.is_dir():
+                path.rmdir()
+        found.path.rmdir()
+    echo(f"deleted {found.name}: {size} freed")
+
+
+def find_removal(name: str) -> Removal:
+    """The files to delete. Refuses models that `quire pull` did not download."""
+    known = find_known(name)
+    if known is not None:
+        path = models_dir() / known.file_name
+        if not path.is_file():
+            raise ModelNotFound(f"{known.name} is not on this machine")
+        return Removal(known.name, path, [path])
+    path = Path(name).expanduser()
+    if is_path(name) or is_model(path):
+        raise InvalidRequest(f"{name}: quire did not download this model; delete {path.absolute()} yourself")
+    own = models_dir() / f"{name}.gguf"
+    if "/" not in name and own.is_file() and own.name not in {model.file_name for model in KNOWN_MODELS.values()}:
+        raise InvalidRequest(f"{name}: quire did not download this model; delete {own} yourself")
+    hub_name = HubName.parse(name)
+    homes = {repo: folder.parent.parent for repo, folder in cached_folders()}
+    if hub_name is None or hub_name.repo not in homes:
+        raise ModelNotFound(f"{name}: no such model on this machine; `quire models` lists them")
+    home = homes[hub_name.repo]
+    if hub_name.gguf is None:
+        files = [path for path in sorted(home.rglob("*")) if path.is_symlink() or path.is_file()]
+        return Removal(hub_name.repo, home, files, is_whole=True)
+    return _one_gguf(name, home)
+
+
+def _one_gguf(name: str, home: Path) -> Removal:
+    """The links of one model in the snapshots, and the blobs they point to."""
+    model = next((one for one in local_models() if one.name == name), None)
+    path = model.path if model is not None else resolve(name)
+    stem = path.name.partition("-00001-of-")[0]
+    parts = [path, *(file for file in path.parent.glob("*.gguf") if is_later_part(file) and file.name.startswith(stem))]
+    blobs = [part.resolve() for part in parts if part.is_symlink()]
+    return Removal(name, path, [*parts, *(blob for blob in blobs if blob.is_relative_to(home))])
+
+
+# quire quantize
+
+
+def quantize(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A folder of safetensors, or a downloaded model that has one.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write. It must not exist.")],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="fp8: blocks of 128 x 128; fp8-channel: a scale per output, faster on a GPU; w4a16, w8a16: 4"
+            " or 8 bits in groups; w4a16-asym: 4 bits with zero points.",
+        ),
+    ] = DEFAULT_FORMAT,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            "--group-size",
+            help="Weights that share a scale, for w4a16, w4a16-asym and w8a16: 32, 64 or 128. Default: 128.",
+        ),
+    ] = None,
+) -> None:
+    """Write a copy of a model with quantised weights, in the layout of compressed-tensors, which vLLM reads too.
+
+    Weights are rounded to the nearest code, without calibration. Norms, embeddings, head and routers stay as they are.
+    """
+    if form not in FORMATS:
+        raise InvalidRequest(f"--format {form}: not one of {', '.join(FORMATS)}")
+    if group_size is not None and group_size not in GROUP_SIZES:
+        raise InvalidRequest(f"--group-size {group_size}: not one of {', '.join(map(str, GROUP_SIZES))}")
+    if group_size is not None and not FORMATS[form].is_grouped:
+        raise InvalidRequest(f"--group-size {group_size}: the format {form} has no groups")
+    group_size = group_size or DEFAULT_GROUP_SIZE
+    with terminal.bytes_bar(f"writing {target.name}", "left") as progress:
+        report = quantize_folder(resolve(source), target, form, group_size, progress)
+    before, after = file_size(report.num_source_bytes), file_size(report.num_bytes)
+    echo(f"{short_path(target)}: {report.num_matrices:,} matrices quantised to {form}, {before} -> {after}")

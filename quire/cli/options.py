@@ -1,13 +1,15 @@
-"""Options that several commands share, and the engine settings made from them."""
+"""Options that several commands share, alone or in groups, and the engine settings made from them."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from quire.cli.server_client import DEFAULT_URL
 from quire.core.fairness import LOW_SHARE, NORMAL_SHARE
@@ -19,66 +21,32 @@ if TYPE_CHECKING:
     from quire.engine.composition import EngineConfig
     from quire.engine.params import GenerationParams
 
+Settings = dict[str, Any]  # of a group: name -> value
+# Fields that errors name, in commands that make a GenerationParams or load a model.
+FIELDS = {
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "stop", "n", "max_tokens", "logprobs"),
+    *("backend", "precision", "quantize", "kv_cache_dtype", "dtype", "device", "load_format", "threads"),
+    *("max_model_len", "kv_memory"),
+}
+_OTHER_FIELDS = re.compile(r"(?<![\w/.'-])(?:kv_memory|host_cache|disk_cache)(?![\w/.'-])")  # not in a path
+
 # None selects the default of the model.
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A name from `quire models`, a folder of safetensors or a .gguf file."),
+    Option("--model", "-m", help="A name from `quire models`, a folder of safetensors or a .gguf file."),
 ]
-SystemOption = Annotated[str | None, typer.Option("--system", help="System prompt.")]
+SystemOption = Annotated[str | None, Option("--system", help="System prompt.")]
 TemperatureOption = Annotated[
-    float | None, typer.Option(help="Sampling temperature, 0 to 2; 0 always selects the most probable token.")
+    float | None, Option(help="Sampling temperature, 0 to 2; 0 always selects the most probable token.")
 ]
-MaxTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
-TopKOption = Annotated[int | None, typer.Option(help="Sample from this many most probable tokens; 0: from all.")]
-TopPOption = Annotated[
-    float | None, typer.Option(help="Sample from the most probable tokens that have this total probability.")
-]
-MinPOption = Annotated[
-    float | None, typer.Option(help="Exclude tokens less probable than this share of the most probable one.")
-]
-RepetitionOption = Annotated[float | None, typer.Option(help="Above 1: avoid tokens of the prompt and the answer.")]
-PresenceOption = Annotated[float, typer.Option(help="Above 0: avoid tokens that the answer contains.")]
-FrequencyOption = Annotated[
-    float, typer.Option(help="Above 0: avoid tokens in proportion to their number in the answer.")
-]
-SeedOption = Annotated[int | None, typer.Option(help="Seed of random sampling; the same seed gives the same answer.")]
-StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer at this text; repeatable.")]
-BackendOption = Annotated[
-    str | None,
-    typer.Option(help="Backend: auto, native, torch, mlx, or fake (generates meaningless text, to test clients)."),
-]
-PrecisionOption = Annotated[str | None, typer.Option(help="Precision of the native backend: fast, balanced or exact.")]
-QuantizeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--quantize",
-        "--quantization",
-        help="With mlx and torch: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits."
-        " With torch also by name: int4, fp8.",
-    ),
-]
-KvCacheDtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Number format of the KV cache: auto, or fp8 with the torch backend: twice the tokens in the same memory."
-    ),
-]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="Number format of the torch and mlx backends: auto, float32, float16 or bfloat16.")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="Device: auto, cpu, cuda or metal.")]
-LoadFormatOption = Annotated[
-    str | None, typer.Option(help="Weights: auto (from files), or dummy (random, with the shapes in config.json).")
-]
-ThreadsOption = Annotated[int | None, typer.Option(help="Number of CPU threads; by default the number of cores.")]
-ContextOption = Annotated[
-    int | None,
-    typer.Option("--max-model-len", help="Maximum number of tokens of prompt and answer; by default the model's own."),
-]
+MaxTokensOption = Annotated[int, Option(help="Longest answer, in tokens.")]
+SeedOption = Annotated[int | None, Option(help="Seed of random sampling; the same seed gives the same answer.")]
+ThreadsOption = Annotated[int | None, Option(help="Number of CPU threads; by default the number of cores.")]
 MemoryOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="SIZE",
         # `quire.backends.kv_memory` has the numbers; a test compares them
         help="Memory for the KV cache, like 2G or 512M. By default 40 % of free memory and at most 4G on a CPU;"
@@ -87,64 +55,172 @@ MemoryOption = Annotated[
 ]
 ServerOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--server",
         metavar="URL",
         help=f"Server to use; by default $QUIRE_SERVER, or {DEFAULT_URL} if a server runs there.",
     ),
 ]
 KeyOption = Annotated[
-    str | None, typer.Option("--api-key", metavar="KEY", help="API key for the server; by default $QUIRE_API_KEY.")
+    str | None, Option("--api-key", metavar="KEY", help="API key for the server; by default $QUIRE_API_KEY.")
 ]
 PatienceOption = Annotated[
     float | None,
-    typer.Option(help=f"Policy aging: seconds of waiting that raise a request by one tier ({PATIENCE_S:g})."),
+    Option(help=f"Policy aging: seconds of waiting that raise a request by one tier ({PATIENCE_S:g})."),
 ]
 NormalShareOption = Annotated[
-    float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier normal ({NORMAL_SHARE:g}).")
+    float | None, Option(help=f"Policy fair: share of tokens guaranteed to the tier normal ({NORMAL_SHARE:g}).")
 ]
 LowShareOption = Annotated[
-    float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier low ({LOW_SHARE:g}).")
+    float | None, Option(help=f"Policy fair: share of tokens guaranteed to the tier low ({LOW_SHARE:g}).")
 ]
-HostCacheOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Host memory of each model for prefixes that are evicted from the GPU, such as 8G; off by default and with"
-        " 0.",
-    ),
-]
-DiskCacheOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Disk space for cached prefixes, which outlive the server, such as 20G; off by default and with 0.",
-    ),
-]
-CacheDirOption = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Folder of the disk cache, by default ~/.cache/quire/kv.")
-]
-LocalOption = Annotated[bool, typer.Option("--local", help="Load the model in this process, even if a server runs.")]
+LocalOption = Annotated[bool, Option("--local", help="Load the model in this process, even if a server runs.")]
 
-_FIELDS = {
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "stop", "n", "max_tokens", "logprobs"),
-    *("backend", "precision", "quantize", "kv_cache_dtype", "dtype", "device", "load_format", "threads"),
-    *("max_model_len", "kv_memory"),
-}
+
+def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command groups of options.
+
+    A group is a function. Its parameters become options of the command, in the place of the parameter that has the name
+    of the group, and the command gets what the function returns.
+    """
+
+    def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(command, eval_str=True)
+        shared = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
+        parameters = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, one in own.parameters.items()
+            for parameter in shared.get(name, {name: one}).values()
+        ]
+
+        @wraps(command)
+        def run(*arguments: Any, **given: Any) -> Any:
+            for name, group in groups.items():
+                given[name] = group(**{option: given.pop(option) for option in shared[name] if option in given})
+            return command(*arguments, **given)
+
+        vars(run)["__signature__"] = own.replace(parameters=parameters)
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return wrap
+
+
+def sampling(
+    temperature: TemperatureOption = None,
+    top_k: Annotated[int | None, Option(help="Sample from this many most probable tokens; 0: from all.")] = None,
+    top_p: Annotated[
+        float | None, Option(help="Sample from the most probable tokens that have this total probability.")
+    ] = None,
+    min_p: Annotated[
+        float | None, Option(help="Exclude tokens less probable than this share of the most probable one.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, Option(help="Above 1: avoid tokens of the prompt and the answer.")
+    ] = None,
+    presence_penalty: Annotated[float, Option(help="Above 0: avoid tokens that the answer contains.")] = 0.0,
+    frequency_penalty: Annotated[
+        float, Option(help="Above 0: avoid tokens in proportion to their number in the answer.")
+    ] = 0.0,
+    seed: SeedOption = None,
+    stop: Annotated[list[str] | None, Option(metavar="TEXT", help="End the answer at this text; repeatable.")] = None,
+) -> Settings:
+    """Options of `GenerationParams`."""
+    return {**locals(), "stop": stop or ()}
+
+
+def compute(
+    backend: Annotated[
+        str | None,
+        Option(help="Backend: auto, native, torch, mlx, or fake (generates meaningless text, to test clients)."),
+    ] = None,
+    precision: Annotated[str | None, Option(help="Precision of the native backend: fast, balanced or exact.")] = None,
+    quantize: Annotated[
+        str | None,
+        Option(
+            "--quantize",
+            "--quantization",
+            help="With mlx and torch: quantise weights that the file stores in 16 or 32 bits to 4 or 8 bits."
+            " With torch also by name: int4, fp8.",
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        Option(
+            help="Number format of the KV cache: auto, or fp8 with the torch backend: twice the tokens in the same"
+            " memory."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, Option(help="Number format of the torch and mlx backends: auto, float32, float16 or bfloat16.")
+    ] = None,
+    device: Annotated[str | None, Option(help="Device: auto, cpu, cuda or metal.")] = None,
+    load_format: Annotated[
+        str | None, Option(help="Weights: auto (from files), or dummy (random, with the shapes in config.json).")
+    ] = None,
+) -> Settings:
+    """Options of `EngineConfig` that say how and where a model computes."""
+    return locals()
+
+
+# With the defaults of `EngineConfig`.
+compute_by_default = partial(
+    compute,
+    backend="auto",
+    precision="balanced",
+    kv_cache_dtype="auto",
+    dtype="auto",
+    device="auto",
+    load_format="auto",
+)
+
+
+@takes(compute=compute)
+def engine(
+    *,
+    compute: Settings,
+    threads: ThreadsOption = None,
+    max_model_len: Annotated[
+        int | None,
+        Option("--max-model-len", help="Maximum number of tokens of prompt and answer; by default the model's own."),
+    ] = None,
+    kv_memory: MemoryOption = None,
+) -> Settings:
+    """The settings of the engine that were given. Refuses those that cannot work, before a model is downloaded."""
+    given = {**compute, "threads": threads, "max_model_len": max_model_len, "kv_memory": kv_memory}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if settings:
+        from quire.engine.composition import EngineConfig
+
+        with options_named(FIELDS):
+            check_memory(EngineConfig(**settings))
+    return settings
 
 
 @contextmanager
-def options_named() -> Iterator[None]:
-    """Replace field names in errors by option names."""
+def options_named(
+    known: Collection[str] = (), names: Mapping[str, str] | None = None, *, is_bare: bool = False
+) -> Iterator[None]:
+    """Replace the field at the start of an error by the name of its option.
+
+    `known`: the fields; by default all that are followed by " = ". `names`: fields whose options have another name.
+    `is_bare`: as on a command line, without " = " or ":" after the option.
+    """
     try:
         yield
     except InvalidRequest as error:
         message = str(error).removeprefix("prompts[0]: ")
         name = re.split(r"[^a-z_]", message, maxsplit=1)[0]
-        if name in _FIELDS:
-            message = option_name(name) + message[len(name) :]
+        rest = message[len(name) :]
+        if name in known or (not known and name and rest.startswith(" = ")):
+            rest = _OTHER_FIELDS.sub(lambda found: option_name(found[0]), rest)
+            rest = re.sub(r"^(?: =|:) ", " ", rest) if is_bare else rest
+            message = option_name((names or {}).get(name, name)) + rest
         raise type(error)(message) from None
+
+
+def option_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def check_answer(params: GenerationParams) -> None:
@@ -153,59 +229,18 @@ def check_answer(params: GenerationParams) -> None:
         raise InvalidRequest("max_tokens = 0 leaves no room for an answer")
 
 
-def option_name(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def engine_settings(
-    *,
-    backend: str | None,
-    precision: str | None,
-    quantize: str | None,
-    kv_cache_dtype: str | None,
-    dtype: str | None,
-    device: str | None,
-    load_format: str | None,
-    threads: int | None,
-    max_model_len: int | None,
-    kv_memory: str | None,
-) -> dict[str, Any]:
-    """The settings that were given. Refuses settings that cannot work, before a model is downloaded or loaded."""
-    given: dict[str, Any] = {
-        "backend": backend,
-        "precision": precision,
-        "quantize": quantize,
-        "kv_cache_dtype": kv_cache_dtype,
-        "dtype": dtype,
-        "device": device,
-        "load_format": load_format,
-        "threads": threads,
-        "max_model_len": max_model_len,
-        "kv_memory": kv_memory,
-    }
-    settings = {name: value for name, value in given.items() if value is not None}
-    if settings:
-        from quire.engine.composition import EngineConfig
-
-        with options_named():
-            check_memory(EngineConfig(**settings))
-    return settings
-
-
 def check_memory(engine: EngineConfig) -> None:
     """Refuse a KV cache larger than the free memory before the model is loaded."""
     if engine.kv_memory is None or engine.backend == "fake":
         return
-    from quire.cli.machine_fit import read_memory
+    from quire.cli.fit import read_memory
 
     memory = read_memory()
+    limit = max(0 if engine.device == "cuda" else memory.cpu_free, 0 if engine.device == "cpu" else memory.gpu_free)
+    where = "of free memory"
     if memory.has_metal and engine.device != "cpu" and engine.backend in ("auto", "mlx"):
         # macOS compresses or swaps out memory of other programs, so more than the free memory can be used
-        if engine.kv_memory > memory.gpu_total:
-            wanted, there = compared_sizes(engine.kv_memory, memory.gpu_total)
-            raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} that the GPU may use")
-        return
-    free = max(0 if engine.device == "cuda" else memory.cpu_free, 0 if engine.device == "cpu" else memory.gpu_free)
-    if engine.kv_memory > free:
-        wanted, there = compared_sizes(engine.kv_memory, free)
-        raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} of free memory")
+        limit, where = memory.gpu_total, "that the GPU may use"
+    if engine.kv_memory > limit:
+        wanted, there = compared_sizes(engine.kv_memory, limit)
+        raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} {where}")

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from quire.cli import model_loading, options
-from quire.cli.first_answer import ask_first_question
-from quire.cli.options import check_memory, option_name
-from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
-from quire.cli.terminal import echo
+from quire.cli import options
+from quire.cli.bench_server import check_installed
+from quire.cli.chat_model import locate
+from quire.cli.options import check_memory, option_name, options_named
+from quire.cli.serve_models import list_models, models_from_environment, read_file
+from quire.cli.server_client import PATIENT, ServerClient, printable
+from quire.cli.terminal import bytes_bar, echo, short_path
 from quire.core.policy import POLICIES
-from quire.errors import InvalidRequest, MissingExtra
+from quire.errors import InvalidRequest, QuireError
 from quire.sizes import parse_size, reported_size
 
 if TYPE_CHECKING:
@@ -35,86 +38,34 @@ if TYPE_CHECKING:
 
 CONTEXT = {"auto_envvar_prefix": "QUIRE"}
 OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
-_OTHER_FIELDS = re.compile(r"(?<![\w/.'-])(?:kv_memory|host_cache|disk_cache)(?![\w/.'-])")  # not in a path
-Opt = typer.Option
 Texts = list[str] | None
+# The question of --hello. Chosen for a large margin at every token of the default model's answer: kernels round
+# differently, and this must not change the answer (benchmarks/first_answer.py).
+QUESTION = "What is the capital city of Japan?"
+MAX_TOKENS = 64
+DUMMY_WARNING = "random weights (--load-format dummy): answers have no meaning"
 
 
 def _many(what: str) -> Any:
-    return typer.Option(metavar="TEXT", help=f"{what}; repeatable.")
-
-
-AdminKeys = Annotated[Texts, _many("API key that may also load and unload models, cancel requests and clear the cache")]
-Memory = Annotated[
-    str | None,
-    Opt(metavar="SIZE", help="Memory for weights and KV cache of all models; by default 80 % of free memory."),
-]
-IdleUnload = Annotated[
-    float | None, Opt(help="Unload a model after this many seconds without requests; default: never.")
-]
-MaxModelLen = Annotated[int | None, Opt(help="Maximum tokens of prompt and answer; by default the model's own.")]
-MaxNumBatchedTokens = Annotated[
-    int | None, Opt(help="Maximum tokens in one step; the default depends on device and model.")
-]
-MaxChunkTokens = Annotated[
-    int | None, Opt(help="Maximum tokens of one prompt in one step; the default depends on the device.")
-]
-MaxMixedTokens = Annotated[
-    int | None,
-    Opt(help="Maximum prompt tokens in a step beside every 64 answers; the default depends on the device."),
-]
-NumBlocks = Annotated[
-    int | None,
-    Opt(help="Number of blocks of the KV cache, instead of --kv-memory. Window blocks and states are added."),
-]
-StateDir = Annotated[
-    str | None,
-    Opt(
-        metavar="PATH",
-        help="Folder for uploaded files and batches, by default ~/.local/state/quire; none: disable them.",
-    ),
-]
-KvEvents = Annotated[
-    str | None,
-    Opt(
-        metavar="TCP",
-        help="Address for events of the prefix cache, for routers, like tcp://127.0.0.1:5557; off by default.",
-    ),
-]
-KvEventsReplay = Annotated[
-    str | None,
-    Opt(metavar="TCP", help="Address where a router can request events that it missed, like tcp://127.0.0.1:5558."),
-]
-KvEventsTopic = Annotated[
-    str | None, Opt(help="Topic of the events, by default kv@HOST:PORT@{model} with the server's address.")
-]
-EnableDrafts = Annotated[
-    bool,
-    Opt(help="Guess tokens from repeated text, and verify several in one step where that pays. Changes no answer."),
-]
-DefaultMaxTokens = Annotated[
-    int, Opt(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
-]
+    return Option(metavar="TEXT", help=f"{what}; repeatable.")
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the values of the YAML file defaults, so that flags and the environment override them."""
     if path is None:
         return None
-    known = {parameter.name for parameter in context.command.params}
-    values = read_file(path, is_deployed=bool((context.obj or {}).get("is_deployed")))
+    known = {parameter.name: parameter for parameter in context.command.params}
+    is_deployed = bool((context.obj or {}).get("is_deployed"))
+    values = read_file(path, is_deployed=is_deployed)
     values.pop("models", None)  # `list_models` reads them
     for name in values:
         if name not in known or name == "config":
-            command = "quire deploy" if (context.obj or {}).get("is_deployed") else "quire serve"
+            command = "quire deploy" if is_deployed else "quire serve"
             raise InvalidRequest(f"--config {str(path)!r}: {name!r} is not an option of `{command}`")
-    flags = {parameter.name for parameter in context.command.params if getattr(parameter, "is_flag", False)}
     for name, value in values.items():
-        if isinstance(value, bool) and name not in flags:
+        if isinstance(value, bool) and not getattr(known[name], "is_flag", False):
             raise InvalidRequest(f"--config {str(path)!r}: {name} = {value} is yes or no, and the option needs a value")
-    repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
-    for name, value in values.items():
-        if name in repeatable and isinstance(value, str):
+        if isinstance(value, str) and getattr(known[name], "multiple", False):
             values[name] = [value]
     if isinstance(values.get("model"), str):
         values["model"] = [values["model"]]
@@ -122,74 +73,199 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def serve(
-    model: Annotated[Texts, typer.Argument(help="Names, folders or .gguf files; the first is the default.")] = None,
-    model_option: Annotated[str | None, Opt("--model", "-m", hidden=True)] = None,  # as in vLLM and `quire generate`
-    config: Annotated[Path | None, Opt(help="YAML file with options.", is_eager=True, callback=read_config)] = None,
-    host: Annotated[str, Opt(help="Address to listen on. Beyond this machine, API keys are required.")] = "127.0.0.1",
-    port: Annotated[int, Opt(help="Port to listen on; 0: any free port.")] = 8000,
-    models_dir: Annotated[Path | None, Opt(help="Serve every model in this folder.")] = None,
-    memory: Memory = None,
-    idle_unload: IdleUnload = None,
+# Groups of options
+
+
+def _access(
+    host: Annotated[
+        str, Option(help="Address to listen on. Beyond this machine, API keys are required.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0: any free port.")] = 8000,
+    models_dir: Annotated[Path | None, Option(help="Serve every model in this folder.")] = None,
+    memory: Annotated[
+        str | None,
+        Option(metavar="SIZE", help="Memory for weights and KV cache of all models; by default 80 % of free memory."),
+    ] = None,
+    idle_unload: Annotated[
+        float | None, Option(help="Unload a model after this many seconds without requests; default: never.")
+    ] = None,
     served_model_name: Annotated[Texts, _many("Name of the model in requests")] = None,
     api_key: Annotated[Texts, _many("API key of clients")] = None,
-    admin_api_key: AdminKeys = None,
-    api_keys_file: Annotated[Path | None, Opt(help="YAML file of API keys with names, tiers and limits.")] = None,
-    insecure: Annotated[bool, Opt("--insecure", help="Serve other machines without an API key.")] = False,
-    share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Share cached prefixes among keys.")] = False,
-    max_model_len: MaxModelLen = None,
-    default_max_tokens: DefaultMaxTokens = 4096,
-    max_num_seqs: Annotated[int | None, Opt(help="Maximum requests in one step; by default 64, on a GPU 256.")] = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    max_chunk_tokens: MaxChunkTokens = None,
-    max_mixed_tokens: MaxMixedTokens = None,
-    block_size: Annotated[int, Opt(help="Tokens in a block of the KV cache.")] = 32,
-    num_blocks: NumBlocks = None,
+    admin_api_key: Annotated[
+        Texts, _many("API key that may also load and unload models, cancel requests and clear the cache")
+    ] = None,
+    api_keys_file: Annotated[Path | None, Option(help="YAML file of API keys with names, tiers and limits.")] = None,
+    insecure: Annotated[bool, Option("--insecure", help="Serve other machines without an API key.")] = False,
+    share_prefix_cache: Annotated[
+        bool, Option("--share-prefix-cache", help="Share cached prefixes among keys.")
+    ] = False,
+) -> options.Settings:
+    return locals()
+
+
+def _engine(
+    max_model_len: Annotated[
+        int | None, Option(help="Maximum tokens of prompt and answer; by default the model's own.")
+    ] = None,
+    default_max_tokens: Annotated[
+        int, Option(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
+    ] = 4096,
+    max_num_seqs: Annotated[
+        int | None, Option(help="Maximum requests in one step; by default 64, on a GPU 256.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, Option(help="Maximum tokens in one step; the default depends on device and model.")
+    ] = None,
+    max_chunk_tokens: Annotated[
+        int | None, Option(help="Maximum tokens of one prompt in one step; the default depends on the device.")
+    ] = None,
+    max_mixed_tokens: Annotated[
+        int | None,
+        Option(help="Maximum prompt tokens in a step beside every 64 answers; the default depends on the device."),
+    ] = None,
+    block_size: Annotated[int, Option(help="Tokens in a block of the KV cache.")] = 32,
+    num_blocks: Annotated[
+        int | None,
+        Option(help="Number of blocks of the KV cache, instead of --kv-memory. Window blocks and states are added."),
+    ] = None,
     kv_memory: options.MemoryOption = None,
-    enable_prefix_caching: Annotated[bool, Opt(help="Reuse the KV cache of equal prefixes.")] = True,
-    enable_drafts: EnableDrafts = True,
-    host_cache: options.HostCacheOption = None,
-    disk_cache: options.DiskCacheOption = None,
-    cache_dir: options.CacheDirOption = None,
-    backend: options.BackendOption = "auto",
-    precision: options.PrecisionOption = "balanced",
-    quantize: options.QuantizeOption = None,
-    kv_cache_dtype: options.KvCacheDtypeOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
-    load_format: options.LoadFormatOption = "auto",
-    threads: options.ThreadsOption = None,
-    scheduling_policy: Annotated[str, Opt(help=f"Scheduling policy: {', '.join(POLICIES)}.")] = "fair",
+    enable_prefix_caching: Annotated[bool, Option(help="Reuse the KV cache of equal prefixes.")] = True,
+    enable_drafts: Annotated[
+        bool,
+        Option(
+            help="Guess tokens from repeated text, and verify several in one step where that pays. Changes no answer."
+        ),
+    ] = True,
+    host_cache: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            help="Host memory of each model for prefixes that are evicted from the GPU, such as 8G; off by default and"
+            " with 0.",
+        ),
+    ] = None,
+    disk_cache: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            help="Disk space for cached prefixes, which outlive the server, such as 20G; off by default and with 0.",
+        ),
+    ] = None,
+    cache_dir: Annotated[
+        str | None, Option(metavar="PATH", help="Folder of the disk cache, by default ~/.cache/quire/kv.")
+    ] = None,
+) -> options.Settings:
+    return locals()
+
+
+def _limits(
+    scheduling_policy: Annotated[str, Option(help=f"Scheduling policy: {', '.join(POLICIES)}.")] = "fair",
     normal_share: options.NormalShareOption = None,
     low_share: options.LowShareOption = None,
     patience: options.PatienceOption = None,
-    max_queue: Annotated[int, Opt(help="Maximum number of waiting requests of each tier; more are refused.")] = 512,
-    max_queued_tokens: Annotated[int, Opt(help="Maximum prompt tokens of all waiting requests of a tier.")] = 1 << 20,
-    queue_timeout: Annotated[float, Opt(help="Seconds a request may wait before it is refused.")] = 60.0,
-    drain: Annotated[float, Opt(help="Seconds that running requests may take to finish after SIGTERM.")] = 30.0,
-    max_body_size: Annotated[str, Opt(metavar="SIZE", help="Maximum size of a request body.")] = "16M",
-    state_dir: StateDir = None,
-    max_file_size: Annotated[str, Opt(metavar="SIZE", help="Maximum size of an uploaded file.")] = "200M",
-    max_file_storage: Annotated[str, Opt(metavar="SIZE", help="Maximum size of all files of one key.")] = "2G",
-    body_timeout: Annotated[float, Opt(help="Seconds for a request body to arrive, plus one for each MiB.")] = 10.0,
-    header_timeout: Annotated[float, Opt(help="Seconds for request headers to arrive.")] = 10.0,
-    slow_client_timeout: Annotated[float, Opt(help="Seconds until a stream that is not read is cancelled.")] = 30.0,
-    keep_alive_interval: Annotated[float, Opt(help="Seconds between comments in a stream without events.")] = 10.0,
-    max_connections: Annotated[int, Opt(help="Maximum number of open connections.")] = 4096,
-    hang_limit: Annotated[float, Opt(help="Seconds without a message until a busy worker is replaced.")] = 30.0,
+    max_queue: Annotated[int, Option(help="Maximum number of waiting requests of each tier; more are refused.")] = 512,
+    max_queued_tokens: Annotated[int, Option(help="Maximum prompt tokens of all waiting requests of a tier.")] = 1
+    << 20,
+    queue_timeout: Annotated[float, Option(help="Seconds a request may wait before it is refused.")] = 60.0,
+    drain: Annotated[float, Option(help="Seconds that running requests may take to finish after SIGTERM.")] = 30.0,
+    max_body_size: Annotated[str, Option(metavar="SIZE", help="Maximum size of a request body.")] = "16M",
+    state_dir: Annotated[
+        str | None,
+        Option(
+            metavar="PATH",
+            help="Folder for uploaded files and batches, by default ~/.local/state/quire; none: disable them.",
+        ),
+    ] = None,
+    max_file_size: Annotated[str, Option(metavar="SIZE", help="Maximum size of an uploaded file.")] = "200M",
+    max_file_storage: Annotated[str, Option(metavar="SIZE", help="Maximum size of all files of one key.")] = "2G",
+    body_timeout: Annotated[float, Option(help="Seconds for a request body to arrive, plus one for each MiB.")] = 10.0,
+    header_timeout: Annotated[float, Option(help="Seconds for request headers to arrive.")] = 10.0,
+    slow_client_timeout: Annotated[float, Option(help="Seconds until a stream that is not read is cancelled.")] = 30.0,
+    keep_alive_interval: Annotated[float, Option(help="Seconds between comments in a stream without events.")] = 10.0,
+    max_connections: Annotated[int, Option(help="Maximum number of open connections.")] = 4096,
+    hang_limit: Annotated[float, Option(help="Seconds without a message until a busy worker is replaced.")] = 30.0,
+) -> options.Settings:
+    return locals()
+
+
+def _web(
     allowed_origins: Annotated[Texts, _many("Origins of web pages that may send requests (CORS)")] = None,
     allowed_hosts: Annotated[Texts, _many("Host names that a server without API keys accepts")] = None,
-    ssl_certfile: Annotated[Path | None, Opt(help="File with the TLS certificate.")] = None,
-    ssl_keyfile: Annotated[Path | None, Opt(help="File with the private key of the TLS certificate.")] = None,
-    root_path: Annotated[str, Opt(help="Path prefix that a reverse proxy removes.")] = "",
-    metrics_compat: Annotated[str | None, Opt(help="vllm: also export metrics under vLLM's names.")] = None,
-    kv_events: KvEvents = None, kv_events_replay: KvEventsReplay = None, kv_events_topic: KvEventsTopic = None,
-    log_level: Annotated[str, Opt(help="Log level: debug, info, warning or error.")] = "info",
-    log_format: Annotated[str, Opt(help="Log format: text or json.")] = "text",
-    hello: Annotated[bool, Opt("--hello", help="Send a first question after the start and print the answer.")] = False,
-) -> None:  # fmt: skip
+    ssl_certfile: Annotated[Path | None, Option(help="File with the TLS certificate.")] = None,
+    ssl_keyfile: Annotated[Path | None, Option(help="File with the private key of the TLS certificate.")] = None,
+    root_path: Annotated[str, Option(help="Path prefix that a reverse proxy removes.")] = "",
+    metrics_compat: Annotated[str | None, Option(help="vllm: also export metrics under vLLM's names.")] = None,
+    kv_events: Annotated[
+        str | None,
+        Option(
+            metavar="TCP",
+            help="Address for events of the prefix cache, for routers, like tcp://127.0.0.1:5557; off by default.",
+        ),
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None,
+        Option(
+            metavar="TCP", help="Address where a router can request events that it missed, like tcp://127.0.0.1:5558."
+        ),
+    ] = None,
+    kv_events_topic: Annotated[
+        str | None, Option(help="Topic of the events, by default kv@HOST:PORT@{model} with the server's address.")
+    ] = None,
+    log_level: Annotated[str, Option(help="Log level: debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, Option(help="Log format: text or json.")] = "text",
+) -> options.Settings:
+    return locals()
+
+
+# The command
+
+
+@options.takes(access=_access, engine=_engine, compute=options.compute_by_default, limits=_limits, web=_web)
+def serve(
+    model: Annotated[Texts, typer.Argument(help="Names, folders or .gguf files; the first is the default.")] = None,
+    model_option: Annotated[str | None, Option("--model", "-m", hidden=True)] = None,  # as in vLLM and `quire generate`
+    config: Annotated[Path | None, Option(help="YAML file with options.", is_eager=True, callback=read_config)] = None,
+    *,
+    access: options.Settings,
+    engine: options.Settings,
+    compute: options.Settings,
+    threads: options.ThreadsOption = None,
+    limits: options.Settings,
+    web: options.Settings,
+    hello: Annotated[
+        bool, Option("--hello", help="Send a first question after the start and print the answer.")
+    ] = False,
+) -> None:
     """Serve models to OpenAI, Anthropic and Ollama clients. Options can also be environment variables, QUIRE_NAME."""
-    _serve(dict(locals()))
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the server sets its own handlers; no request is running yet
+        signal.signal(number, _leave)
+    _warn_of_unknown_variables()
+    if model_option is not None and model:
+        raise InvalidRequest(f"--model {model_option!r} and {model[0]!r}: name one model, or several without --model")
+    models = [model_option] if model_option is not None else model or models_from_environment()
+    check_installed("the server")
+    from quire.server.launcher import run
+    from quire.server.observability.logs import setup_logging
+
+    with options_named():
+        own = {"model": models, "config": config, "threads": threads}
+        settings = make_config({**own, **access, **engine, **compute, **limits, **web})
+    setup_logging(settings.log_level, as_json=settings.log_format == "json")
+
+    def on_ready(startup: Startup) -> None:
+        bar.close()
+        announce(startup)
+        if hello:
+            keys = (*startup.config.api_key, *startup.config.admin_api_key)
+            # In a thread: the caller runs the event loop that answers.
+            threading.Thread(
+                target=_ask_twice, args=(startup.config.url, startup.model, keys), name="quire-hello", daemon=True
+            ).start()
+
+    bar = ExitStack()
+    progress = bar.enter_context(bytes_bar(f"loading {settings.models[0].names[0]}"))
+    with bar, options_named():
+        run(settings, on_ready=on_ready, on_loading=progress)
 
 
 def _leave(number: int, frame: object) -> None:
@@ -200,19 +276,6 @@ def _leave(number: int, frame: object) -> None:
     os._exit(0)
 
 
-@contextmanager
-def options_named() -> Iterator[None]:
-    """Replace field names in errors by option names."""
-    try:
-        yield
-    except InvalidRequest as error:
-        name, _, rest = str(error).partition(" = ")
-        if rest and re.fullmatch(r"[a-z_]+", name):
-            rest = _OTHER_FIELDS.sub(lambda found: option_name(found[0]), rest)
-            raise InvalidRequest(f"{option_name(name)} = {rest}") from None
-        raise
-
-
 def _warn_of_unknown_variables() -> None:
     """Warn of variables that are no options: they may be mistyped."""
     known = {f"QUIRE_{name.upper()}" for name in inspect.signature(serve).parameters} | OTHER_VARIABLES
@@ -220,37 +283,7 @@ def _warn_of_unknown_variables() -> None:
         echo(f"quire: {name} in the environment is not an option of `quire serve`, and is ignored", err=True)
 
 
-def _serve(options: dict[str, Any]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # until the server sets its own handlers; no request is running yet
-        signal.signal(number, _leave)
-    _warn_of_unknown_variables()
-    named = options.pop("model_option")
-    if named is not None and options["model"]:
-        raise InvalidRequest(
-            f"--model {named!r} and {options['model'][0]!r}: name one model, or several without --model"
-        )
-    options["model"] = [named] if named is not None else options["model"] or models_from_environment()
-    try:
-        from quire.server.launcher import run
-        from quire.server.observability.logs import setup_logging
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("quire"):
-            raise
-        raise MissingExtra.of("the server", error.name) from error
-    with options_named():
-        config = make_config(options)
-    setup_logging(config.log_level, as_json=config.log_format == "json")
-
-    def on_ready(startup: Startup) -> None:
-        bar.close()
-        announce(startup)
-        if options["hello"]:
-            ask_first_question(startup.config.url, startup.model, (*config.api_key, *config.admin_api_key))
-
-    bar = ExitStack()
-    progress = bar.enter_context(model_loading.loading_bar(config.models[0].names[0]))
-    with bar, options_named():
-        run(config, on_ready=on_ready, on_loading=progress)
+# Configuration
 
 
 def make_config(options: dict[str, Any]) -> ServeConfig:
@@ -277,7 +310,8 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     is_from_environment = given["cache_dir"] == os.environ.get("QUIRE_CACHE_DIR")
     if any(one.disk_cache for one in engines) or not is_from_environment:  # the variable may be set for all servers
         check_cache_folders(engines)
-    return replace(draft, models=locate_all(draft.models))
+    located = (replace(model, path=locate(str(model.path))) for model in draft.models)
+    return replace(draft, models=tuple(located))
 
 
 def _state_dir(given: str | None) -> Path | None:
@@ -288,6 +322,9 @@ def _state_dir(given: str | None) -> Path | None:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
     except RuntimeError:  # a user without a home directory
         return None
+
+
+# Announcement
 
 
 def announce(startup: Startup) -> None:
@@ -304,12 +341,12 @@ def announce(startup: Startup) -> None:
         "",
         *_others(startup),
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}{threads}",
-        *_dummy_warning(startup),
+        *([f"             {DUMMY_WARNING}"] if config.models[0].engine.load_format == "dummy" else []),
         *([f"             {facts.notice}"] if facts.notice else []),
         f"  memory     weights {reported_size(ready.weight_bytes)},"
         f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         *_other_pools(ready),
-        *_lower_tiers(config, ready),
+        *_lower_levels(config, ready),
         f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"
         f" {config.max_queue} more may wait",
         f"  open to    {_audience(config)}",
@@ -330,55 +367,40 @@ def announce(startup: Startup) -> None:
     sys.stdout.flush()
 
 
-def _dummy_warning(startup: Startup) -> list[str]:
-    if startup.config.models[0].engine.load_format != "dummy":
-        return []
-    return ["             random weights (--load-format dummy): answers have no meaning"]
-
-
 def _other_pools(ready: Ready) -> list[str]:
     """A line about the window blocks and recurrent states within the KV cache; none if the model has neither."""
     capacity, facts = ready.capacity, ready.facts
-    parts = []
-    if capacity.num_window_blocks:
-        part = f"{capacity.num_window_blocks - 1:,} window blocks"
-        parts.append(part + (f" ({reported_size(facts.window_bytes)})" if facts.window_bytes else ""))
-    if capacity.num_states:
-        part = f"{capacity.num_states - 1:,} recurrent states"
-        parts.append(part + (f" ({reported_size(facts.state_bytes)})" if facts.state_bytes else ""))
+    pools = (
+        (capacity.num_window_blocks, "window blocks", facts.window_bytes),
+        (capacity.num_states, "recurrent states", facts.state_bytes),
+    )
+    parts = [
+        f"{count - 1:,} {name}{f' ({reported_size(num_bytes)})' if num_bytes else ''}"
+        for count, name, num_bytes in pools
+        if count
+    ]
     return [f"             with {' and '.join(parts)}"] if parts else []
 
 
-def _lower_tiers(config: ServeConfig, ready: Ready) -> list[str]:
+def _lower_levels(config: ServeConfig, ready: Ready) -> list[str]:
     """Lines about host memory and disk below the KV cache, with the number of tokens from which on they pay."""
-    lines = []
-    for level in ready.levels:
-        names = {"host": "host cache", "disk": "disk cache"}
-        limit = level.max_bytes or 0
-        found = f", {reported_size(level.num_bytes)} found" if level.num_pieces else ""
-        pays = "not used: loads would take longer than computing"
-        if level.break_even_tokens is not None:
-            pays = "faster than computing"
-            if level.break_even_tokens > 1:
-                pays += f" from {level.break_even_tokens:,} tokens on"
-        lines.append(f"             {names[level.level]} up to {reported_size(limit)}{found}; {pays}")
-        if level.level == "disk":
-            lines += _disk_folder(config)
-    return lines
-
-
-def _disk_folder(config: ServeConfig) -> list[str]:
-    """A line about the folder of the disk cache."""
-    from quire.cli.models import short_path
     from quire.engine.composition import disk_cache_folder
     from quire.engine.levels.cache_folder import write_problem
 
-    folder = disk_cache_folder(config.models[0].engine)
-    if folder is None:
-        return []
-    problem = write_problem(folder)
-    warning = "" if problem is None else f"; NOTHING CAN BE SAVED there: {problem}"
-    return [f"             in {short_path(folder.absolute())}{warning}"]
+    lines = []
+    for level in ready.levels:
+        found = f", {reported_size(level.num_bytes)} found" if level.num_pieces else ""
+        pays = "not used: loads would take longer than computing"
+        if level.break_even_tokens is not None:
+            least = f" from {level.break_even_tokens:,} tokens on" if level.break_even_tokens > 1 else ""
+            pays = f"faster than computing{least}"
+        lines.append(f"             {level.level} cache up to {reported_size(level.max_bytes or 0)}{found}; {pays}")
+        folder = disk_cache_folder(config.models[0].engine)
+        if level.level == "disk" and folder is not None:
+            problem = write_problem(folder)
+            warning = "" if problem is None else f"; NOTHING CAN BE SAVED there: {problem}"
+            lines.append(f"             in {short_path(folder.absolute())}{warning}")
+    return lines
 
 
 def _events(startup: Startup) -> list[str]:
@@ -438,20 +460,15 @@ def _why(startup: Startup) -> str:
 
 
 def _audience(config: ServeConfig) -> str:
-    where = "" if config.is_local else f"; on a phone or another machine: {_elsewhere(config)}"
-    if config.has_keys:
-        return f"clients with an API key{where}"
-    return (
-        "this machine only, without a key"
-        if config.is_local
-        else f"ALL CLIENTS that can reach it, without a key{where}"
-    )
-
-
-def _elsewhere(config: ServeConfig) -> str:
     name = _lan_address() if config.host in ("", "0.0.0.0", "::") else config.host
     name = f"[{name}]" if ":" in name else name
-    return f"http{'' if config.ssl_certfile is None else 's'}://{name}:{config.port}"
+    address = f"http{'' if config.ssl_certfile is None else 's'}://{name}:{config.port}"
+    where = "" if config.is_local else f"; on a phone or another machine: {address}"
+    if config.has_keys:
+        return f"clients with an API key{where}"
+    if config.is_local:
+        return "this machine only, without a key"
+    return f"ALL CLIENTS that can reach it, without a key{where}"
 
 
 def _lan_address() -> str:
@@ -465,3 +482,22 @@ def _lan_address() -> str:
         if not address.startswith(("127.", "0.")):
             return address
     return socket.gethostname()
+
+
+# --hello
+
+
+def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
+    """Send one question twice to this server over HTTP, to show an answer and a cache hit."""
+    message = {"role": "user", "content": QUESTION}
+    body = {"model": model, "messages": [message], "temperature": 0, "max_tokens": MAX_TOKENS, "cache": True}
+    try:
+        server = ServerClient(url, keys[0] if keys else None, PATIENT, is_own=True)
+        for number in (1, 2):
+            answer = server.post("/v1/chat/completions", body)
+            text = printable(answer["choices"][0]["message"]["content"].strip())
+            echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
+            echo(f"  cache: {answer['cache']['message']}")
+        echo("")
+    except (QuireError, OSError, KeyError, ValueError) as error:
+        echo(f"  the first question failed: {error}", err=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import model_loading
 from quire.errors import InvalidRequest, MissingExtra
 from quire.weights.hub import DEFAULT_MODEL, is_model, is_path
 
@@ -154,11 +152,6 @@ def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[Model
     return (replace(found[0], names=tuple(names)), *found[1:]) if names else tuple(found)
 
 
-def locate_all(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
-    """Find the files of the models. Known models that are not on this machine are downloaded."""
-    return tuple(replace(model, path=model_loading.locate(str(model.path))) for model in models)
-
-
 def _place(name: str) -> Path:
     """Keep the `./` of a path: without it, `./org/name` would be a name of the hub."""
     return Path(os.path.abspath(os.path.expanduser(name)) if is_path(name) else name)
@@ -225,7 +218,7 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
     if idle_s is not None and (isinstance(idle_s, bool) or not isinstance(idle_s, int | float)):
         raise InvalidRequest(f"idle_unload = {idle_s!r:.80} is not a number of seconds")
     tier = _text(given, "priority")
-    with _fields_named():
+    try:
         return ModelConfig(
             _place(name),
             (served, *aliases),
@@ -238,17 +231,10 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
             tool_format=_text(given, "tool_format"),
             default_max_tokens=given.get("default_max_tokens", options["default_max_tokens"]),
         )
-
-
-@contextmanager
-def _fields_named() -> Iterator[None]:
-    """Replace field names in errors by those of the file."""
-    file_names = {"served_model_name": "name or aliases"}
-    try:
-        yield
     except InvalidRequest as error:
-        name, _, rest = str(error).partition(" = ")
-        raise InvalidRequest(f"{file_names.get(name, name)} = {rest}" if rest else str(error)) from None
+        field, _, rest = str(error).partition(" = ")
+        field = "name or aliases" if field == "served_model_name" else field  # as in the file
+        raise InvalidRequest(f"{field} = {rest}" if rest else str(error)) from None
 
 
 def _engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:

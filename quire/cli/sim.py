@@ -1,63 +1,60 @@
-"""`quire sim`: the scheduler on a trace, with modelled step times instead of a device."""
+"""`quire sim`: the scheduler on a trace, with modelled step times instead of a device.
+
+Compares policies and cache sizes. With --states: how many tokens are reused, by the number of recurrent states and
+where they are stored. With --replicas: ways to route requests to several replicas of a model.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
-from quire.cli import options, sim_replicas, sim_states, terminal
+from quire.cli import options, terminal
+from quire.cli.options import option_name, options_named
 from quire.cli.terminal import echo
+from quire.core.memory.hybrid import ALL_PLACES, Place
 from quire.core.policy import POLICIES
 from quire.core.values import Priority
 from quire.errors import InvalidRequest, MissingExtra
-from quire.sim.cluster import ROUTERS
+from quire.sim.cluster import REPORT_S, ROUTERS, ClusterReport, simulate_cluster
 from quire.sim.scenarios import SCENARIOS
-from quire.sim.simulator import MACHINES, Machine, Outcome, RequestRecord, SimConfig, SimReport, percentile, simulate
+from quire.sim.simulator import (
+    MACHINES,
+    Machine,
+    Outcome,
+    RequestRecord,
+    SimConfig,
+    SimReport,
+    StepTime,
+    percentile,
+    simulate,
+)
 from quire.sim.traces import TraceRequest, read_trace
 from quire.version import __version__
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 _DEFAULT = SimConfig()
-_Trace = Annotated[
-    str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
-]
-_SchedulingPolicy = Annotated[
-    list[str] | None, typer.Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeatable, by default all.")
-]
-_NumBlocks = Annotated[
-    list[int] | None, typer.Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
-]
-_Machine = Annotated[str, typer.Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")]
-_Scenario = Annotated[
-    str | None, typer.Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
-]
-_MaxNumBatchedTokens = Annotated[int, typer.Option(help="Maximum number of tokens in one step.")]
-_MaxChunkTokens = Annotated[int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")]
-_MaxMixedTokens = Annotated[
-    int | None, typer.Option(help="Maximum prompt tokens in a step beside every 64 answers; default: no limit.")
-]
-_Acceptance = Annotated[
-    float | None, typer.Option(help="Drafts: probability that a guessed token is right; by default there are none.")
-]
-_DraftShare = Annotated[
-    float | None, typer.Option(help="Drafts: probability that the text after a token is guessed (1.0).")
-]
 _SYNTHETIC = {"scenario": "mixed", "requests": 600, "rate": 20.0, "seed": 0}
+_POLICY_FIELDS = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # settings of one policy
 DEFAULT_BLOCKS = (512, 4096)
-MAX_BLOCKS = 10_000_000  # the simulator has an object for each
+STATES_BLOCKS = (65_536,)  # with states: prompts of agents are long
+REPLICAS_BLOCKS = (2_048,)
+MAX_BLOCKS = 10_000_000  # the simulator has an object for each, and for each state
+MAX_STATES = 1_000_000
+MAX_REPLICAS = 1_000
+MAX_INTERVAL = 10_000_000
 PLOT_SUFFIXES = (".png", ".svg")
+EVERY = "every-"
+DEFAULT_PLACES = (",".join(Place), *Place, f"{EVERY}1024")
+WHOLE = "one machine"  # a single replica with the memory and the rows of all
 
 OLD_OPTIONS = {  # older names, still accepted
     "--policy": "--scheduling-policy",
@@ -65,134 +62,229 @@ OLD_OPTIONS = {  # older names, still accepted
     "--cache": "--enable-prefix-caching",
     "--no-cache": "--no-enable-prefix-caching",
 }
+_named = partial(
+    options_named,
+    {
+        "max_requests",
+        "scenario",
+        "requests",
+        "rate",
+        *(one.name for kind in (SimConfig, StepTime) for one in fields(kind)),
+    },
+    {"max_requests": "max_waiting", "num_states": "states"},
+)
 
 
-def sim(
-    trace: _Trace = None,
-    scheduling_policy: _SchedulingPolicy = None,
-    num_blocks: _NumBlocks = None,
-    machine: _Machine = "h200-llama3-8b",
-    base_ms: Annotated[float | None, typer.Option(help="Fixed time of a step, in place of the machine's.")] = None,
-    token_us: Annotated[float | None, typer.Option(help="Time per computed token, in place of the machine's.")] = None,
-    context_us: Annotated[float | None, typer.Option(help="Time per read KV token, in place of the machine's.")] = None,
-    kv_bytes: Annotated[int | None, typer.Option(help="KV bytes per token, in place of the machine's.")] = None,
-    scenario: _Scenario = None,
-    requests: Annotated[int | None, typer.Option(help="Synthetic trace: number of requests (600).")] = None,
-    rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Synthetic trace: random seed (0).")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a block of the KV cache.")] = _DEFAULT.block_size,
-    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running requests.")] = _DEFAULT.max_num_seqs,
-    max_num_batched_tokens: _MaxNumBatchedTokens = _DEFAULT.max_num_batched_tokens,
-    max_chunk_tokens: _MaxChunkTokens = _DEFAULT.max_chunk_tokens,
-    max_mixed_tokens: _MaxMixedTokens = None,
-    max_waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests.")] = _DEFAULT.max_waiting,
+# Groups of options
+
+
+def _machine(
+    machine: Annotated[
+        str, Option(help=f"Machine and model whose step times are used: {', '.join(MACHINES)}.")
+    ] = "h200-llama3-8b",
+    base_ms: Annotated[float | None, Option(help="Fixed time of a step, in place of the machine's.")] = None,
+    token_us: Annotated[float | None, Option(help="Time per computed token, in place of the machine's.")] = None,
+    context_us: Annotated[float | None, Option(help="Time per read KV token, in place of the machine's.")] = None,
+    kv_bytes: Annotated[int | None, Option(help="KV bytes per token, in place of the machine's.")] = None,
+) -> tuple[str, Machine]:
+    if machine not in MACHINES:
+        raise InvalidRequest(f"--machine {machine!r} is not one of {', '.join(MACHINES)}")
+    known = MACHINES[machine]
+    times = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
+    with _named():
+        step_time = replace(known.step_time, **{key: value for key, value in times.items() if value is not None})
+    kv_bytes = _at_least_1("--kv-bytes", kv_bytes, known.kv_bytes)
+    return machine, replace(known, step_time=step_time, kv_bytes=kv_bytes)
+
+
+def _at_least_1(option: str, size: int | None, default: int) -> int:
+    if size is not None and size < 1:
+        raise InvalidRequest(f"{option} {size} is less than 1")
+    return size or default
+
+
+def _synthetic(
+    scenario: Annotated[
+        str | None, Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
+    ] = None,
+    requests: Annotated[int | None, Option(help="Synthetic trace: number of requests (600).")] = None,
+    rate: Annotated[float | None, Option(help="Synthetic trace: requests per second (20).")] = None,
+    seed: Annotated[int | None, Option(help="Synthetic trace: random seed (0).")] = None,
+) -> options.Settings:
+    return {name: value for name, value in locals().items() if value is not None}
+
+
+def _scheduler(
+    block_size: Annotated[int, Option(help="Tokens in a block of the KV cache.")] = _DEFAULT.block_size,
+    max_num_seqs: Annotated[int, Option(help="Maximum number of running requests.")] = _DEFAULT.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, Option(help="Maximum number of tokens in one step.")
+    ] = _DEFAULT.max_num_batched_tokens,
+    max_chunk_tokens: Annotated[
+        int, Option(help="Maximum number of prompt tokens of one request in one step.")
+    ] = _DEFAULT.max_chunk_tokens,
+    max_mixed_tokens: Annotated[
+        int | None, Option(help="Maximum prompt tokens in a step beside every 64 answers; default: no limit.")
+    ] = None,
+    max_waiting: Annotated[int, Option(help="Maximum number of waiting requests.")] = _DEFAULT.max_waiting,
     patience: options.PatienceOption = None,
     normal_share: options.NormalShareOption = None,
     low_share: options.LowShareOption = None,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
-    acceptance: _Acceptance = None,
-    draft_share: _DraftShare = None,
-    states: sim_states.StatesOption = None,
-    places: sim_states.PlacesOption = None,
-    state_bytes: sim_states.StateBytesOption = None,
-    window: sim_states.WindowOption = None,
-    num_window_blocks: sim_states.WindowBlocksOption = None,
-    replicas: sim_replicas.ReplicasOption = None,
-    router: sim_replicas.RouterOption = None,
-    report_interval: sim_replicas.ReportOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot of the comparison to this .png or .svg file.")] = None,
-    save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    enable_prefix_caching: Annotated[bool, Option(help="Reuse the KV cache of equal prefixes.")] = True,
+    acceptance: Annotated[
+        float | None, Option(help="Drafts: probability that a guessed token is right; by default there are none.")
+    ] = None,
+    draft_share: Annotated[
+        float | None, Option(help="Drafts: probability that the text after a token is guessed (1.0).")
+    ] = None,
+) -> SimConfig:
+    given: options.Settings = {**locals(), "draft_share": 1.0 if draft_share is None else draft_share}
+    if draft_share is not None and acceptance is None:
+        raise InvalidRequest(f"--draft-share {draft_share} needs --acceptance")
+    with _named():
+        return SimConfig(**given)
+
+
+class _States(NamedTuple):
+    counts: list[int]
+    places: list[str] | None
+    num_bytes: int | None
+    windows: options.Settings  # fields of SimConfig
+
+
+def _states(
+    states: Annotated[
+        list[int] | None,
+        Option(help="Number of recurrent states in memory; repeatable. Compares how many tokens are reused."),
+    ] = None,
+    places: Annotated[
+        list[str] | None,
+        Option(
+            help="Where states are stored: prompt, answer, message, branch, every-N (tokens), with commas between them;"
+            " repeatable, by default all four, each alone, and every-1024."
+        ),
+    ] = None,
+    state_bytes: Annotated[int | None, Option(help="Bytes of a recurrent state, in place of the machine's.")] = None,
+    window: Annotated[
+        int | None, Option(help="Tokens that the layers with a window see; needs --num-window-blocks.")
+    ] = None,
+    num_window_blocks: Annotated[
+        int | None,
+        Option(help="Number of blocks for layers with a window; needs --window. Without both, all layers are whole."),
+    ] = None,
+) -> _States:
+    if (window is None) != (num_window_blocks is None):
+        raise InvalidRequest("--window and --num-window-blocks must be given together")
+    if num_window_blocks is not None and not 2 <= num_window_blocks <= MAX_STATES:
+        raise InvalidRequest(f"--num-window-blocks {num_window_blocks} is not from 2 to {MAX_STATES}")
+    if places and not states:
+        raise InvalidRequest("--places needs --states")
+    for count in states or ():
+        if not 2 <= count <= MAX_STATES:
+            raise InvalidRequest(f"--states {count} is not from 2 to {MAX_STATES} (one is the empty state)")
+    windows = {} if window is None else {"window": window, "num_window_blocks": num_window_blocks}
+    return _States(states or [], places, state_bytes, windows)
+
+
+class _Cluster(NamedTuple):
+    replicas: list[int]
+    routers: list[str]
+    report_s: float
+
+
+def _cluster(
+    replicas: Annotated[
+        list[int] | None,
+        Option(help="Number of replicas behind a router, each with the given blocks; repeatable. Compares routers."),
+    ] = None,
+    router: Annotated[
+        list[str] | None,
+        Option(help=f"With --replicas, how requests are routed: {', '.join(ROUTERS)}; repeatable, by default all."),
+    ] = None,
+    report_interval: Annotated[
+        float | None,
+        Option(help=f"With --replicas, seconds between two reports of a replica to the router ({REPORT_S})."),
+    ] = None,
+) -> _Cluster:
+    for option, value in (("--router", router), ("--report-interval", report_interval)):
+        if value and not replicas:
+            raise InvalidRequest(f"{option} needs --replicas")
+    for count in replicas or ():
+        if not 1 <= count <= MAX_REPLICAS:
+            raise InvalidRequest(f"--replicas {count} is not from 1 to {MAX_REPLICAS}")
+    for name in router or ():
+        if name not in ROUTERS:
+            raise InvalidRequest(f"--router {name!r} is not one of {', '.join(ROUTERS)}")
+    if report_interval is not None and replicas and not 0 < report_interval <= 3600:
+        raise InvalidRequest(f"--report-interval {report_interval} is not more than 0 and at most 3600")
+    names = [*dict.fromkeys(router or ROUTERS)]
+    return _Cluster([*dict.fromkeys(replicas or ())], names, report_interval or REPORT_S)
+
+
+# The command
+
+
+@options.takes(machine=_machine, synthetic=_synthetic, scheduler=_scheduler, states=_states, cluster=_cluster)
+def sim(
+    trace: Annotated[
+        str | None, Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
+    ] = None,
+    scheduling_policy: Annotated[
+        list[str] | None, Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeatable, by default all.")
+    ] = None,
+    num_blocks: Annotated[
+        list[int] | None, Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
+    ] = None,
+    *,
+    machine: tuple[str, Machine],
+    synthetic: options.Settings,
+    scheduler: SimConfig,
+    states: _States,
+    cluster: _Cluster,
+    plot: Annotated[Path | None, Option(help="Write a plot of the comparison to this .png or .svg file.")] = None,
+    save_trace: Annotated[Path | None, Option(help="Write the trace to this file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run the scheduler on a trace and compare policies and cache sizes: throughput, waits, hits, preemptions."""
-    _check_outputs(trace, plot, save_trace, is_plotted=not states and not replicas)
-    device = _machine(machine, base_ms, token_us, context_us, kv_bytes, state_bytes)
-    base = SimConfig(
-        patience=patience,
-        normal_share=normal_share,
-        low_share=low_share,
-        has_costly_rows=device.has_costly_rows,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_chunk_tokens=max_chunk_tokens,
-        max_mixed_tokens=max_mixed_tokens,
-        max_waiting=max_waiting,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    base = _with_drafts(sim_states.with_windows(base, window, num_window_blocks), acceptance, draft_share)
-    defaults = sim_states.DEFAULT_BLOCKS if states else sim_replicas.DEFAULT_BLOCKS if replicas else ()
-    if defaults:
-        scheduling_policy, num_blocks = scheduling_policy or ["fair"], num_blocks or [*defaults]
-    configs = sim_states.state_configs(_configs(base, scheduling_policy, num_blocks), states, places)
+    _check_outputs(trace, plot, save_trace, is_plotted=not states.counts and not cluster.replicas)
+    name, device = machine
+    device = replace(device, state_bytes=_at_least_1("--state-bytes", states.num_bytes, device.state_bytes))
+    base = replace(scheduler, has_costly_rows=device.has_costly_rows, **states.windows)
+    if states.counts or cluster.replicas:
+        scheduling_policy = scheduling_policy or ["fair"]
+        num_blocks = num_blocks or [*(STATES_BLOCKS if states.counts else REPLICAS_BLOCKS)]
+    configs = _with_states(_configs(base, scheduling_policy, num_blocks), states)
     _check_configs(configs)
-    sim_replicas.check_options(replicas, router, report_interval, configs)
-    synthetic = {"scenario": scenario, "requests": requests, "rate": rate, "seed": seed}
-    todo = _trace(trace, {name: value for name, value in synthetic.items() if value is not None})
-    _save(todo, save_trace)
-    if replicas:
-        _compare_routers(trace, todo, configs[0], (machine, device), (replicas, router, report_interval), as_json)
+    if cluster.replicas and len(configs) > 1:
+        raise InvalidRequest("--replicas needs one --scheduling-policy and one --num-blocks, and no --states")
+    todo = _trace(trace, synthetic)
+    if save_trace is not None:
+        save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
+        echo(f"Wrote {save_trace}", err=True)
+    span_s = todo[-1].arrival_s - todo[0].arrival_s
+    sizes = {"kv_bytes": device.kv_bytes, "state_bytes": device.state_bytes}
+    document = {
+        "quire": __version__,
+        "trace": {"from": trace or "synthetic", "requests": len(todo), "span_s": span_s},
+        "machine": {"name": name, **asdict(device.step_time), **sizes},
+    }
+    title = f"{len(todo):,} requests over {span_s:,.1f} s on {name}. Times in seconds.\n"
+    if cluster.replicas:
+        _compare_routers(todo, configs[0], device, cluster, None if as_json else title, document)
         return
     reports = _run_all(todo, configs, device)
-    _print(trace, todo, machine, device, reports, as_json=as_json)
-    _draw(reports, f"{len(todo):,} requests of {trace or 'a synthetic trace'} on {machine}", plot)
-
-
-def _print(
-    path: str | None,
-    trace: Sequence[TraceRequest],
-    name: str,
-    machine: Machine,
-    reports: Sequence[SimReport],
-    *,
-    as_json: bool,
-) -> None:
     if as_json:
-        echo(json.dumps(_document(path, trace, name, machine, reports), indent=2))
+        echo(json.dumps(document | _figures(device, reports), indent=2))
     else:
-        _print_table(trace, name, machine, reports)
+        _print_tables(title, device, reports)
+    if plot is not None:
+        from quire.cli.plots import draw_sim
+
+        draw_sim(reports, f"{len(todo):,} requests of {trace or 'a synthetic trace'} on {name}", plot)
+        echo(f"Wrote {plot}", err=True)
 
 
-def _compare_routers(
-    path: str | None,
-    trace: Sequence[TraceRequest],
-    config: SimConfig,
-    machine: tuple[str, Machine],
-    cluster: tuple[list[int], list[str] | None, float | None],
-    as_json: bool,
-) -> None:
-    """Run the trace with each router and number of replicas, and print the result."""
-    name, device = machine
-    replicas, routers, report_s = cluster
-    num_runs = len({*replicas}) * (1 + len({*(routers or ROUTERS)}))
-    with progress_bar(num_runs * len(trace)) as show:
-        reports = sim_replicas.run(trace, config, device, replicas, routers, report_s, show)
-    if as_json:
-        head = {"quire": __version__, "trace": _trace_facts(path, trace), "machine": _machine_facts(name, device)}
-        echo(json.dumps(head | sim_replicas.document(config, reports), indent=2))
-        return
-    console = terminal.console()
-    console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
-    console.print(sim_replicas.table(reports))
-
-
-def _save(trace: Sequence[TraceRequest], path: Path | None) -> None:
-    if path is None:
-        return
-    path.write_text("".join(f"{request.as_line()}\n" for request in trace), encoding="utf-8")
-    echo(f"Wrote {path}", err=True)
-
-
-def _draw(reports: Sequence[SimReport], title: str, plot: Path | None) -> None:
-    if plot is None:
-        return
-    from quire.cli.sim_plot import draw
-
-    draw(reports, title, plot)
-    echo(f"Wrote {plot}", err=True)
-
-
-# Options
+# Configurations and traces
 
 
 def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None, *, is_plotted: bool) -> None:
@@ -211,133 +303,103 @@ def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None
         raise InvalidRequest(f"--save-trace {save_trace} is the trace itself")
 
 
-def _machine(
-    name: str,
-    base_ms: float | None,
-    token_us: float | None,
-    context_us: float | None,
-    kv_bytes: int | None,
-    state_bytes: int | None,
-) -> Machine:
-    if name not in MACHINES:
-        raise InvalidRequest(f"--machine {name!r} is not one of {', '.join(MACHINES)}")
-    for option, size in (("--kv-bytes", kv_bytes), ("--state-bytes", state_bytes)):
-        if size is not None and size < 1:
-            raise InvalidRequest(f"{option} {size} is less than 1")
-    known = MACHINES[name]
-    times = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
-    with _options_named():
-        step_time = replace(known.step_time, **{key: value for key, value in times.items() if value is not None})
-    return replace(
-        known,
-        step_time=step_time,
-        kv_bytes=kv_bytes or known.kv_bytes,
-        state_bytes=state_bytes or known.state_bytes,
-    )
-
-
-def _with_drafts(base: SimConfig, acceptance: float | None, draft_share: float | None) -> SimConfig:
-    if draft_share is not None and acceptance is None:
-        raise InvalidRequest(f"--draft-share {draft_share} needs --acceptance")
-    with _options_named():
-        return replace(base, acceptance=acceptance, draft_share=1.0 if draft_share is None else draft_share)
-
-
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
     """A configuration for each policy and cache size."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
-    own = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # settings of one policy
-    with _options_named():
-        for policy, fields in own.items():
-            for field in fields:
-                if getattr(base, field) is not None and policy not in names:
-                    raise InvalidRequest(f"{field} is for --scheduling-policy {policy} only")
+    for policy, settings in _POLICY_FIELDS.items():
+        for field in settings:
+            if getattr(base, field) is not None and policy not in names:
+                raise InvalidRequest(f"{option_name(field)} is for --scheduling-policy {policy} only")
     for size in sizes:
         if not 2 <= size <= MAX_BLOCKS:
             raise InvalidRequest(f"--num-blocks {size} is not from 2 to {MAX_BLOCKS} (one block is never used)")
-    configs = []
-    for name, size in product(names, sizes):
-        config = replace(base, scheduling_policy=name, num_blocks=size)
-        if name != "aging":
-            config = replace(config, patience=None)
-        if name != "fair":
-            config = replace(config, normal_share=None, low_share=None)
-        configs.append(config)
-    return configs
+    unused: dict[str, dict[str, Any]] = {
+        name: {field: None for policy, settings in _POLICY_FIELDS.items() if policy != name for field in settings}
+        for name in names
+    }
+    return [
+        replace(base, scheduling_policy=name, num_blocks=size, **unused[name]) for name, size in product(names, sizes)
+    ]
+
+
+def _parse_places(given: str) -> tuple[tuple[Place, ...], int]:
+    """The rules of one `--places`: where states are stored, and the interval of every-N."""
+    places, interval = set(), 0
+    for name in given.split(","):
+        number = name.removeprefix(EVERY)
+        if name in list(Place):
+            places.add(Place(name))
+        elif number.isdecimal() and 1 <= int(number) <= MAX_INTERVAL:
+            interval = int(number)
+        else:
+            known = ", ".join(Place)
+            raise InvalidRequest(f"--places {given!r}: {name!r} is not one of {known} or {EVERY}N (1 to 10000000)")
+    return tuple(place for place in Place if place in places), interval
+
+
+def _rules(config: SimConfig) -> str:
+    """The placement rules of a configuration, as `--places` accepts them."""
+    names = [place.value for place in Place if place in config.places]
+    return ",".join([*names, *([f"{EVERY}{config.interval}"] if config.interval else [])])
+
+
+def _with_states(configs: Sequence[SimConfig], states: _States) -> list[SimConfig]:
+    """Each configuration without recurrent states, then with each set of rules and each number of states."""
+    rules = list(dict.fromkeys(map(_parse_places, states.places or DEFAULT_PLACES)))
+    found = []
+    for config in configs:
+        found.append(config)
+        for (places, interval), count in product(rules, dict.fromkeys(states.counts)):
+            found.append(replace(config, num_states=count, places=places, interval=interval))
+    return found
 
 
 def _check_configs(configs: Sequence[SimConfig]) -> None:
     """Refuse configurations that cannot work, before the run."""
-    with _options_named():
+    with _named():
         for config in configs:
             # A small pool is faster to make. Window blocks are checked against the longest context that fits.
             checked = config if config.num_window_blocks else replace(config, num_blocks=2)
             checked.make_scheduler(lambda _event: None)
 
 
-def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
-    if path is None:
-        given = {**_SYNTHETIC, **synthetic}
-        with _options_named():
-            if given["scenario"] not in SCENARIOS:
-                raise InvalidRequest(f"scenario = {given['scenario']!r} is not one of {', '.join(SCENARIOS)}")
-            return SCENARIOS[given["scenario"]](given["requests"], given["rate"], given["seed"])
-    if synthetic:
-        raise InvalidRequest(f"--{next(iter(synthetic))} is for a synthetic trace, and {path} was given")
-    return read_trace(path)
+def _trace(path: str | None, synthetic: options.Settings) -> list[TraceRequest]:
+    if path is not None:
+        if synthetic:
+            raise InvalidRequest(f"--{next(iter(synthetic))} is for a synthetic trace, and {path} was given")
+        return read_trace(path)
+    given: options.Settings = {**_SYNTHETIC, **synthetic}
+    with _named():
+        if given["scenario"] not in SCENARIOS:
+            raise InvalidRequest(f"scenario = {given['scenario']!r} is not one of {', '.join(SCENARIOS)}")
+        return SCENARIOS[given["scenario"]](given["requests"], given["rate"], given["seed"])
 
 
-@contextmanager
-def _options_named() -> Iterator[None]:
-    """Replace field names in errors by option names."""
-    names = {"max_requests": "max_waiting", "num_states": "states"}
-    try:
-        yield
-    except InvalidRequest as error:
-        field, rest = str(error).split(" ", 1)
-        raise InvalidRequest(f"--{names.get(field, field).replace('_', '-')} {rest}") from None
-
-
-# Running
+# Policies, cache sizes and states
 
 
 def _run_all(trace: Sequence[TraceRequest], configs: Sequence[SimConfig], machine: Machine) -> list[SimReport]:
-    reports = []
-    with progress_bar(len(configs) * len(trace)) as show:
-        for number, config in enumerate(configs):
+    reports: list[SimReport] = []
+    with terminal.progress_bar("", "count", "left", total=len(configs) * len(trace)) as update:
+        for config in configs:
             name = f"{config.scheduling_policy}, {config.num_blocks:,} blocks"
             if config.num_states:
-                name += f", {config.num_states:,} states, {sim_states.name_rules(config)}"
-            advance = _advance(show, number * len(trace), name)
+                name += f", {config.num_states:,} states, {_rules(config)}"
+
+            def advance(done: int, name: str = name) -> None:
+                update(completed=len(reports) * len(trace) + done, description=name)
+
             reports.append(simulate(trace, config, machine.step_time, advance))
     return reports
-
-
-def _advance(show: Callable[[int, str], None], base: int, name: str) -> Callable[[int], None]:
-    return lambda done: show(base + done, name)
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A progress bar on stderr if that is a terminal; the result on stdout can be piped."""
-    if not sys.stderr.isatty():
-        yield lambda _done, _name: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done, name: bar.update(task, completed=done, description=name)
-
-
-# Results
 
 
 def summary(report: SimReport) -> dict[str, Any]:
     """The figures of one run, as plain values."""
     timeline = report.timeline
+    tenants: dict[str, list[RequestRecord]] = {}  # of a tier, if the trace has tenants
+    for record in report.records:
+        if record.tenant:
+            tenants.setdefault(f"{record.priority.name} {record.tenant}", []).append(record)
     return {
         "policy": report.config.scheduling_policy,
         "blocks": report.config.num_blocks,
@@ -352,18 +414,9 @@ def summary(report: SimReport) -> dict[str, Any]:
         "peak_waiting": max((sample.num_waiting for sample in timeline), default=0),
         "peak_blocks_in_use": max((sample.num_blocks_in_use for sample in timeline), default=0),
         "tiers": {priority.name: _group(report.tier(priority)) for priority in Priority if report.tier(priority)},
-        "tenants": {name: _group(records) for name, records in _tenants(report).items()},
+        "tenants": {name: _group(records) for name, records in sorted(tenants.items())},
         "cache": asdict(report.cache),
     }
-
-
-def _tenants(report: SimReport) -> dict[str, list[RequestRecord]]:
-    """The records of each tenant of a tier, if the trace has tenants."""
-    groups: dict[str, list[RequestRecord]] = {}
-    for record in report.records:
-        if record.tenant:
-            groups.setdefault(f"{record.priority.name} {record.tenant}", []).append(record)
-    return dict(sorted(groups.items()))
 
 
 def _group(records: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -377,76 +430,109 @@ def _group(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "total_s": [None if one.finish_s is None else one.finish_s - one.arrival_s for one in records],
     }
     for name, values in spans.items():
-        known = [value for value in values if value is not None]
-        figures[f"{name}_p50"] = percentile(known, 0.5)
-        figures[f"{name}_p95"] = percentile(known, 0.95)
-        figures[f"{name}_max"] = max(known, default=None)
+        figures |= _percentiles(name, values)
+        figures[f"{name}_max"] = max((value for value in values if value is not None), default=None)
     return figures
 
 
-def _document(
-    path: str | None, trace: Sequence[TraceRequest], name: str, machine: Machine, reports: Sequence[SimReport]
-) -> dict[str, Any]:
-    config = asdict(reports[0].config)
-    by_run = ("scheduling_policy", "num_blocks", "num_states", "places", "interval")
-    runs = [summary(report) for report in reports]
-    if any(report.config.num_states for report in reports):
-        for run, (report, reference) in zip(runs, sim_states.with_reference(reports), strict=True):
-            run |= sim_states.state_figures(report, reference, machine)
+def _percentiles(name: str, values: Iterable[float | None]) -> dict[str, float | None]:
+    known = [value for value in values if value is not None]
+    return {f"{name}_p50": percentile(known, 0.5), f"{name}_p95": percentile(known, 0.95)}
+
+
+def _with_reference(reports: Sequence[SimReport]) -> Iterator[tuple[SimReport, SimReport]]:
+    """Each report, with that of the same configuration without recurrent states."""
+    reference = reports[0]
+    for report in reports:
+        if not report.config.num_states:
+            reference = report
+        yield report, reference
+
+
+def _state_figures(report: SimReport, reference: SimReport, machine: Machine) -> dict[str, Any]:
+    """The figures of one run that concern states, as plain values."""
+    states = report.cache.states
     return {
-        "quire": __version__,
-        "trace": _trace_facts(path, trace),
-        "machine": _machine_facts(name, machine),
-        "config": {key: value for key, value in config.items() if key not in by_run},
-        "runs": runs,
+        "num_states": report.config.num_states,
+        "places": _rules(report.config) if report.config.num_states else None,
+        "state_bytes": report.config.num_states * machine.state_bytes,
+        "hit_tokens": report.cache.num_hit_tokens,
+        # as a share of those of a model without recurrent states
+        "reused_share": report.cache.num_hit_tokens / max(reference.cache.num_hit_tokens, 1),
+        "recomputed_tokens": report.cache.num_recomputed_tokens,
+        "state_evictions": 0 if states is None else states.num_evictions,
+        **_percentiles("ttft_s", (record.ttft_s for record in report.records)),
     }
 
 
-def _trace_facts(path: str | None, trace: Sequence[TraceRequest]) -> dict[str, Any]:
-    return {"from": path or "synthetic", "requests": len(trace), "span_s": _span_s(trace)}
-
-
-def _machine_facts(name: str, machine: Machine) -> dict[str, Any]:
-    sizes = {"kv_bytes": machine.kv_bytes, "state_bytes": machine.state_bytes}
-    return {"name": name, **asdict(machine.step_time), **sizes}
-
-
-def _span_s(trace: Sequence[TraceRequest]) -> float:
-    return trace[-1].arrival_s - trace[0].arrival_s
-
-
-def _print_table(trace: Sequence[TraceRequest], name: str, machine: Machine, reports: Sequence[SimReport]) -> None:
-    console = terminal.console()
-    console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
+def _figures(machine: Machine, reports: Sequence[SimReport]) -> dict[str, Any]:
+    config = asdict(reports[0].config)
+    by_run = ("scheduling_policy", "num_blocks", "num_states", "places", "interval")
     has_states = any(report.config.num_states for report in reports)
-    console.print(sim_states.state_table(machine, reports) if has_states else _table(machine, reports))
-    for report in reports:
-        for line in _remarks(report):
-            console.print(line)
+    return {
+        "config": {key: value for key, value in config.items() if key not in by_run},
+        "runs": [
+            summary(report) | (_state_figures(report, reference, machine) if has_states else {})
+            for report, reference in _with_reference(reports)
+        ],
+    }
 
 
-def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
-    """A row for each run and tier; figures of the whole run are in its first row. Fits 80 columns."""
-    from rich.table import Table
+def _print_tables(title: str, machine: Machine, reports: Sequence[SimReport]) -> None:
+    """Print tables that fit 80 columns."""
+    if any(report.config.num_states for report in reports):
+        states = ("\nplaces", "\nstates", "\nGB", "hit\ntokens", "\nreused", "computed\nagain", "\nevicted")
+        rows = _state_rows(machine, reports)
+        table = terminal.table((*states, "TTFT\np50", "TTFT\np95"), rows, texts=("\nplaces",), gap=1)
+    else:
+        heads = ("\npolicy", "\nblocks", "KV\nGiB", "out\ntok/s", "\nhits", "pre-\nempted", "\ntier", "re-\nquests")
+        times = ("wait\np95", "TTFT\np50", "TTFT\np95", "ms/tok\np95")
+        rows = _tier_rows(machine, reports)
+        table = terminal.table((*heads, *times), rows, texts=("\npolicy", "\ntier"), gap=1)
+    terminal.show(title, table, *(line for report in reports for line in _remarks(report)))
 
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in ("\npolicy", "\nblocks", "KV\nGiB", "out\ntok/s", "\nhits", "pre-\nempted", "\ntier", "re-\nquests"):
-        table.add_column(column, justify="left" if column in ("\npolicy", "\ntier") else "right")
-    for column in ("wait\np95", "TTFT\np50", "TTFT\np95", "ms/tok\np95"):
-        table.add_column(column, justify="right")
+
+def _tier_rows(machine: Machine, reports: Sequence[SimReport]) -> Iterator[Sequence[str]]:
+    """A row for each run and tier; figures of the whole run are in its first row."""
     for report in reports:
         config = report.config
         gib = config.num_blocks * config.block_size * machine.kv_bytes / 2**30
         whole = [config.scheduling_policy, f"{config.num_blocks:,}", f"{gib:.3g}", f"{report.output_tokens_per_s:,.0f}"]
         whole += [f"{report.cache.hit_rate:.0%}", f"{report.num_preemptions:,}"]
         figures = summary(report)
-        for tier_name, tier in (figures["tiers"] | figures["tenants"]).items():
+        for name, tier in (figures["tiers"] | figures["tenants"]).items():
             times = [tier[key] for key in ("wait_s_p95", "ttft_s_p50", "ttft_s_p95")]
             pace = "-" if tier["tpot_s_p95"] is None else f"{tier['tpot_s_p95'] * 1000:.1f}"
-            table.add_row(*whole, tier_name, f"{tier['requests']:,}", *map(_seconds, times), pace)
+            yield (*whole, name, f"{tier['requests']:,}", *map(_seconds, times), pace)
             whole = [""] * len(whole)
-        table.add_row()
-    return table
+        yield ()
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def _state_rows(machine: Machine, reports: Sequence[SimReport]) -> Iterator[Sequence[str]]:
+    for report, reference in _with_reference(reports):
+        figures = _state_figures(report, reference, machine)
+        first = [f"{report.config.num_blocks:,} blocks, no states", "-", "-"]
+        if report is not reference:
+            name = "all" if {*report.config.places} == ALL_PLACES and not report.config.interval else figures["places"]
+            gb = f"{figures['state_bytes'] / 1e9:.1f}" if machine.state_bytes else "-"
+            first = [name, f"{report.config.num_states:,}", gb]
+        elif report is not reports[0]:
+            yield ()
+        times = [figures["ttft_s_p50"], figures["ttft_s_p95"]]
+        yield (
+            *first,
+            f"{figures['hit_tokens']:,}",
+            f"{figures['reused_share']:.1%}",
+            f"{figures['recomputed_tokens']:,}",
+            f"{figures['state_evictions']:,}",
+            *("-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}" for value in times),
+        )
 
 
 def _remarks(report: SimReport) -> Iterator[str]:
@@ -468,7 +554,81 @@ def _remarks(report: SimReport) -> Iterator[str]:
                 yield f"{run}: {outcomes[outcome]:,} of {len(report.tier(priority)):,} {priority.name} {text}"
 
 
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+# Replicas
+
+
+def _compare_routers(
+    trace: Sequence[TraceRequest],
+    config: SimConfig,
+    machine: Machine,
+    cluster: _Cluster,
+    title: str | None,
+    document: dict[str, Any],
+) -> None:
+    """Run the trace with each router and number of replicas. Print a table, or without a title the document."""
+    runs = [figures for count in cluster.replicas for figures in _run_cluster(trace, config, machine, count, cluster)]
+    if title is None:
+        echo(json.dumps(document | {"config": asdict(config), "runs": runs}, indent=2))
+        return
+    heads = ("re-\nplicas", "\nrouter", "out\ntok/s", "hits of\none machine", "imbal-\nance", "TTFT\np50", "TTFT\np95")
+    terminal.show(title, terminal.table((*heads, "index\nMB"), _router_rows(runs), texts=("\nrouter",), gap=1))
+
+
+def _run_cluster(
+    trace: Sequence[TraceRequest], config: SimConfig, machine: Machine, count: int, cluster: _Cluster
+) -> list[dict[str, Any]]:
+    """The figures of one machine with the memory of all replicas, and of each router."""
+    whole_config = replace(
+        config,
+        num_blocks=(config.num_blocks - 1) * count + 1,
+        max_num_seqs=config.max_num_seqs * count,
+        max_num_batched_tokens=config.max_num_batched_tokens * count,
+    )
+    names = (WHOLE, *cluster.routers)
+    reports: list[ClusterReport] = []
+    with terminal.progress_bar("", "count", "left", total=len(names) * len(trace)) as update:
+        for name in names:
+
+            def advance(done: int, name: str = name) -> None:
+                update(completed=len(reports) * len(trace) + done, description=f"{count} replicas, {name}")
+
+            if name == WHOLE:
+                report = simulate_cluster(trace, whole_config, machine.step_time, 1, "round-robin", progress=advance)
+                report = replace(report, router=WHOLE, num_replicas=count)
+            else:
+                report = simulate_cluster(
+                    trace, config, machine.step_time, count, name, report_s=cluster.report_s, progress=advance
+                )
+            reports.append(report)
+    hits = reports[0].hit_tokens
+    return [
+        {
+            "replicas": report.num_replicas,
+            "router": report.router,
+            "output_tokens_per_s": report.output_tokens_per_s,
+            "hit_tokens": report.hit_tokens,
+            "hits_of_one_machine": report.hit_tokens / hits if hits else None,
+            "imbalance": report.imbalance,
+            "requests_by_replica": list(report.num_requests),
+            **_percentiles("ttft_s", (record.ttft_s for record in report.records)),
+            "preemptions": report.num_preemptions,
+            "index_bytes": report.index_bytes,
+        }
+        for report in reports
+    ]
+
+
+def _router_rows(runs: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    for number, run in enumerate(runs):
+        if number and run["router"] == WHOLE:
+            yield ()
+        hits = run["hits_of_one_machine"]
+        yield (
+            f"{run['replicas']:,}",
+            run["router"],
+            f"{run['output_tokens_per_s']:,.0f}",
+            "-" if hits is None else f"{hits:.1%}",
+            "-" if run["router"] == WHOLE else f"{run['imbalance']:.2f}",
+            *("-" if run[key] is None else f"{run[key]:.3f}" for key in ("ttft_s_p50", "ttft_s_p95")),
+            f"{run['index_bytes'] / 1e6:.1f}" if run["index_bytes"] else "-",
+        )

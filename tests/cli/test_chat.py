@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import model_loading
+from quire.cli import chat_model
 from quire.cli.main import app
 from quire.core.values import FinishReason
 from tests.cli.runs import EchoLLM, Terminal, quire
@@ -19,7 +19,7 @@ from tests.cli.runs import EchoLLM, Terminal, quire
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
     llm = EchoLLM()
-    monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
+    monkeypatch.setattr(chat_model, "open_llm", lambda _model, _settings: llm)
     return llm
 
 

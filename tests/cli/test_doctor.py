@@ -237,9 +237,9 @@ def test_the_cpu_of_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }
     monkeypatch.setattr(doctor, "CPUINFO", tmp_path / "none")
     monkeypatch.setattr(machine, "read_sysctl", lambda name: values.get(name, ""))
-    assert doctor._cpu() == ("Apple M3 Max", ["asimddp", "i8mm"])
+    assert doctor.read_cpu() == ("Apple M3 Max", ["asimddp", "i8mm"])
     values.clear()
-    assert doctor._cpu()[0]
+    assert doctor.read_cpu()[0]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_the_cpu_of_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_cpus(text: str, name: str, features: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(doctor, "CPUINFO", tmp_path / "cpuinfo")
-    assert doctor._cpu() == (name, features)
+    assert doctor.read_cpu() == (name, features)
 
 
 def test_paths_do_not_contain_the_user_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import model_loading
-from quire.cli.answer_output import TokenRate
+from quire.cli import chat_model
+from quire.cli.chat_model import TokenRate
 from quire.cli.generate import read_grammar
 from quire.cli.main import app
 from quire.core.values import FinishReason
@@ -32,7 +32,7 @@ ANSWER = "The capital of Japan is Tokyo."
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
     llm = EchoLLM()
-    monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
+    monkeypatch.setattr(chat_model, "open_llm", lambda _model, _settings: llm)
     return llm
 
 

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import sys
 from pathlib import Path
-from quire.cli.hidden_arguments import hide_keys
+from quire.cli.main import hide_keys
 before = list(sys.argv)
 hide_keys()
 assert sys.argv == before

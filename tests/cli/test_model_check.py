@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import model_check
-from quire.cli.families import family_rows
-from quire.cli.machine_fit import Memory
+from quire.cli.fit import Memory
 from quire.cli.main import app
+from quire.cli.models import family_rows
 from quire.text.reasoning import REASONING_FORMATS
 from quire.text.tool_formats import TOOL_FORMATS
 from quire.weights.families import FAMILIES

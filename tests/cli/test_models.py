@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.backends import machine
-from quire.cli import backend_fit, machine_fit, main, model_loading
-from quire.cli.machine_fit import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, fit
+from quire.cli import chat_model, main
+from quire.cli import fit as fitting
+from quire.cli.fit import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, Weights, fit
 from quire.cli.main import ADVICE, COMMANDS, app
+from quire.cli.models import AGENT_CONTEXT, SUGGESTIONS, suggest
 from quire.cli.options import check_memory
-from quire.cli.suggestions import AGENT_CONTEXT, SUGGESTIONS, suggest
 from quire.engine.composition import EngineConfig
 from quire.errors import InvalidRequest
 from quire.weights.families import BY_NAME
@@ -75,7 +76,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("quire.cli.models.read_memory", lambda: LAPTOP)
-    monkeypatch.setattr("quire.cli.show.read_memory", lambda: LAPTOP)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine.gguf").write_bytes(tiny_gguf())
     return tmp_path
@@ -105,7 +105,7 @@ def test_suggestions_are_models_that_quire_runs() -> None:
         assert one.type in FILE_BITS or one.type in MLX_FILE_BITS
         assert one.max_model_len >= AGENT_CONTEXT
         billions = float(one.parameters.removesuffix("B"))
-        assert 0.7 * billions < one.weights[one.type] / 1e9 < 1.6 * billions  # the size agrees with the name
+        assert 0.7 * billions < one.weights.counts[one.type] / 1e9 < 1.6 * billions  # the size agrees with the name
 
 
 def test_suggestions_fit_into_the_memory() -> None:
@@ -124,45 +124,47 @@ def test_suggestions_fit_into_the_memory() -> None:
 
 
 def test_where_a_model_fits() -> None:
-    eight = {"Q4_K": 8 * GB}
+    eight = Weights({"Q4_K": 8 * GB})
     assert str(fit(eight, LAPTOP)) == "CPU"
     assert fit(eight, LAPTOP).num_bytes == 5 * GB
     assert str(fit(eight, GPU)) == "GPU"
     assert fit(eight, GPU).num_bytes == 5 * GB
-    assert fit(eight, GPU, has_experts=True).num_bytes == 5 * GB
-    assert fit(eight, GPU, has_experts=True, has_sigmoids=True).num_bytes == 16 * GB  # they are decoded
-    assert fit({"MXFP4": 16 * GB, "BF16": GB}, GPU, has_experts=True).num_bytes == int(10.5 * GB)
-    assert fit({"Q6_K": 8 * GB, "F32": GB}, GPU).num_bytes == 11 * GB
+    assert fit(replace(eight, has_experts=True), GPU).num_bytes == 5 * GB
+    assert fit(replace(eight, has_experts=True, has_sigmoids=True), GPU).num_bytes == 16 * GB  # they are decoded
+    assert fit(Weights({"MXFP4": 16 * GB, "BF16": GB}, has_experts=True), GPU).num_bytes == int(10.5 * GB)
+    assert fit(Weights({"Q6_K": 8 * GB, "F32": GB}), GPU).num_bytes == 11 * GB
     assert str(fit(eight, Memory(16 * GB, 2 * GB))) == "CPU, once 4.7 GiB are free"
-    assert str(fit({"BF16": 70 * GB}, LAPTOP)) == "too large: 69.3 GiB of weights"
-    assert fit({"BF16": 20 * GB}, GPU).device == "cpu"  # 40 GB for the GPU, 21 in 8 bits
-    assert fit({"INT4": 30 * GB}, GPU).device == "cuda"  # stays packed
-    assert fit({"FP8": 16 * GB, "BF16": GB}, GPU).num_bytes == 16.25 * GB + 2 * GB
-    assert fit({"FP8": 22 * GB}, GPU).device == "cpu"  # no room for the KV cache
+    assert str(fit(Weights({"BF16": 70 * GB}), LAPTOP)) == "too large: 69.3 GiB of weights"
+    assert fit(Weights({"BF16": 20 * GB}), GPU).device == "cpu"  # 40 GB for the GPU, 21 in 8 bits
+    assert fit(Weights({"INT4": 30 * GB}), GPU).device == "cuda"  # stays packed
+    assert fit(Weights({"FP8": 16 * GB, "BF16": GB}), GPU).num_bytes == 16.25 * GB + 2 * GB
+    assert fit(Weights({"FP8": 22 * GB}), GPU).device == "cpu"  # no room for the KV cache
 
 
 def test_where_a_model_fits_on_apple_silicon() -> None:
-    assert fit({"BF16": 8 * GB}, MAC).num_bytes == 16 * GB  # stays in 16 bits
-    assert fit({"Q4_K": 8 * GB}, MAC).num_bytes == 5 * GB
-    assert fit({"Q6_K": 8 * GB}, MAC).num_bytes == 9 * GB
-    assert str(fit({"Q4_K": 8 * GB}, MAC)) == "GPU"
+    assert fit(Weights({"BF16": 8 * GB}), MAC).num_bytes == 16 * GB  # stays in 16 bits
+    assert fit(Weights({"Q4_K": 8 * GB}), MAC).num_bytes == 5 * GB
+    assert fit(Weights({"Q6_K": 8 * GB}), MAC).num_bytes == 9 * GB
+    assert str(fit(Weights({"Q4_K": 8 * GB}), MAC)) == "GPU"
     busy = Memory(32 * GB, 2 * GB, 21 * GB, 2 * GB, has_metal=True)
-    assert str(fit({"Q4_K": 8 * GB}, busy)) == "GPU, once 4.7 GiB are free"
-    assert str(fit({"BF16": 14 * GB}, MAC)) == "too large: 26.1 GiB of weights"  # although the CPU could hold it
+    assert str(fit(Weights({"Q4_K": 8 * GB}), busy)) == "GPU, once 4.7 GiB are free"
+    assert (
+        str(fit(Weights({"BF16": 14 * GB}), MAC)) == "too large: 26.1 GiB of weights"
+    )  # although the CPU could hold it
 
 
 def test_memory_of_a_mac_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (machine, machine_fit):
+    for module in (machine, fitting):
         monkeypatch.setattr(module, "has_metal", lambda: True)
         monkeypatch.setattr(module, "total_bytes", lambda: 64 << 30)
         monkeypatch.setattr(module, "available_bytes", lambda: 60 << 30)
     monkeypatch.setattr(machine, "SYSCTL", ("false",))
-    assert machine_fit.read_memory() == Memory(64 << 30, 60 << 30, 48 << 30, 48 << 30, has_metal=True)
+    assert fitting.read_memory() == Memory(64 << 30, 60 << 30, 48 << 30, 48 << 30, has_metal=True)
 
 
 def test_kv_memory_on_a_mac_may_be_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = Memory(32 * GB, 2 * GB, 21 * GB, 2 * GB, has_metal=True)
-    monkeypatch.setattr(machine_fit, "read_memory", lambda: busy)
+    monkeypatch.setattr(fitting, "read_memory", lambda: busy)
     check_memory(EngineConfig(kv_memory=8 << 30))
     with pytest.raises(InvalidRequest, match=r"kv_memory = 24.0 GiB is more than the 19.6 GiB that the GPU may use"):
         check_memory(EngineConfig(kv_memory=24 << 30))
@@ -174,18 +176,18 @@ def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pyte
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '8192, 100\\n24576, 24000\\n'\n")
     program.chmod(0o755)
-    monkeypatch.setattr(machine_fit, "has_nvidia", lambda: True)
+    monkeypatch.setattr(fitting, "has_nvidia", lambda: True)
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(program),))
-    found = machine_fit.read_memory()
+    found = fitting.read_memory()
     assert (found.gpu_total, found.gpu_free) == (24576 << 20, 24000 << 20)
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(tmp_path / "none"),))
-    assert machine_fit.read_memory().gpu_total == 0
+    assert fitting.read_memory().gpu_total == 0
 
 
 def test_fp8_needs_twice_the_memory_on_gpus_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, memory = {"FP8": 14 * 10**9}, machine_fit.Memory(1 << 40, 1 << 40, 24 << 30, 24 << 30)
-    assert machine_fit.fit(weights, memory).device == "cuda"
-    assert machine_fit.fit(weights, replace(memory, has_fp8=False)).device == "cpu"
+    weights, memory = Weights({"FP8": 14 * 10**9}), fitting.Memory(1 << 40, 1 << 40, 24 << 30, 24 << 30)
+    assert fitting.fit(weights, memory).device == "cuda"
+    assert fitting.fit(weights, replace(memory, has_fp8=False)).device == "cpu"
     program = tmp_path / "nvidia-smi"
     program.touch(0o755)
     monkeypatch.setattr(machine, "NVIDIA_CAPABILITY", (str(program),))
@@ -218,11 +220,11 @@ def test_show_of_a_model_that_only_mlx_runs(tmp_path: Path, monkeypatch: pytest.
     )
     facts = json.loads(run("show", str(folder), "--json").stdout)
     assert (facts["num_parameters"], facts["weights"]) == (None, {})
-    monkeypatch.setattr(backend_fit, "choose_backend", lambda _: "mlx")
-    assert backend_fit.find_backend_problem("no equations") == ""
-    assert backend_fit.find_backend_problem("no equations", {"model_type": "llama"}) == ""
-    assert "nonsense" in backend_fit.find_backend_problem("no equations", {"model_type": "nonsense"})
-    assert backend_fit.find_backend_problem("") == ""
+    monkeypatch.setattr(fitting, "choose_backend", lambda _: "mlx")
+    assert fitting.find_backend_problem("no equations") == ""
+    assert fitting.find_backend_problem("no equations", {"model_type": "llama"}) == ""
+    assert "nonsense" in fitting.find_backend_problem("no equations", {"model_type": "nonsense"})
+    assert fitting.find_backend_problem("") == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full")
@@ -247,7 +249,7 @@ def test_show_prints_the_template(here: Path) -> None:
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
     llm = EchoLLM()
-    monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
+    monkeypatch.setattr(chat_model, "open_llm", lambda _model, _settings: llm)
     return llm
 
 

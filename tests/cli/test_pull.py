@@ -12,8 +12,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from quire.cli.machine_fit import Memory
-from quire.cli.pull_check import Download, find_context, find_problems
+from quire.cli.fit import Memory
+from quire.cli.pull import Download, find_problems
 from quire.weights.hub import HubName
 from tests.cli.fake_hub import COMMIT, FakeHub, Repository, fake_hub
 from tests.cli.runs import Terminal, quire
@@ -221,7 +221,7 @@ def test_a_gpu_holds_16_bits_and_a_cpu_5(folder: dict[str, bytes]) -> None:
     assert find_problems(large, Memory(16 * GB, 12 * GB, 80 * GB, 70 * GB), 100 * GB) == []
     assert find_problems(large, Memory(64 * GB, 12 * GB), 100 * GB) == []  # in 8 bits
     assert "are free on the disk" in find_problems(large, Memory(64 * GB, 12 * GB), 10 * GB)[0]
-    assert find_context(large) == config["max_position_embeddings"]
+    assert large.max_model_len == config["max_position_embeddings"]
 
 
 def test_quantised_safetensors(folder: dict[str, bytes]) -> None:
@@ -235,8 +235,8 @@ def test_quantised_safetensors(folder: dict[str, bytes]) -> None:
     assert "quantised safetensors are not supported" in find_problems(look(quant_method="hqq"), MEMORY, 100 * GB)[0]
     four = look(quant_method="awq", bits=4, group_size=128)
     assert find_problems(four, MEMORY, 100 * GB) == []
-    assert four.weights == {"INT4": int(GB * 8 / 4.5)}
-    assert look(quant_method="fp8", weight_block_size=[128, 128]).weights == {"FP8": int(GB * 8 / 8.125)}
+    assert four.weights.counts == {"INT4": int(GB * 8 / 4.5)}
+    assert look(quant_method="fp8", weight_block_size=[128, 128]).weights.counts == {"FP8": int(GB * 8 / 8.125)}
 
 
 # quire rm

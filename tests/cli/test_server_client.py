@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import model_loading, remote_model, server_client
+from quire.cli import chat_model, server_client
+from quire.cli.chat_model import request_body
 from quire.cli.main import app
-from quire.cli.remote_model import request_body
 from quire.cli.server_client import parse_url, read_events
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError
@@ -56,7 +56,7 @@ def server() -> Iterator[ScriptedServer]:
 def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
     """A model in this process that answers with the question."""
     llm = EchoLLM()
-    monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
+    monkeypatch.setattr(chat_model, "open_llm", lambda _model, _settings: llm)
     return llm
 
 
@@ -66,7 +66,7 @@ def default(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, echo: EchoL
     monkeypatch.delenv("QUIRE_SERVER")
     monkeypatch.setattr(server_client, "DEFAULT_URL", server.url)
     monkeypatch.setattr(
-        remote_model, "QUICK", server_client.Timeouts(LIMIT_S, LIMIT_S)
+        chat_model, "QUICK", server_client.Timeouts(LIMIT_S, LIMIT_S)
     )  # a slow machine must not miss it
     del echo
     return server
@@ -154,8 +154,8 @@ def test_another_program_on_the_port_is_ignored(default: ScriptedServer, strange
 def test_a_port_without_http_is_ignored(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and sends nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setattr(remote_model, "QUICK", server_client.Timeouts(0.3, 0.05))
-        monkeypatch.setattr(remote_model, "PATIENT", server_client.Timeouts(0.3, 0.05))
+        monkeypatch.setattr(chat_model, "QUICK", server_client.Timeouts(0.3, 0.05))
+        monkeypatch.setattr(chat_model, "PATIENT", server_client.Timeouts(0.3, 0.05))
         monkeypatch.setattr(server_client, "DEFAULT_URL", url)
         monkeypatch.delenv("QUIRE_SERVER")
         assert run("generate", "Hi").stdout == "Hi\n"

@@ -568,8 +568,12 @@ def test_silence_and_half_requests_are_cut(strict: Server) -> None:
     head = request.index(b"\r\n\r\n") + 4
     beginnings = (b"", request[:3], request[: head // 2], request[: head - 2], request[:head], request[: head + 10])
 
-    async def dawdle(beginning: bytes, drip: bytes) -> bytes:
-        """Send some bytes, then single bytes at intervals. Returns what arrived until the connection was cut."""
+    async def dawdle(beginning: bytes, drip: bytes) -> bytes | None:
+        """Send some bytes, then single bytes at intervals. Returns what arrived until the connection was cut.
+
+        None: a byte was sent after the cut. The system then resets the connection, and may drop an answer that was not
+        read yet.
+        """
         reader, writer = await asyncio.open_connection(*strict.address)
         writer.write(beginning)
         reading = asyncio.create_task(reader.read())
@@ -580,12 +584,14 @@ def test_silence_and_half_requests_are_cut(strict: Server) -> None:
             writer.write(bytes([byte]))
         try:
             return await reading
-        except ConnectionResetError:
-            return b""
+        except (ConnectionResetError, BrokenPipeError):
+            if not drip:
+                raise
+            return None
         finally:
             writer.transport.abort()
 
-    async def dawdle_all() -> list[bytes]:
+    async def dawdle_all() -> list[bytes | None]:
         silent = [dawdle(beginnings[i % 6], b"") for i in range(180)]
         dripping = [dawdle(start, request[len(start) :][:60]) for start in beginnings * 2]
         good = [ask_async(strict, CHAT, body_for(CHAT, f"{i}", 20)) for i in range(20)]
@@ -595,7 +601,7 @@ def test_silence_and_half_requests_are_cut(strict: Server) -> None:
         return await slow
 
     for answer in asyncio.run(asyncio.wait_for(dawdle_all(), HANG_S)):
-        assert answer.startswith(b"HTTP/1.1 408 "), answer
+        assert answer is None or answer.startswith(b"HTTP/1.1 408 "), answer
     strict.wait_free()
 
 

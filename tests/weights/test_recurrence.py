@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from quire.backends.kv_memory import KVSpec
 from quire.backends.support import skip_notice
-from quire.cli.show import find_facts
+from quire.cli.models import find_facts
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorInfo, TensorType
 from quire.weights.config import spec_from_config

@@ -28,7 +28,7 @@ from quire.backends.torch.packed import (
     pack,
     quantize,
 )
-from quire.cli.machine_fit import GPU_BITS, PACKED_BITS
+from quire.cli.fit import GPU_BITS, PACKED_BITS
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf_packed import pack_blocks

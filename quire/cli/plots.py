@@ -1,29 +1,20 @@
-"""The plot of `quire bench --out`: throughput by clients, time to first token, HIGH requests beside LOW ones."""
+"""Plots of `quire bench --out` and `quire sim --plot`, which import this only if matplotlib is installed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from quire.bench.report import BenchReport, FairnessReport, PrefixReport, SpeedupReport
-from quire.errors import MissingExtra
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-def drawn(report: BenchReport) -> list[SpeedupReport | PrefixReport | FairnessReport]:
-    """Return the parts that have a panel."""
-    return [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
+from quire.bench.report import FairnessReport, PrefixReport, SpeedupReport
+from quire.core.values import Priority
+from quire.sim.simulator import SimReport
 
 
-def draw(report: BenchReport, title: str, path: Path) -> None:
-    """Write a .png or .svg file, by its name, with a panel for each part that was measured."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra.of("the plot", "matplotlib") from None
-    parts = drawn(report)
+def draw_bench(parts: Sequence[SpeedupReport | PrefixReport | FairnessReport], title: str, path: Path) -> None:
+    """Write a .png or .svg file, by its name, with a panel for each part."""
     figure = Figure(figsize=(max(8, 1 + 4 * len(parts)), 4.5), layout="constrained")
     figure.suptitle(title)
     panels: list[Axes] = list(figure.subplots(1, len(parts), squeeze=False)[0])
@@ -77,3 +68,44 @@ def _draw_fairness(axes: Axes, fairness: FairnessReport) -> None:
     axes.set(title="First token of HIGH, p95, beside LOW", xlabel=under, ylabel="milliseconds")
     axes.margins(y=0.12)
     axes.legend(loc="best")
+
+
+# quire sim
+
+
+def draw_sim(reports: Sequence[SimReport], title: str, path: Path) -> None:
+    """Write a .png or .svg file: a column for each tier, then the machine. A run has the same colour in all of them."""
+    tiers = [priority for priority in Priority if any(report.tier(priority) for report in reports)]
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    figure.suptitle(title)
+    halves = figure.subfigures(2, 1, height_ratios=(1, 2), squeeze=False)[:, 0]
+    panels: list[Axes] = list(halves[0].subplots(1, len(tiers), sharey=True, sharex=True, squeeze=False)[0])
+    waiting, in_use = halves[1].subplots(2, 1, sharex=True)
+    for index, report in enumerate(reports):
+        colour = f"C{index % 10}"
+        style = ("-", "--", ":")[index // 10 % 3]
+        name = f"{report.config.scheduling_policy}, {report.config.num_blocks:,} blocks"
+        for panel, priority in zip(panels, tiers, strict=True):
+            _draw_ttft(panel, report, priority, f"{colour}{style}")
+        times = [sample.time_s for sample in report.timeline]
+        counts = [sample.num_waiting for sample in report.timeline]
+        shares = [sample.num_blocks_in_use / report.cache.num_blocks for sample in report.timeline]
+        waiting.plot(times, counts, f"{colour}{style}", drawstyle="steps-post", label=name)
+        in_use.plot(times, shares, f"{colour}{style}", drawstyle="steps-post")
+    for panel, priority in zip(panels, tiers, strict=True):
+        panel.set(title=f"Time to first token, {priority.name}", xlabel="seconds", xscale="log", ylim=(0, 1.03))
+    panels[0].set_ylabel("share of requests")
+    waiting.set(title="Requests waiting", ylabel="requests")
+    waiting.set_ylim(bottom=0, top=max(1.0, waiting.get_ylim()[1]))
+    in_use.set(title="Pool in use", xlabel="seconds", ylabel="share of blocks", ylim=(0, 1.05))
+    for axes in (*panels, waiting, in_use):
+        axes.grid(alpha=0.3)
+    figure.legend(*waiting.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path)
+
+
+def _draw_ttft(axes: Axes, report: SimReport, priority: Priority, style: str) -> None:
+    values = sorted(record.ttft_s for record in report.tier(priority) if record.ttft_s is not None)
+    if values:
+        shares = [rank / len(values) for rank in range(len(values) + 1)]
+        axes.plot([values[0], *values], shares, style, drawstyle="steps-post")
