@@ -57,7 +57,7 @@ class HttpStream:
         self.is_cut = False
 
     def cut(self) -> None:
-        """Close the connection, so that the server cancels the request. Reading then raises."""
+        """Close the connection, so that the server cancels the request. Reading then ends."""
         with self._lock:
             self.is_cut = True
             if self._socket is not None:

@@ -51,7 +51,6 @@ GROUPS: dict[str, dict[str, str]] = {
     "Measure": {
         "bench": "Measure a model on this machine.",
         "sim": "Run the scheduler on a trace, without a model.",
-        "replay": "Send a trace to a server and compare with the simulator.",
     },
 }
 COMMANDS: dict[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}

@@ -4,7 +4,7 @@ Every response is checked. A response that does not follow the API raises `Serve
 
 The transport is httpcore, the lower half of httpx: importing httpx would add 130 ms of CPU time to the 240 ms of
 `quire generate --server`, httpcore adds 25 ms. It is imported with the first request. Load generators have many
-connections at once and use `quire.cli.load_stream` instead.
+connections at once and use `quire.bench.http_load` instead.
 """
 
 from __future__ import annotations
@@ -184,10 +184,6 @@ class ServerClient:
         """The JSON document at a path."""
         with self._open("GET", path) as response:
             return self.parse(self._body(response))
-
-    def get_text(self, path: str) -> str:
-        with self._open("GET", path) as response:
-            return self._body(response).decode("utf-8", "replace")
 
     def post(self, path: str, body: Any) -> Any:
         """Send JSON and return the JSON document of the response."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from quire.cli.prometheus_text import read_exposition
 from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from tests.server.rig import FAKE, serving
 
@@ -128,7 +128,8 @@ def test_a_server_exports_every_series(default_model: Path) -> None:
     del default_model  # is here now
     with serving(*FAKE) as server:
         assert server.chat().status == 200
-        samples = list(read_exposition(server.get("/metrics").body.decode()))
+        families = text_string_to_metric_families(server.get("/metrics").body.decode())
+    samples = [sample for family in families for sample in family.samples]
     assert samples
     for expression in expressions():
         for series, matchers in SELECTOR.findall(expression):

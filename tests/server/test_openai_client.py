@@ -116,6 +116,17 @@ def test_a_stream_has_the_same_text(client: OpenAI) -> None:
     assert len(chunks) >= 8  # streamed, not all at the end
 
 
+def test_token_ids_of_completions(server: Server) -> None:
+    """The fields of vLLM: in a stream and in a complete answer, and only if requested."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True, "temperature": 0}
+    whole = server.post("/v1/completions", {**body, "return_token_ids": True}).json["choices"][0]["token_ids"]
+    assert len(whole) == 5
+    stream = server.post("/v1/completions", {**body, "return_token_ids": True, "stream": True}).body.decode()
+    chunks = [json.loads(one.removeprefix("data: ")) for one in stream.split("\n\n") if one.startswith("data: {")]
+    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == whole
+    assert "token_ids" not in server.post("/v1/completions", body).json["choices"][0]
+
+
 def test_completions(client: OpenAI) -> None:
     prompt = "The capital of Japan is"
     whole = client.completions.create(model=DEFAULT_MODEL, prompt=prompt, temperature=0, max_tokens=2)

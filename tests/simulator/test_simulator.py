@@ -139,6 +139,8 @@ def test_requests_that_cannot_fit_are_refused_and_counted() -> None:
     report = simulate([TraceRequest(0, 10_000, 1), TraceRequest(0, 10, 1)], SimConfig(num_blocks=10), SECOND)
     assert [record.outcome for record in report.records] == [Outcome.TOO_LONG, Outcome.FINISHED]
     assert report.records[1].finish_s == 1.0
+    limited = simulate([TraceRequest(0, 64, 5)], SimConfig(max_model_len=50), SECOND)
+    assert [record.outcome for record in limited.records] == [Outcome.TOO_LONG]
     full = simulate([TraceRequest(0, 10, 9)] * 3, SimConfig(max_num_seqs=1, max_waiting=1), SECOND)
     assert [record.outcome for record in full.records] == [Outcome.FINISHED, Outcome.QUEUE_FULL, Outcome.QUEUE_FULL]
 
