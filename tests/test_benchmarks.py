@@ -18,43 +18,56 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 BARE = ("msgspec", "starlette", "uvicorn", "typer", "rich", "gguf", "pytest", "jinja2", "hypothesis", "yaml")
 
 
-@pytest.mark.nightly
-def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
-    for script, options, words in (
+def run(script: str, *options: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / script), *map(str, options)]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert outcome.returncode == code, outcome.stdout + outcome.stderr
+    return outcome
+
+
+# Options, and what is printed
+SMALL: dict[str, tuple[str, tuple[str, ...]]] = {
+    "serve.py": (
+        "--quick --endpoints completions,chat,responses,messages,ollama --model",
+        ("bare tok/s", "|       2 |", "us/token", "| completions |", "| ollama      |"),
+    ),
+    "structured.py": ("--rows 2 --steps 3 --rounds 1 --model", ("2 rows, 3 steps of each", "per step (target: 5 %)")),
+    "restart.py": (
+        "--quick --threads 1 --only prefix,cost,others --model",
         (
-            "serve.py",
-            ["--model", str(tiny_model), "--endpoints", "completions,chat,responses,messages,ollama"],
-            (
-                "bare tok/s",
-                "|       2 |",
-                "us/token",
-                "| completions |",
-                "| ollama      |",
-                "us of server CPU per request",
-            ),
+            "| computed | ",
+            "| KV cache | ",
+            "| disk, page cache | ",
+            "| disk, cold | ",
+            "disk cache costs",
+            "beside loads",
         ),
-    ):
-        command = [sys.executable, str(FOLDER / script), "--quick", *options]
-        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert outcome.returncode == 0, outcome.stderr
-        for word in words:
-            assert word in outcome.stdout, outcome.stdout
+    ),
+    "gpu_hybrid.py": (
+        "--quick --device cpu --models qwen3.5-0.8b",
+        ("99 reused; + 16 tokens", "17 of 117 computed", "63 prompt tokens computed (once: 63)", "tokens hold at most"),
+    ),
+    "drafts.py": (
+        "--backend torch --device cpu --rounds 1 --streams 1,2 --only predicted,json,wrong --model",
+        ("predicted   1 streams", "json        2 streams", "wrong ", "tokens per step", "answers equal"),
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", SMALL)
+def test_a_benchmark_of_a_model_runs(script: str, tiny_model: Path) -> None:
+    options, words = SMALL[script]
+    found = run(script, *options.split(), *([tiny_model] * options.endswith("--model"))).stdout
+    assert "DIFFER" not in found
+    for word in words:
+        assert word in found
 
 
 @pytest.mark.nightly
 def test_the_benchmark_of_formats_runs(tiny_model: Path) -> None:
-    command = [
-        sys.executable,
-        str(FOLDER / "formats.py"),
-        "--model",
-        str(tiny_model),
-        "--windows",
-        "64",
-        "--chats",
-        "2",
-    ]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
+    outcome = run("formats.py", "--model", tiny_model, "--windows", 64, "--chats", 2)
     names = [line.split()[0] for line in outcome.stdout.splitlines()[1:6]]
     assert names == ["fp8", "fp8-channel", "w4a16", "w4a16-asym", "w8a16"]  # 96 inputs: only groups of 32
     assert "w4a16, groups of 64: --group-size 64 does not divide the 96 inputs" in outcome.stderr
@@ -63,12 +76,8 @@ def test_the_benchmark_of_formats_runs(tiny_model: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("default_model")  # its tokenizer is used
 def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
-    options = ["--quick", "--models", "qwen3-0.6b", "--rounds", "1", "--out", str(tmp_path)]
-    options += [f"--serve={option}" for option in ("--device", "cpu", "--backend", "torch")]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
-    command = [sys.executable, str(FOLDER / "online.py"), *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert outcome.returncode == 0, outcome.stderr
+    serve = [f"--serve={option}" for option in ("--device", "cpu", "--backend", "torch")]
+    run("online.py", "--quick", "--models", "qwen3-0.6b", "--rounds", 1, "--out", tmp_path, *serve)
     found = json.loads((tmp_path / "online.json").read_text())["qwen3-0.6b"]
     assert set(found) == {"1 client", "4 clients"}
     for result in found.values():
@@ -80,60 +89,17 @@ def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_first_answer_of_the_default_model_is_right(default_model: Path) -> None:
-    options = ["--answers", "20", "--kernels", kernels_available()[0], "--precision", "balanced"]
-    command = [sys.executable, str(FOLDER / "first_answer.py"), "--model", str(default_model), *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr + outcome.stdout
-    assert " balanced: 20 of 20 sampled answers and 5 of 5 examples are right; least margin " in outcome.stdout
-    command += ["--top-p", "1", "--temperature", "2"]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 1, "most answers are wrong at this temperature"
+    kernels = ("--kernels", kernels_available()[0], "--precision", "balanced")
+    options = ("--model", default_model, "--answers", 20, *kernels)
+    found = run("first_answer.py", *options).stdout
+    assert " balanced: 20 of 20 sampled answers and 5 of 5 examples are right; least margin " in found
+    run("first_answer.py", *options, "--top-p", 1, "--temperature", 2, code=1)  # most answers are wrong
 
 
 def test_the_core_benchmark_runs() -> None:
-    script = Path(__file__).parents[1] / "benchmarks/core.py"
-    outcome = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
+    found = run("core.py", "--quick").stdout
     for word in ("share + release", "take, evicting", "us a step", "prefix tree at 0 % hits"):
-        assert word in outcome.stdout
-
-
-@pytest.mark.nightly
-def test_the_benchmark_of_restarts_runs(tiny_model: Path) -> None:
-    options = ["--quick", "--model", str(tiny_model), "--threads", "1", "--only", "prefix,cost,others"]
-    command = [sys.executable, str(FOLDER / "restart.py"), *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    for word in (
-        "| computed | ",
-        "| KV cache | ",
-        "| disk, page cache | ",
-        "| disk, cold | ",
-        "The disk cache costs ",
-        "beside loads",
-    ):
-        assert word in outcome.stdout, outcome.stdout
-
-
-@pytest.mark.nightly
-def test_the_benchmark_of_grammars_runs(tiny_model: Path) -> None:
-    options = ["--model", str(tiny_model), "--rows", "2", "--steps", "3", "--rounds", "1"]
-    command = [sys.executable, str(FOLDER / "structured.py"), *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
-    for word in ("2 rows, 3 steps of each", "per step (target: 5 %)"):
-        assert word in outcome.stdout, outcome.stdout
-
-
-@pytest.mark.nightly
-def test_the_benchmark_of_drafts_runs(tiny_model: Path) -> None:
-    options = ("--model", str(tiny_model), "--backend", "torch", "--device", "cpu", "--rounds", "1", "--streams", "1,2")
-    command = [sys.executable, str(FOLDER / "drafts.py"), *options, "--only", "predicted,json,wrong"]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
-    for word in ("predicted   1 streams", "json        2 streams", "wrong ", "tokens per step", "answers equal"):
-        assert word in outcome.stdout, outcome.stdout
-    assert "DIFFER" not in outcome.stdout
+        assert word in found
 
 
 # benchmarks/gpu.py, on a CPU
@@ -148,10 +114,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.nightly
 def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "gpu.py"), "--quick", "--models", "qwen3-0.6b", "--out", str(tmp_path)]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert "| A, seed 0 | qwen3-0.6b |" in outcome.stdout
+    found = run("gpu.py", "--quick", "--models", "qwen3-0.6b", "--out", tmp_path).stdout
+    assert "| A, seed 0 | qwen3-0.6b |" in found
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert report["failures"] == []
     names = (
@@ -171,12 +135,10 @@ def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_failed_stage_is_reported_and_the_others_run(tmp_path: Path) -> None:
-    options = ["--quick", "--models", "qwen3-0.6b", "--only", "C,ready", "--device", "tpu", "--out", str(tmp_path)]
-    command = [sys.executable, str(FOLDER / "gpu.py"), *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 1
+    options = ("--quick", "--models", "qwen3-0.6b", "--only", "C,ready", "--device", "tpu", "--out", tmp_path)
+    found = run("gpu.py", *options, code=1).stdout
     assert json.loads((tmp_path / "gpu.json").read_text())["failures"] == ["ready, cold, qwen3-0.6b", "qwen3-0.6b"]
-    assert "device = 'tpu' is not auto, cpu, cuda or metal" in outcome.stdout
+    assert "device = 'tpu' is not auto, cpu, cuda or metal" in found
 
 
 @pytest.mark.nightly
@@ -210,10 +172,7 @@ def test_limits_follow_from_memory_bandwidth(gpu: Any, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
-    options = ["--quick", "--no-llama", "--busy", "1", "--model", str(tiny_model), "--out", str(out)]
-    command = [sys.executable, str(FOLDER / "cpu.py"), *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    run("cpu.py", "--quick", "--no-llama", "--busy", 1, "--model", tiny_model, "--out", out)
     report = json.loads(out.read_text())
     assert report["failures"] == []
     assert [figure["what"] for figure in report["figures"]] == [
@@ -234,11 +193,8 @@ def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_failed_contender_is_reported_and_the_others_run(default_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
-    options = ["--quick", "--only", "start", "--model", str(default_model), "--llama", sys.executable]
-    command = [sys.executable, str(FOLDER / "cpu.py"), *options, "--out", str(out)]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 1
-    assert "llama_cpp is not installed here" in outcome.stdout
+    options = ("--quick", "--only", "start", "--model", default_model, "--llama", sys.executable, "--out", out)
+    assert "llama_cpp is not installed here" in run("cpu.py", *options, code=1).stdout
     report = json.loads(out.read_text())
     assert report["failures"] == ["process start to first token, as shipped"]
     assert report["figures"][0]["medians"]["quire"] > 0

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from random import Random
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -57,7 +57,7 @@ class HttpStream:
         self.is_cut = False
 
     def cut(self) -> None:
-        """Close the connection, so that the server cancels the request. Reading then raises."""
+        """Close the connection, so that the server cancels the request. Reading then ends."""
         with self._lock:
             self.is_cut = True
             if self._socket is not None:
@@ -100,7 +100,6 @@ class HttpStream:
         return event
 
     def _begin(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             if self.is_cut:
                 raise RequestFailed("the request was cancelled before it was sent")
@@ -116,18 +115,12 @@ class HttpStream:
         first, *lines = head.decode("latin-1").split("\r\n")
         _, status, reason = f"{first} ".split(" ", 2)
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        body = _with_first(data, parts)
+        body: Iterator[bytes] = chain(filter(None, (data,)), parts)
         if headers.get("transfer-encoding") == "chunked":
             body = _dechunked(body)
         if status != "200":
             raise RefusedRequest(self.url, int(status), reason.strip(), headers, b"".join(body))
         yield from body
-
-
-def _with_first(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    if first:
-        yield first
-    yield from rest
 
 
 def _dechunked(parts: Iterator[bytes]) -> Iterator[bytes]:
