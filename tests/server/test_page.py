@@ -762,7 +762,7 @@ def test_several_models_are_loaded_pinned_and_unloaded(browser: Browser, tiny_mo
         assert browser.text("#requests-note") == "The model is not loaded."
         browser.click("#banner-action")
         browser.wait("it is loaded", lambda: badge() == "ready" and browser.text("#state") == "ready")
-        assert browser.run("return document.getElementById('banner').hidden")
+        browser.wait("the banner is hidden", lambda: browser.run("return document.getElementById('banner').hidden"))
         browser.wait("with its blocks", lambda: count(browser, "free") == 399)
         assert re.search(r"in use of .* for all models", browser.text("#memory"))
         press("Pin second")

@@ -449,15 +449,17 @@ def test_a_hundred_thousand_blocks_stay_small(tiny_model: Path) -> None:
             )
 
         asyncio.run(crowd())
-        found = snapshot(server)
-        engine = found.models[0].engine
-        assert engine is not None
+        # On a busy machine the map of so many blocks takes longer than one snapshot. A worker keeps it while somebody
+        # watches.
+        watcher = Stream(server, "interval_ms=100")
+        engine = watcher.until(lambda one: one.blocks is not None and not one.blocks.num_pending)
+        watcher.close()
         blocks = engine.blocks
         assert blocks is not None
         assert (blocks.num_blocks, blocks.blocks_per_cell) == (100_000, 50)
         assert sum(run.num_cells for run in blocks.cells) == 2000
         assert sum(run.num_cells * run.num_cached for run in blocks.cells) == blocks.counts.cached > 24
-        assert len(msgspec.json.encode(found)) < 64 << 10
+        assert len(msgspec.json.encode(engine)) < 64 << 10
 
 
 # Without a server
