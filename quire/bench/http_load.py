@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain, pairwise
@@ -215,9 +215,12 @@ def run_load(
     """
     count = min(num_processes, clients or num_processes)
     shares = [(url, bodies[part::count], clients // count, rate / count) for part in range(count)]
-    # `Pool` would end its processes with SIGTERM, which the handler of a caller may turn into a deadlock.
-    with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
-        results = [future.result() for future in [pool.submit(_run_share, *share) for share in shares]]
+    pool = multiprocessing.get_context("fork").Pool(count)
+    try:
+        results = pool.starmap(_run_share, shares)
+    finally:  # leaving `with` would end the processes with SIGTERM, which the handler of a caller may make a deadlock
+        pool.close()
+        pool.join()
     return LoadResult([one for result in results for one in result.seen], sum(one.client_cpu_s for one in results))
 
 

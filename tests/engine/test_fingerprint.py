@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import quire
 from quire.backends.native.library import choose_kernels, kernels_available
 from quire.engine import arithmetic
 from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
@@ -144,7 +143,7 @@ def test_the_files_of_the_model(model: Path, tmp_path: Path) -> None:
 
 def test_the_version_of_quire(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = fingerprint(model, backend="fake")
-    monkeypatch.setattr(quire, "__version__", "0.0.1")
+    monkeypatch.setattr(arithmetic, "__version__", "0.0.1")
     assert fingerprint(model, backend="fake") != first
 
 
