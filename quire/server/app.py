@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server import tokenization as tokens
 from quire.server.admin import cache
 from quire.server.admin import models as admin_models
-from quire.server.admin import models as admin_requests
 from quire.server.auth import KeyRing, presented
 from quire.server.batches import endpoints as batches
 from quire.server.batches.sender import Sender
@@ -264,14 +263,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         cache.UnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
     ),
     Endpoint(
-        "GET", "/v1/requests", admin_requests.list_requests,
+        "GET", "/v1/requests", admin_models.list_requests,
         "The requests in progress: all of them for an admin key, its own for any other.",
-        answer=admin_requests.RequestList, tag="requests",
+        answer=admin_models.RequestList, tag="requests",
     ),
     Endpoint(
-        "POST", "/v1/requests/{request_id}/cancel", admin_requests.cancel_request,
+        "POST", "/v1/requests/{request_id}/cancel", admin_models.cancel_request,
         "Cancel a request in progress: any for an admin key, its own for any other.",
-        answer=admin_requests.CancelledRequest, tag="requests",
+        answer=admin_models.CancelledRequest, tag="requests",
     ),
     Endpoint(
         "POST", "/tokenize", tokens.tokenize, "Token ids of text or messages.", tokens.TokenizeRequest, tokens.Tokens,

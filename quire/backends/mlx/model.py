@@ -21,7 +21,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import base
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from quire.backends import support as trial
+from quire.backends import support
 from quire.backends.mlx.batch import BatchMode, Group, Pass, build_passes
 from quire.backends.mlx.paged_cache import KVStore, LayerCache, LayerShape, PagedContext, PagedMask, Unpageable
 from quire.backends.support import describe_error
@@ -232,7 +232,7 @@ def adapt_model(model: Module, vocab_size: int, source: str) -> tuple[PagedModel
     `source`: the model's path, for messages. Returns the model, what its layers store, and the width of its logits.
     """
     layout = CacheLayout(make_prompt_cache(model), source)
-    prompts = trial.make_prompts(vocab_size)
+    prompts = support.make_prompts(vocab_size)
     own = [make_prompt_cache(model) for _ in prompts]
     expected = [
         model(mx.array([prompt]), cache=cache)[0].astype(mx.float32) for prompt, cache in zip(prompts, own, strict=True)
@@ -256,20 +256,20 @@ def _try_mode(
     paged: PagedModel, shapes: Sequence[LayerShape], prompts: Sequence[list[int]], expected: Sequence[mx.array]
 ) -> str | None:
     """Run the steps of the trial. Returns what is wrong."""
-    store = KVStore(shapes, trial.NUM_BLOCKS, trial.BLOCK_SIZE)
+    store = KVStore(shapes, support.NUM_BLOCKS, support.BLOCK_SIZE)
     errors: list[float] = []
     try:
-        for slices in trial.make_steps(prompts):
+        for slices in support.make_steps(prompts):
             for step in build_passes(slices, store.limits, mx.zeros(2, mx.int32), paged.mode):
                 logits, _ = paged.forward(step, store, step.last_rows)
                 assert logits is not None
                 mx.eval(logits, store.arrays)
                 for row, index in enumerate(step.order):
-                    errors.append(_relative_error(logits[row], expected[index][trial.last_position(slices[index])]))
+                    errors.append(_relative_error(logits[row], expected[index][support.last_position(slices[index])]))
     except Exception as problem:  # a model file may do anything with its cache
         return describe_error(problem, "its code uses its cache in another way")
     paged.num_heads = store.layers[0].num_query_heads
-    error = trial.find_error(errors, is_exact=shapes[0].dtype == mx.float32)
+    error = support.find_error(errors, is_exact=shapes[0].dtype == mx.float32)
     return None if error is None else f"logits of {paged.mode} passes differ by {error:.2g} of their spread"
 
 

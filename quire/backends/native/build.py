@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.backends import kv_memory as kv_division
+from quire.backends import kv_memory
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.kv_memory import KVMemory, KVSpec, MemoryRequest
 from quire.backends.machine import choose_threads
@@ -55,6 +55,6 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
 
 def _pool_sizes(spec: ModelSpec, options: BackendOptions, max_model_len: int, max_num_seqs: int) -> KVMemory:
     kv = KVSpec.of(spec).within(max_model_len)
-    costs = kv_costs(kv, options.block_size, has_window_blocks=kv_division.HAS_WINDOWS and kv.window > 0)
+    costs = kv_costs(kv, options.block_size, has_window_blocks=kv_memory.HAS_WINDOWS and kv.window > 0)
     limits = (max_model_len, max_num_seqs, MAX_CHUNK_TOKENS)
     return MemoryRequest(options, costs, *limits, has_overlap=False).divide_on_cpu()

@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 
-from quire.backends import kv_memory as kv_division
+from quire.backends import kv_memory
 from quire.backends.kv_memory import KVSpec
 from quire.backends.machine import usable_cores
 from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
@@ -293,7 +293,7 @@ def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
 def may_share_rows(spec: ModelSpec) -> bool:
     """Return whether a step may compute tokens whose keys are in shared blocks: for a window, or for a state."""
     kv_spec = KVSpec.of(spec)
-    return kv_spec.has_states or (kv_division.HAS_WINDOWS and kv_spec.window > 0)
+    return kv_spec.has_states or (kv_memory.HAS_WINDOWS and kv_spec.window > 0)
 
 
 def _attention_calls(
@@ -325,7 +325,7 @@ def _attention_calls(
     q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
     store = partial(rope_store, qkv, rows, padding, tables, angles, angles, layer, num_heads, norm_weight, norm_weight)
     rounds_first = is_normed and spec.rounds_norms_first
-    kept = padding if may_share_rows(spec) and not (kv_division.HAS_WINDOWS and attention.window) else None
+    kept = padding if may_share_rows(spec) and not (kv_memory.HAS_WINDOWS and attention.window) else None
     calls: Calls = [
         partial(
             store,

@@ -1,7 +1,7 @@
 """Any decoder of `transformers`, over quire's paged cache: correct, slower than a native family.
 
 The tokens of all requests run as one row with their own positions. All models of the library call a registered
-attention function (`hf_attention.py`), so only attention knows about requests. When a model is loaded, a trial compares
+attention function (`hf_modules.py`), so only attention knows about requests. When a model is loaded, a trial compares
 it with the library's own attention on a few tokens, at the first positions and at the last ones of the context: a model
 with other results is refused.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.backends import support as trial
+from quire.backends import support
 from quire.backends.base import Progress
 from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.support import describe_error, long_rope_notice
@@ -26,7 +26,7 @@ from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.forward_pass import Pass
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.models import hf_modules as hf_attention
+from quire.backends.torch.models import hf_modules
 from quire.backends.torch.models.hf_loading import Siblings, load_hf_model, merge_siblings, silence
 from quire.backends.torch.models.hf_modules import (
     AttentionCall,
@@ -60,12 +60,12 @@ def load_transformers_model(
 @torch.inference_mode()
 def adapt_model(model: Any, spec: ModelSpec, max_model_len: int, source: str) -> TransformersModel:
     """Prepare a loaded model for quire's passes: merge its products and replace its norms, then compare results."""
-    hf_attention.register()
+    hf_modules.register()
     original_context = freeze_rope(model, max_model_len)
     silence(model)
     device = next(model.parameters()).device
-    prompts = trial.make_prompts(spec.vocab_size)
-    starts = trial.first_positions(max_model_len)
+    prompts = support.make_prompts(spec.vocab_size)
+    starts = support.first_positions(max_model_len)
     expected = [_run_eagerly(model, prompts[1], device, source)]
     recorder = Recorder(source, max_model_len)
     siblings = Siblings(model)
@@ -92,7 +92,7 @@ class TransformersModel:
     def __init__(
         self, model: Any, body: Body, calls: Sequence[AttentionCall], spec: ModelSpec, vocab_size: int
     ) -> None:
-        _use_attention(model, hf_attention.PAGED)
+        _use_attention(model, hf_modules.PAGED)
         self.model = model
         self.kv_spec = _kv_spec(calls)
         first: Tensor = next(model.parameters())
@@ -294,7 +294,7 @@ def _record(
     hooks = [
         one for part in parts for one in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))
     ]
-    _use_attention(model, hf_attention.RECORDING)
+    _use_attention(model, hf_modules.RECORDING)
     ids = torch.tensor([tokens], device=device)
     try:
         with visiting(recorder), siblings.recording():
@@ -329,11 +329,11 @@ def _try_model(
     model: TransformersModel, prompts: Sequence[list[int]], expected: Sequence[Tensor], starts: Sequence[int]
 ) -> str:
     """Run the steps of the trial. Returns what is wrong."""
-    store = KVStore(model.kv_spec, trial.NUM_BLOCKS, trial.BLOCK_SIZE, model.dtype, model.device)
+    store = KVStore(model.kv_spec, support.NUM_BLOCKS, support.BLOCK_SIZE, model.dtype, model.device)
     samples = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
     errors: list[float] = []
     try:
-        for slices in trial.make_steps(prompts):
+        for slices in support.make_steps(prompts):
             batch = build_batch(slices, store, model.kv_spec.windows, samples)
             rows = [starts[index] for index in batch.order for _ in range(slices[index].length)]
             step = _MovedPass(batch, store, torch.tensor(rows, device=model.device))
@@ -341,12 +341,12 @@ def _try_model(
             model.choose_head(hidden)
             model.is_capturable = model.is_capturable and not _waits_for_device(model, step, hidden)
             for row, index in zip(model.logits(hidden).float(), batch.order, strict=True):
-                errors.append(_relative_error(row, expected[index][trial.last_position(slices[index])]))
+                errors.append(_relative_error(row, expected[index][support.last_position(slices[index])]))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model file may do anything
         return describe_error(error, "its code fails in a step with several requests")
-    largest = trial.find_error(errors, is_exact=model.dtype == torch.float32)
+    largest = support.find_error(errors, is_exact=model.dtype == torch.float32)
     return "" if largest is None else f"logits differ by {largest:.2g} of their spread"
 
 
