@@ -245,7 +245,7 @@ def serve(
     models = [model_option] if model_option is not None else model or models_from_environment()
     check_installed("the server")
     from quire.server.launcher import run
-    from quire.server.observability.logs import setup_logging
+    from quire.server.logs import setup_logging
 
     with options_named():
         own = {"model": models, "config": config, "threads": threads}

@@ -194,7 +194,7 @@ def _of_file(options: Mapping[str, Any], engine: EngineConfig) -> list[ModelConf
 def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> ModelConfig:
     """A model in the list of the file. Errors begin with the field."""
     from quire.server.config import ModelConfig
-    from quire.server.model_service import priority_of
+    from quire.server.models import priority_of
 
     if not isinstance(entry, dict):
         raise InvalidRequest(f"model = {entry!r:.80} is neither a name nor settings of a model")

@@ -51,7 +51,7 @@ COLUMNS = (  # of requests: title, field, width
     ("blocks", "num_blocks", 7),
 )
 
-Snapshot = dict[str, Any]  # `WatchSnapshot` of quire/server/observability/snapshot.py, not validated
+Snapshot = dict[str, Any]  # `WatchSnapshot` of quire/server/watch.py, not validated
 
 
 def top(

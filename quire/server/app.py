@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache, partial
 from ipaddress import ip_address
 from urllib.parse import SplitResult, urlsplit
@@ -17,105 +16,27 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.server import admin, cache, catalog, web
 from quire.server import tokenization as tokens
-from quire.server.admin import cache
-from quire.server.admin import models as admin_models
-from quire.server.auth import KeyRing, presented
 from quire.server.batches import endpoints as batches
-from quire.server.batches.sender import Sender
+from quire.server.batches import store as stored
 from quire.server.batches.service import BatchService
-from quire.server.batches.store import StateDir
-from quire.server.batches.types import (
-    BatchesQuery,
-    BatchList,
-    BatchObject,
-    CreateBatchRequest,
-    FileDeleted,
-    FileList,
-    FileObject,
-    FilesQuery,
-    UploadForm,
-)
 from quire.server.decoding import build_decoders
 from quire.server.errors import ApiError, Dialect, Kind
-from quire.server.http.not_found import advice, find_meant, why_unserved
-from quire.server.http.openapi import openapi
+from quire.server.limits import KeyRing, presented
 from quire.server.models import Models
-from quire.server.observability import health
-from quire.server.observability.snapshot import BlocksAnswer, HeldAnswer, WatchSnapshot
-from quire.server.observability.watch import Watch
-from quire.server.observability.watch_endpoints import (
-    BlocksQuery,
-    HeldQuery,
-    WatchQuery,
-    watch,
-    watch_blocks,
-    watch_held,
-)
-from quire.server.protocols import llama_cpp
-from quire.server.protocols.anthropic import messages as anthropic
-from quire.server.protocols.anthropic.encoding import ANTHROPIC
-from quire.server.protocols.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
-from quire.server.protocols.ollama import catalog
-from quire.server.protocols.ollama import generation as ollama
-from quire.server.protocols.ollama.catalog import pull_model
-from quire.server.protocols.ollama.parsing import OLLAMA
-from quire.server.protocols.ollama.types import (
-    ListedModels,
-    LoadedModels,
-    OllamaChatAnswer,
-    OllamaChatRequest,
-    OllamaGenerateAnswer,
-    OllamaGenerateRequest,
-    OllamaVersion,
-    PullProgress,
-    PullRequest,
-    ShownModel,
-    ShowRequest,
-)
-from quire.server.protocols.openai import chat, completions, models, responses
-from quire.server.protocols.openai.encoding import OPENAI, RESPONSES
-from quire.server.protocols.openai.responses_types import ResponseObject, ResponsesRequest
-from quire.server.protocols.openai.types import (
-    ChatCompletion,
-    ChatCompletionRequest,
-    Completion,
-    CompletionRequest,
-    Model,
-    ModelList,
-)
+from quire.server.protocols import anthropic, ollama, openai, responses
+from quire.server.protocols import openai_types as openai_bodies
+from quire.server.protocols.anthropic import ANTHROPIC
+from quire.server.protocols.ollama import OLLAMA
+from quire.server.protocols.openai import OPENAI
 from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
-from quire.server.web.page import page, page_file
-from quire.server.web.static import HEADERS, PAGE
+from quire.server.routes import Access, Endpoint, advice, find_meant, openapi_document, why_unserved
+from quire.server.watch import BlocksAnswer, HeldAnswer, Watch, WatchSnapshot
 from quire.version import __version__
 
 _ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # served or not
 PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain")  # not in public DNS
-
-
-class Access(Enum):
-    PUBLIC = "public"
-    USER = "user"
-    ADMIN = "admin"
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One row of the route table. A route needs a key unless its access is PUBLIC."""
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    body: type[msgspec.Struct] | None = None
-    answer: type[msgspec.Struct] | None = None
-    dialect: Dialect = OPENAI
-    access: Access = Access.USER
-    streams: bool = False
-    generates: bool = False  # refused before its body is read while all queues are full
-    tag: str = "server"
-    query: type[msgspec.Struct] | None = None  # the URL's query parameters
-    form: type[msgspec.Struct] | None = None  # a body of multipart/form-data
 
 
 async def openapi_json(context: RequestContext) -> Response:
@@ -125,122 +46,131 @@ async def openapi_json(context: RequestContext) -> Response:
 
 @lru_cache(maxsize=4)
 def _openapi_bytes(model: str) -> bytes:
-    return msgspec.json.encode(openapi(ENDPOINTS, __version__, model=model))
+    return msgspec.json.encode(openapi_document(ENDPOINTS, __version__, model=model))
 
 
 async def docs(context: RequestContext) -> Response:
-    return HTMLResponse(PAGE, headers={**context.headers, **HEADERS})
+    return HTMLResponse(web.DOCS, headers={**context.headers, **web.DOCS_HEADERS})
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
-        "POST", "/v1/chat/completions", chat.chat_completions, "Answer a conversation.",
-        ChatCompletionRequest, ChatCompletion, streams=True, generates=True, tag="openai",
+        "POST", "/v1/chat/completions", openai.chat_completions, "Answer a conversation.",
+        openai_bodies.ChatCompletionRequest, openai_bodies.ChatCompletion, streams=True, generates=True, tag="openai",
     ),
     Endpoint(
-        "POST", "/v1/completions", completions.completions, "Continue text or token ids.",
-        CompletionRequest, Completion, streams=True, generates=True, tag="openai",
+        "POST", "/v1/completions", openai.completions, "Continue text or token ids.",
+        openai_bodies.CompletionRequest, openai_bodies.Completion, streams=True, generates=True, tag="openai",
     ),
     Endpoint(
         "POST", "/v1/responses", responses.responses,
         "Answer a conversation (OpenAI Responses API). Nothing is stored.",
-        ResponsesRequest, ResponseObject, RESPONSES, streams=True, generates=True, tag="openai",
+        responses.ResponsesRequest, responses.ResponseObject, responses.RESPONSES, streams=True, generates=True,
+        tag="openai",
     ),
     Endpoint(
-        "GET", "/v1/models", models.list_models, "List the models of this server.", answer=ModelList, tag="openai",
+        "GET", "/v1/models", catalog.list_models, "List the models of this server.",
+        answer=openai_bodies.ModelList, tag="openai",
     ),
     Endpoint(
-        "POST", "/v1/models/load", admin_models.load, "Load a model now.",
-        admin_models.LoadRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
+        "POST", "/v1/models/load", admin.load, "Load a model now.",
+        admin.LoadRequest, admin.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/unload", admin_models.unload, "Unload a model after its requests have ended.",
-        admin_models.UnloadRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
+        "POST", "/v1/models/unload", admin.unload, "Unload a model after its requests have ended.",
+        admin.UnloadRequest, admin.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/pin", admin_models.pin, "Keep a model loaded when another needs memory. Loads nothing.",
-        admin_models.PinRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
+        "POST", "/v1/models/pin", admin.pin, "Keep a model loaded when another needs memory. Loads nothing.",
+        admin.PinRequest, admin.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/unpin", admin_models.unpin, "Allow a model to be unloaded when another needs memory.",
-        admin_models.PinRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
+        "POST", "/v1/models/unpin", admin.unpin, "Allow a model to be unloaded when another needs memory.",
+        admin.PinRequest, admin.ModelStatus, access=Access.ADMIN, tag="models",
     ),
-    Endpoint("GET", "/v1/models/{model:path}", models.get_model, "Show one model.", answer=Model, tag="openai"),
+    Endpoint(
+        "GET", "/v1/models/{model:path}", catalog.get_model, "Show one model.",
+        answer=openai_bodies.Model, tag="openai",
+    ),
     Endpoint(
         "POST", "/v1/files", batches.upload_file, "Upload the requests of a batch, as JSONL.",
-        answer=FileObject, tag="batches", form=UploadForm,
+        answer=stored.FileObject, tag="batches", form=stored.UploadForm,
     ),
     Endpoint(
         "GET", "/v1/files", batches.list_files, "List the files of this key.",
-        answer=FileList, tag="batches", query=FilesQuery,
+        answer=stored.FileList, tag="batches", query=stored.FilesQuery,
     ),
     Endpoint(
-        "GET", "/v1/files/{file_id}", batches.get_file, "Describe a file.", answer=FileObject, tag="batches",
+        "GET", "/v1/files/{file_id}", batches.get_file, "Describe a file.", answer=stored.FileObject, tag="batches",
     ),
     Endpoint(
-        "DELETE", "/v1/files/{file_id}", batches.delete_file, "Delete a file.", answer=FileDeleted, tag="batches",
+        "DELETE", "/v1/files/{file_id}", batches.delete_file, "Delete a file.",
+        answer=stored.FileDeleted, tag="batches",
     ),
     Endpoint("GET", "/v1/files/{file_id}/content", batches.file_content, "Download a file.", tag="batches"),
     Endpoint(
         "POST", "/v1/batches", batches.create_batch, "Run the requests of a file, at low priority.",
-        CreateBatchRequest, BatchObject, tag="batches",
+        stored.CreateBatchRequest, stored.BatchObject, tag="batches",
     ),
     Endpoint(
         "GET", "/v1/batches", batches.list_batches, "List the batches of this key.",
-        answer=BatchList, tag="batches", query=BatchesQuery,
+        answer=stored.BatchList, tag="batches", query=stored.BatchesQuery,
     ),
     Endpoint(
-        "GET", "/v1/batches/{batch_id}", batches.get_batch, "Describe a batch.", answer=BatchObject, tag="batches",
+        "GET", "/v1/batches/{batch_id}", batches.get_batch, "Describe a batch.",
+        answer=stored.BatchObject, tag="batches",
     ),
     Endpoint(
         "POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch. Its results are kept.",
-        answer=BatchObject, tag="batches",
+        answer=stored.BatchObject, tag="batches",
     ),
     Endpoint(
         "POST", "/v1/messages", anthropic.messages, "Answer a conversation (Anthropic Messages API).",
-        MessagesRequest, MessageResponse, ANTHROPIC, streams=True, generates=True, tag="anthropic",
+        anthropic.MessagesRequest, anthropic.MessageResponse, ANTHROPIC, streams=True, generates=True, tag="anthropic",
     ),
     Endpoint(
         "POST", "/v1/messages/count_tokens", anthropic.count_tokens, "Count the tokens of a conversation.",
-        CountTokensRequest, TokenCount, ANTHROPIC, tag="anthropic",
+        anthropic.CountTokensRequest, anthropic.TokenCount, ANTHROPIC, tag="anthropic",
     ),
     Endpoint(
         "POST", "/api/chat", ollama.chat, "Answer a conversation (Ollama API).",
-        OllamaChatRequest, OllamaChatAnswer, OLLAMA, streams=True, generates=True, tag="ollama",
+        ollama.OllamaChatRequest, ollama.OllamaChatAnswer, OLLAMA, streams=True, generates=True, tag="ollama",
     ),
     Endpoint(
         "POST", "/api/generate", ollama.generate, "Answer a question, or continue a raw prompt.",
-        OllamaGenerateRequest, OllamaGenerateAnswer, OLLAMA, streams=True, generates=True, tag="ollama",
+        ollama.OllamaGenerateRequest, ollama.OllamaGenerateAnswer, OLLAMA, streams=True, generates=True, tag="ollama",
     ),
     Endpoint(
         "GET", "/api/tags", catalog.tags, "List the models of this server.",
-        answer=ListedModels, dialect=OLLAMA, tag="ollama",
+        answer=ollama.ListedModels, dialect=OLLAMA, tag="ollama",
     ),
     Endpoint(
-        "POST", "/api/show", catalog.show, "Describe a model.", ShowRequest, ShownModel, OLLAMA, tag="ollama",
+        "POST", "/api/show", catalog.show, "Describe a model.",
+        ollama.ShowRequest, ollama.ShownModel, OLLAMA, tag="ollama",
     ),
     Endpoint(
-        "GET", "/api/ps", catalog.ps, "List the loaded models.", answer=LoadedModels, dialect=OLLAMA, tag="ollama",
+        "GET", "/api/ps", catalog.ps, "List the loaded models.",
+        answer=ollama.LoadedModels, dialect=OLLAMA, tag="ollama",
     ),
     Endpoint(
         "GET", "/api/version", catalog.version, "The Ollama API version that this server implements.",
-        answer=OllamaVersion, dialect=OLLAMA, tag="ollama",
+        answer=ollama.OllamaVersion, dialect=OLLAMA, tag="ollama",
     ),
     Endpoint(
-        "POST", "/api/pull", pull_model, "Download a model to this machine's disk.",
-        PullRequest, PullProgress, OLLAMA, access=Access.ADMIN, streams=True, tag="ollama",
+        "POST", "/api/pull", catalog.pull_model, "Download a model to this machine's disk.",
+        ollama.PullRequest, ollama.PullProgress, OLLAMA, access=Access.ADMIN, streams=True, tag="ollama",
     ),
     Endpoint(
-        "GET", "/props", llama_cpp.props, "Default settings and chat template of a model.",
-        answer=llama_cpp.Props, tag="llama.cpp", query=cache.ModelQuery,
+        "GET", "/props", catalog.props, "Default settings and chat template of a model.",
+        answer=catalog.Props, tag="llama.cpp", query=cache.ModelQuery,
     ),
     Endpoint(
-        "GET", "/slots", llama_cpp.slots, "List the running requests as slots.",
+        "GET", "/slots", catalog.slots, "List the running requests as slots.",
         tag="llama.cpp", query=cache.ModelQuery,
     ),
     Endpoint(
-        "POST", "/apply-template", llama_cpp.apply_template, "Render a conversation with the model's chat template.",
-        ChatCompletionRequest, llama_cpp.RenderedPrompt, tag="llama.cpp",
+        "POST", "/apply-template", catalog.apply_template, "Render a conversation with the model's chat template.",
+        openai_bodies.ChatCompletionRequest, catalog.RenderedPrompt, tag="llama.cpp",
     ),
     Endpoint(
         "POST", "/v1/cache/explain", cache.explain, "How much of a prompt is cached, and why not more.",
@@ -256,21 +186,21 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST", "/v1/cache/pin", cache.pin, "Keep the cached blocks of a prompt for a time.",
-        cache.PinRequest, cache.Pinned, access=Access.ADMIN, tag="cache",
+        cache.CachePinRequest, cache.Pinned, access=Access.ADMIN, tag="cache",
     ),
     Endpoint(
         "POST", "/v1/cache/unpin", cache.unpin, "Remove a pin from the cache.",
-        cache.UnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
+        cache.CacheUnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
     ),
     Endpoint(
-        "GET", "/v1/requests", admin_models.list_requests,
+        "GET", "/v1/requests", admin.list_requests,
         "The requests in progress: all of them for an admin key, its own for any other.",
-        answer=admin_models.RequestList, tag="requests",
+        answer=admin.RequestList, tag="requests",
     ),
     Endpoint(
-        "POST", "/v1/requests/{request_id}/cancel", admin_models.cancel_request,
+        "POST", "/v1/requests/{request_id}/cancel", admin.cancel_request,
         "Cancel a request in progress: any for an admin key, its own for any other.",
-        answer=admin_models.CancelledRequest, tag="requests",
+        answer=admin.CancelledRequest, tag="requests",
     ),
     Endpoint(
         "POST", "/tokenize", tokens.tokenize, "Token ids of text or messages.", tokens.TokenizeRequest, tokens.Tokens,
@@ -284,31 +214,31 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=tokens.TokenizerInfo, query=cache.ModelQuery,
     ),
     Endpoint(
-        "GET", "/health", health.health, "Whether the engine makes progress.",
-        answer=health.Health, access=Access.PUBLIC,
+        "GET", "/health", admin.health, "Whether the engine makes progress.",
+        answer=admin.Health, access=Access.PUBLIC,
     ),
-    Endpoint("GET", "/ready", health.ready, "Whether the server accepts requests.", answer=health.Health),
+    Endpoint("GET", "/ready", admin.ready, "Whether the server accepts requests.", answer=admin.Health),
     Endpoint(
-        "GET", "/version", health.version, "Version of quire, and the backend of a model.",
-        answer=health.Version, query=cache.ModelQuery,
+        "GET", "/version", admin.version, "Version of quire, and the backend of a model.",
+        answer=admin.Version, query=cache.ModelQuery,
     ),
-    Endpoint("GET", "/metrics", health.metrics, "Metrics in Prometheus text format."),
+    Endpoint("GET", "/metrics", admin.metrics, "Metrics in Prometheus text format."),
     Endpoint("GET", "/openapi.json", openapi_json, "This API as an OpenAPI document."),
     Endpoint("GET", "/docs", docs, "This API as a web page.", access=Access.PUBLIC),
     Endpoint(
-        "GET", "/v1/watch", watch, "Stream the server's state, twice a second. The web page shows it.",
-        answer=WatchSnapshot, streams=True, query=WatchQuery,
+        "GET", "/v1/watch", admin.watch, "Stream the server's state, twice a second. The web web.page shows it.",
+        answer=WatchSnapshot, streams=True, query=admin.WatchQuery,
     ),
     Endpoint(
-        "GET", "/v1/watch/blocks", watch_blocks, "List the requests that hold a range of blocks.",
-        answer=BlocksAnswer, query=BlocksQuery,
+        "GET", "/v1/watch/blocks", admin.watch_blocks, "List the requests that hold a range of blocks.",
+        answer=BlocksAnswer, query=admin.BlocksQuery,
     ),
     Endpoint(
-        "GET", "/v1/watch/held", watch_held, "List the blocks that a request holds.",
-        answer=HeldAnswer, query=HeldQuery,
+        "GET", "/v1/watch/held", admin.watch_held, "List the blocks that a request holds.",
+        answer=HeldAnswer, query=admin.HeldQuery,
     ),
-    Endpoint("GET", "/", page, "The web page.", access=Access.PUBLIC),
-    Endpoint("GET", "/page/{name}", page_file, "A file of the web page.", access=Access.PUBLIC),
+    Endpoint("GET", "/", web.page, "The web page.", access=Access.PUBLIC),
+    Endpoint("GET", "/page/{name}", web.page_file, "A file of the web page.", access=Access.PUBLIC),
 )  # fmt: skip
 
 # Answers too: /openapi.json uses their type information in a thread.
@@ -453,8 +383,10 @@ async def not_found(context: RequestContext) -> Response:
     raise ApiError(Kind.NOT_FOUND, f"there is no endpoint {path!r:.200}; {advice(path, meant)}")
 
 
-def make_batches(served: Models, watch: Watch, gate: Gate, limits: RequestLimits, store: StateDir) -> BatchService:
-    return BatchService(store, Sender(served, watch, limits), gate.keys)
+def make_batches(
+    served: Models, watch: Watch, gate: Gate, limits: RequestLimits, store: stored.StateDir
+) -> BatchService:
+    return BatchService(store, batches.Sender(served, watch, limits), gate.keys)
 
 
 def make_app(

@@ -20,15 +20,14 @@ from quire.engine.tuning import calm_collector
 from quire.engine.worker.kv_events import check_free
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app, make_batches
-from quire.server.auth import make_keyring
 from quire.server.batches.store import StateDir
 from quire.server.config import ServeConfig
-from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
-from quire.server.model_service import MakeClient, ServiceLimits, make_local_client
-from quire.server.models import Models, SharedResources
-from quire.server.observability.metrics import Exposition
-from quire.server.observability.watch import Watch
+from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
+from quire.server.limits import make_keyring
+from quire.server.metrics import Exposition
+from quire.server.models import MakeClient, Models, ServiceLimits, SharedResources, make_local_client
 from quire.server.request_context import RequestLimits
+from quire.server.watch import Watch
 
 CUT_DRAIN_S = 5.0  # for cut streams to send their error event; a busy machine needs longer
 SWITCH_S = 0.0005  # longest wait of a thread for the interpreter while the event loop is busy; 5 ms by default

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -25,18 +25,14 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.outputs import GenerationOutput
 from quire.errors import QuireError
-from quire.server.auth import Key
+from quire.server.batches.service import BatchService
 from quire.server.decoding import decode, unknown_fields
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
-from quire.server.http.event_stream import EventEncoder, EventStream
-from quire.server.limits import NUM_PARSERS, BodyBudget
-from quire.server.model_service import ActiveRequest, Caller, ClientGone, InferenceRequest, ModelService
-from quire.server.models import Model, Models
-from quire.server.observability.logs import LogOnce, log_refusal
-from quire.server.observability.watch import Watch
-
-if TYPE_CHECKING:
-    from quire.server.batches.service import BatchService
+from quire.server.http import EventEncoder, EventStream
+from quire.server.limits import NUM_PARSERS, BodyBudget, Key
+from quire.server.logs import LogOnce, log_refusal
+from quire.server.models import ActiveRequest, Caller, ClientGone, InferenceRequest, Model, Models, ModelService
+from quire.server.watch import Watch
 
 T = TypeVar("T", bound=msgspec.Struct)
 Parsed = TypeVar("Parsed")

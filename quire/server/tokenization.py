@@ -10,9 +10,8 @@ import msgspec
 from starlette.responses import Response
 
 from quire.errors import InvalidRequest
-from quire.server.protocols.openai.chat import conversation_of
-from quire.server.protocols.openai.parsing import NAMES, protocol_field_names
-from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
+from quire.server.protocols.openai import NAMES, conversation_of, protocol_field_names
+from quire.server.protocols.openai_types import ChatCompletionRequest, ChatMessage, ToolDefinition
 from quire.server.request_context import IGNORED, RequestContext
 from quire.text.messages import ChatRequest
 from quire.text.tokenizer import Tokenizer

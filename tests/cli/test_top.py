@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from quire.cli.top import MARKS, Screen, draw
-from quire.server.observability.snapshot import (
+from quire.server.watch import (
     BlockCounts,
     WatchedBlocks,
     WatchedEngine,

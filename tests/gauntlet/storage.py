@@ -226,10 +226,10 @@ def run_disks(gauntlet: Gauntlet) -> Sequence[Figure]:
 JUMPS_S = (3600.0, -3600.0, 864_000.0, -864_000.0, 315_360_000.0, -315_360_000.0, 0.5, -0.5)
 # Modules that need the time of day: fields of answers, logs and files, ages of files, and the 24 hours of a batch.
 WALL_CLOCK = {
-    "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/levels/", "quire/server/model_service.py",
-    "quire/engine/worker/event_publisher.py", "quire/server/batches/", "quire/server/http/server.py",
-    "quire/server/models.py", "quire/server/observability/metrics.py",
-    "quire/server/observability/watch.py", "quire/server/protocols/", "quire/text/template_worker.py",
+    "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/levels/", "quire/server/models.py",
+    "quire/engine/worker/event_publisher.py", "quire/server/batches/", "quire/server/http.py",
+    "quire/server/metrics.py",
+    "quire/server/watch.py", "quire/server/protocols/", "quire/text/template_worker.py",
     "quire/weights/hub.py",
 }  # fmt: skip
 READINGS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}

@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
 from quire.server.app import ENDPOINTS, Access
-from quire.server.auth import Key
-from quire.server.model_service import ModelService
+from quire.server.limits import Key
+from quire.server.models import ModelService
 from tests.engine.subscriber import Subscriber, routed
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.watch import idle_base, left_over

@@ -14,7 +14,7 @@ from quire.errors import InvalidRequest
 from quire.scale.autoscaling import Figures, QueuePolicy, wanted_replicas
 from quire.scale.config import Autoscale, ModelDeployment, Resources, equal_share, parse_deployment
 from quire.scale.replica_view import add_stats, counters_of, offsets
-from quire.server.observability.metrics import Metrics
+from quire.server.metrics import Metrics
 
 IDLE = Figures(0.0, 0.0, 0.1)
 

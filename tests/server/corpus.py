@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from quire.server.admin.cache import ExplainRequest, PinRequest, UnpinRequest
-from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
-from quire.server.protocols.openai import other_servers
-from quire.server.protocols.openai.responses_types import ACCEPTED as ACCEPTED_BY_RESPONSES
-from quire.server.protocols.openai.responses_types import ResponsesRequest
-from quire.server.protocols.openai.types import ACCEPTED, ChatCompletionRequest, CompletionRequest
+from quire.server.cache import CachePinRequest, CacheUnpinRequest, ExplainRequest
+from quire.server.protocols import openai_types as other_servers
+from quire.server.protocols.anthropic import CountTokensRequest, MessagesRequest
+from quire.server.protocols.openai_types import ACCEPTED, ChatCompletionRequest, CompletionRequest
+from quire.server.protocols.responses import ACCEPTED as ACCEPTED_BY_RESPONSES
+from quire.server.protocols.responses import ResponsesRequest
 from quire.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 CHAT = "/v1/chat/completions"
@@ -62,8 +62,8 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     RESPONSES: ResponsesRequest,
     COUNT: CountTokensRequest,
     EXPLAIN: ExplainRequest,
-    PIN: PinRequest,
-    UNPIN: UnpinRequest,
+    PIN: CachePinRequest,
+    UNPIN: CacheUnpinRequest,
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
 }
@@ -591,7 +591,11 @@ def _wrong_types() -> Iterator[Hostile]:
     for path, struct in STRUCTS.items():
         for one in msgspec.structs.fields(struct):
             name = one.encode_name
-            accepted = {*ACCEPTED, *other_servers.ACCEPTED, *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ())}
+            accepted = {
+                *ACCEPTED,
+                *other_servers.ACCEPTED_OF_OTHERS,
+                *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ()),
+            }
             accepted.add("return_token_strs")
             if one.type is Any or name in accepted or (path == MESSAGES and name in ("metadata", "service_tier")):
                 continue  # accepts or refuses every value: tested separately

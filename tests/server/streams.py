@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from quire.server.http.event_stream import EventEncoder
-from quire.server.model_service import ActiveRequest
+from quire.server.http import EventEncoder
+from quire.server.models import ActiveRequest
 
 
 async def events_of(active: ActiveRequest, encoder: EventEncoder) -> AsyncIterator[bytes]:

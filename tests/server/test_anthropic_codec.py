@@ -22,13 +22,20 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
-from quire.server.admin import cache
+from quire.server import cache
 from quire.server.errors import ApiError, Kind
-from quire.server.model_service import ActiveRequest, Breakpoint, InferenceRequest
-from quire.server.protocols.anthropic.encoding import ANTHROPIC
-from quire.server.protocols.anthropic.messages import MessageEvents, Reply
-from quire.server.protocols.anthropic.parsing import conversation, to_inference_request
-from quire.server.protocols.anthropic.types import UNSUPPORTED, CountTokensRequest, MessagesRequest, refuse_unsupported
+from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
+from quire.server.protocols.anthropic import (
+    ANTHROPIC,
+    UNSUPPORTED,
+    CountTokensRequest,
+    MessageEvents,
+    MessagesRequest,
+    Reply,
+    conversation,
+    refuse_unsupported,
+    to_inference_request,
+)
 from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from quire.server.errors import ApiError
-from quire.server.protocols.anthropic.parsing import CLEARED, Edited, apply, conversation, ignored_edits
-from quire.server.protocols.anthropic.types import MessagesRequest
+from quire.server.protocols.anthropic import CLEARED, Edited, MessagesRequest, apply, conversation, ignored_edits
 from quire.text.messages import ChatRequest
 from tests.server.rig import Server
 

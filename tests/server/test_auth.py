@@ -8,7 +8,7 @@ import pytest
 
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
-from quire.server.auth import LOCAL, KeyRing, make_keyring, presented
+from quire.server.limits import LOCAL, KeyRing, make_keyring, presented
 
 FILE = """
 keys:

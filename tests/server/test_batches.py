@@ -19,12 +19,11 @@ from openai import OpenAI
 
 import quire.server.batches.service as service_module
 from quire.batch.results import Reply
-from quire.server.auth import LOCAL, Key, KeyRing
 from quire.server.batches.endpoints import get_batch
 from quire.server.batches.service import BatchService
-from quire.server.batches.store import StateDir, StoredBatch, new_file, storing
-from quire.server.batches.types import CreateBatchRequest
+from quire.server.batches.store import CreateBatchRequest, StateDir, StoredBatch, new_file, storing
 from quire.server.errors import ApiError, Kind
+from quire.server.limits import LOCAL, Key, KeyRing
 from tests.server.rig import FAKE, Answer, Server, serving
 from tests.waiting import HANG_S, eventually, paused
 

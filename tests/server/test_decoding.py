@@ -19,7 +19,7 @@ ROOT = Path(quire.__file__).parents[1]
 # Typed decoding outside of quire/server/decoding.py, and why it is safe.
 ALONE = {
     "quire/engine/worker/protocol.py": "its decoders are built at import",
-    "quire/server/auth.py": "the keys file is read once, before the server listens",
+    "quire/server/limits.py": "the keys file is read once, before the server listens",
     "quire/cli/serve_models.py": "the configuration is read once, before the server listens",
 }
 PLAIN = ("dict[str, Any]", "dict[str, object]")  # types without fields, for which msgspec keeps no information

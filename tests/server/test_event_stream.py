@@ -18,17 +18,21 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
 from quire.engine.worker.client import Generation
 from quire.server.errors import ApiError, Kind
-from quire.server.http.event_stream import EventEncoder, EventStream, TokenWriter
-from quire.server.http.server import BODY_WRITER, BodyWriter
-from quire.server.model_service import ActiveRequest, ClientGone
-from quire.server.protocols.anthropic import messages
-from quire.server.protocols.ollama import generation as ollama
-from quire.server.protocols.openai import responses
-from quire.server.protocols.openai.chat import chat_stream, parse_chat
-from quire.server.protocols.openai.completions import completion_stream, parse_completion
-from quire.server.protocols.openai.encoding import OPENAI, AnswerEvents
-from quire.server.protocols.openai.responses_types import ResponsesRequest
-from quire.server.protocols.openai.types import AnswerHead, ChatCompletionRequest, CompletionRequest
+from quire.server.http import BODY_WRITER, BodyWriter, EventEncoder, EventStream, TokenWriter
+from quire.server.models import ActiveRequest, ClientGone
+from quire.server.protocols import anthropic as messages
+from quire.server.protocols import ollama as ollama
+from quire.server.protocols import responses
+from quire.server.protocols.openai import (
+    OPENAI,
+    AnswerEvents,
+    chat_stream,
+    completion_stream,
+    parse_chat,
+    parse_completion,
+)
+from quire.server.protocols.openai_types import AnswerHead, ChatCompletionRequest, CompletionRequest
+from quire.server.protocols.responses import ResponsesRequest
 from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from tests.server.rig import FAKE, serving
 
 BOARD = Path(__file__).parents[2] / "docs/grafana.json"

@@ -13,22 +13,22 @@ from uvicorn.server import ServerState
 
 from quire.engine.outputs import Delta
 from quire.errors import InvalidRequest
+from quire.server import http as open_connections
 from quire.server.errors import ApiError, Kind
-from quire.server.http import server as open_connections
-from quire.server.http.event_stream import EventStream
-from quire.server.http.server import (
+from quire.server.http import (
     FREE_BYTES,
     GRACE_S,
     LINGER_S,
     SPARE_FILES,
+    EventStream,
     HttpProtocol,
     OpenConnections,
     bind,
     make_config,
     raise_file_limit,
 )
-from quire.server.model_service import ActiveRequest
-from quire.server.protocols.openai.encoding import OPENAI
+from quire.server.models import ActiveRequest
+from quire.server.protocols.openai import OPENAI
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
 

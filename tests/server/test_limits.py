@@ -11,7 +11,6 @@ import pytest
 
 from quire.core.values import Priority
 from quire.errors import Draining
-from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import (
     MAX_RETRY_AFTER_S,
@@ -19,6 +18,8 @@ from quire.server.limits import (
     BodyBytes,
     FairSlots,
     IntakeRate,
+    Key,
+    Limits,
     QueueTicket,
     Quota,
     Quotas,

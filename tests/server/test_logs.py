@@ -21,7 +21,7 @@ from starlette.routing import Route
 from quire.core.values import Priority
 from quire.engine.worker.log_lines import JsonFormatter, LineFormatter
 from quire.errors import InvalidRequest
-from quire.server.observability.logs import (
+from quire.server.logs import (
     MAX_KEYS,
     MAX_LINES_PER_S,
     MAX_VALUE_CHARS,
@@ -32,7 +32,7 @@ from quire.server.observability.logs import (
     request_fields,
     setup_logging,
 )
-from quire.server.observability.metrics import RequestRecord
+from quire.server.metrics import RequestRecord
 from tests.server.test_metrics import PAGE, RECORD
 
 LINE = re.compile(

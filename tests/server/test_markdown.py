@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.web.page import page_files
+from quire.server.web import page_files
 from tests.waiting import HANG_S
 
 HARNESS = Path(__file__).with_name("markdown.mjs")

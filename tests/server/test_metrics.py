@@ -22,18 +22,9 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.engine import EngineOutput
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest
+from quire.server.admin import _take_metrics
 from quire.server.errors import ApiError, Kind
-from quire.server.observability.health import _take_metrics
-from quire.server.observability.metrics import (
-    COUNTERS,
-    GAUGES,
-    HISTOGRAMS,
-    REASONS,
-    VLLM,
-    Exposition,
-    Metrics,
-    RequestRecord,
-)
+from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics, RequestRecord
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 READY = Ready(

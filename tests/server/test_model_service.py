@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.model_service import _is_short
+from quire.server.models import _is_short
 from tests.server.rig import FAKE, Server, children, close_sockets, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import eventually, is_asleep

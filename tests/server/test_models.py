@@ -20,9 +20,9 @@ from quire.cli.serve_models import list_models
 from quire.engine.composition import EngineConfig, make_runner
 from quire.engine.model_manager import ModelManager
 from quire.errors import InvalidRequest
-from quire.server.auth import Key
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.errors import ApiError
+from quire.server.limits import Key
 from quire.server.models import Model, Models, SharedResources
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from quire.server.app import ENDPOINTS
-from quire.server.http.not_found import BASES, UNSERVED, advice, find_meant, why_unserved
+from quire.server.routes import BASES, UNSERVED, advice, find_meant, why_unserved
 from tests.server.rig import Server
 
 MEANT = {

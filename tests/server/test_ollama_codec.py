@@ -18,19 +18,25 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
+from quire.server import catalog as pull
+from quire.server.catalog import API_VERSION, NEVER
 from quire.server.errors import ApiError, Kind
-from quire.server.model_service import ActiveRequest, InferenceRequest
-from quire.server.models import Models
-from quire.server.protocols.ollama import catalog as pull
-from quire.server.protocols.ollama.catalog import API_VERSION, NEVER
-from quire.server.protocols.ollama.generation import Reply, chat_answer, generate_answer
-from quire.server.protocols.ollama.parsing import NAMES, OLLAMA, find_model, keep_alive_s, parse_chat, parse_generate
-from quire.server.protocols.ollama.types import (
+from quire.server.models import ActiveRequest, InferenceRequest, Models
+from quire.server.protocols.ollama import (
     IGNORED_OPTIONS,
+    NAMES,
+    OLLAMA,
     UNSUPPORTED,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
+    Reply,
+    chat_answer,
+    find_model,
+    generate_answer,
+    keep_alive_s,
+    parse_chat,
+    parse_generate,
 )
 from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.grammar import json_object_grammar, json_schema_grammar

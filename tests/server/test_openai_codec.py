@@ -24,20 +24,27 @@ from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogpr
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.model_service import ActiveRequest, Breakpoint, InferenceRequest
-from quire.server.protocols.openai import other_servers, types
-from quire.server.protocols.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
-from quire.server.protocols.openai.completions import (
+from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
+from quire.server.protocols import openai_types as other_servers
+from quire.server.protocols import openai_types as types
+from quire.server.protocols.openai import (
+    OPENAI,
+    AnswerEvents,
     Echo,
+    cache_view,
+    chat_stream,
     completion_stream,
     echo_of,
+    head_of,
+    parse_chat,
     parse_completion,
+    parse_messages,
+    protocol_field_names,
     token_offsets,
+    whole_chat,
     whole_completion,
 )
-from quire.server.protocols.openai.encoding import OPENAI, AnswerEvents, cache_view, head_of
-from quire.server.protocols.openai.parsing import protocol_field_names
-from quire.server.protocols.openai.types import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
+from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.server.protocols.support import view
 from quire.text.answers import AnswerParser
 from quire.text.excerpt import Excerpt
@@ -312,7 +319,7 @@ def test_booleans_and_numbers_are_distinct() -> None:
             chat(**fields)
 
 
-@pytest.mark.parametrize("field", other_servers.ACCEPTED)
+@pytest.mark.parametrize("field", other_servers.ACCEPTED_OF_OTHERS)
 def test_fields_of_other_servers_without_effect_are_named_in_the_header(field: str) -> None:
     for ask in (chat, completion):
         assert ask(**{field: 7}) == replace(ask(), ignored=(field,))

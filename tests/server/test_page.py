@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.web.page import CONTENT_SECURITY_POLICY, TYPES, page_files
+from quire.server.web import PAGE_HEADERS, TYPES, page_files
 from tests.server.browser import MISSING, Browser, browsing
 from tests.server.rig import FAKE, Server, put_away, serving, spawn, wait_ready
 from tests.waiting import eventually, throttled
@@ -62,7 +62,7 @@ def test_every_file_is_served_to_anyone_and_nothing_else_is(tiny_model: Path) ->
             answer = server.get(f"/page/{name}")
             assert (answer.status, answer.body) == (200, body)
             assert answer.headers["content-type"] == TYPES[Path(name).suffix]
-            assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+            assert answer.headers["content-security-policy"] == PAGE_HEADERS["content-security-policy"]
             assert answer.headers["x-content-type-options"] == "nosniff"
         for name in ("__init__.py", "..%2Fapp.py", "nothing.js", "%2e%2e%2fdocs.html", ""):
             assert server.get(f"/page/{name}").status in (401, 404), name
@@ -86,10 +86,10 @@ def test_it_is_self_contained() -> None:
         assert not [word for word in unsafe if word in text], name
         assert "localStorage" not in text or name == "storage.js"  # one file that survives its failures
         assert len(data) < 16 << 10, f"{name} has grown: another file?"
-    directives = dict(part.strip().split(" ", 1) for part in CONTENT_SECURITY_POLICY.split(";"))
+    directives = dict(part.strip().split(" ", 1) for part in PAGE_HEADERS["content-security-policy"].split(";"))
     assert directives["default-src"] == "'none'"
     assert directives["script-src"] == directives["style-src"] == directives["connect-src"] == "'self'"
-    assert "unsafe" not in CONTENT_SECURITY_POLICY
+    assert "unsafe" not in PAGE_HEADERS["content-security-policy"]
 
 
 def test_every_name_a_script_uses_exists() -> None:

@@ -21,19 +21,21 @@ from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.http.event_stream import api_error
-from quire.server.model_service import ActiveRequest, Breakpoint, InferenceRequest
-from quire.server.protocols.openai.encoding import RESPONSES
-from quire.server.protocols.openai.responses import Reply
-from quire.server.protocols.openai.responses_parsing import (
+from quire.server.http import api_error
+from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
+from quire.server.protocols.responses import (
+    ACCEPTED,
+    RESPONSES,
+    UNSUPPORTED,
     AnswerItems,
+    Reply,
+    ResponsesRequest,
     ResponseTools,
     client_tools,
     parse_responses,
     parse_tools,
     qualified_name,
 )
-from quire.server.protocols.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode

@@ -8,8 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
-from enum import Enum
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,24 +16,13 @@ import msgspec
 import pytest
 import schemathesis
 from schemathesis.core.result import Ok
+from starlette.responses import Response
 
 from quire.server.app import ENDPOINTS
-from quire.server.http.openapi import ERRORS, EXAMPLES, FIELDS, STATUSES, openapi
-from quire.server.web.static import CONTENT_SECURITY_POLICY, PAGE
-
-
-class Access(Enum):
-    PUBLIC = "public"
-    USER = "user"
-    ADMIN = "admin"
-
-
-@dataclass(frozen=True)
-class Words:
-    name: str
-
-
-OPENAI, ANTHROPIC = Words("openai"), Words("anthropic")
+from quire.server.protocols.anthropic import ANTHROPIC
+from quire.server.request_context import RequestContext
+from quire.server.routes import ERRORS, EXAMPLES, FIELDS, STATUSES, Access, Endpoint, openapi_document
+from quire.server.web import DOCS, DOCS_HEADERS
 
 
 class Part(msgspec.Struct):
@@ -69,38 +56,40 @@ class Pin(msgspec.Struct):
     secret: str  # has no example
 
 
-@dataclass(frozen=True)
-class Row:
-    method: str
-    path: str
-    summary: str = "Does it."
-    body: type[msgspec.Struct] | None = None
-    answer: type[msgspec.Struct] | None = None
-    dialect: Words = OPENAI
-    access: Access = Access.USER
-    streams: bool = False
-    generates: bool = False
-    tag: str = "server"
-    query: type[msgspec.Struct] | None = None
-    form: type[msgspec.Struct] | None = None
+async def never(context: RequestContext) -> Response:
+    raise AssertionError(context.endpoint)
+
+
+def row(method: str, path: str, summary: str = "Does it.", *kinds: Any, **more: Any) -> Endpoint:
+    return Endpoint(method, path, never, summary, *kinds, **more)
 
 
 ROWS = (
-    Row("POST", "/v1/chat/completions", "Answer.", Body, Answer, streams=True, generates=True, tag="openai"),
-    Row("POST", "/v1/messages", "Answer.", Body, Answer, ANTHROPIC, streams=True, generates=True, tag="anthropic"),
-    Row("GET", "/v1/models/{model:path}", "One of them.", answer=Answer, tag="openai"),
-    Row("GET", "/v1/things/{number:int}", answer=Answer),
-    Row("DELETE", "/v1/things/{number:int}", answer=Answer),
-    Row("POST", "/v1/cache/pin", "Keep.", Pin, Answer, access=Access.ADMIN),
-    Row("POST", "/v1/cache/clear", "Forget.", answer=Answer, access=Access.ADMIN),
-    Row("GET", "/health", "Whether it moves.", answer=Answer, access=Access.PUBLIC),
-    Row("GET", "/metrics", "For Prometheus."),
+    row("POST", "/v1/chat/completions", "Answer.", Body, Answer, streams=True, generates=True, tag="openai"),
+    row(
+        "POST",
+        "/v1/messages",
+        "Answer.",
+        Body,
+        Answer,
+        dialect=ANTHROPIC,
+        streams=True,
+        generates=True,
+        tag="anthropic",
+    ),
+    row("GET", "/v1/models/{model:path}", "One of them.", answer=Answer, tag="openai"),
+    row("GET", "/v1/things/{number:int}", answer=Answer),
+    row("DELETE", "/v1/things/{number:int}", answer=Answer),
+    row("POST", "/v1/cache/pin", "Keep.", Pin, Answer, access=Access.ADMIN),
+    row("POST", "/v1/cache/clear", "Forget.", answer=Answer, access=Access.ADMIN),
+    row("GET", "/health", "Whether it moves.", answer=Answer, access=Access.PUBLIC),
+    row("GET", "/metrics", "For Prometheus."),
 )
 
 
 @pytest.fixture
 def document() -> dict[str, Any]:
-    return openapi(ROWS, "1.2.3", model="some/model")
+    return openapi_document(ROWS, "1.2.3", model="some/model")
 
 
 def test_schemathesis_accepts_it(document: dict[str, Any]) -> None:
@@ -196,7 +185,7 @@ def test_tables_name_existing_fields() -> None:
 
 
 def test_the_servers_own_table() -> None:
-    document = openapi(ENDPOINTS, "1.2.3", model="some/model")
+    document = openapi_document(ENDPOINTS, "1.2.3", model="some/model")
     schemathesis.openapi.from_dict(document).validate()
     for endpoint in ENDPOINTS:
         operation = document["paths"][re.sub(r":\w+\}", "}", endpoint.path)][endpoint.method.lower()]
@@ -219,13 +208,13 @@ class Tags(HTMLParser):
 
 
 def inline(tag: str) -> str:
-    (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE.decode(), re.DOTALL)
+    (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", DOCS.decode(), re.DOTALL)
     return str(text)
 
 
 def test_the_page_is_self_contained() -> None:
     tags = Tags()
-    tags.feed(PAGE.decode())
+    tags.feed(DOCS.decode())
     for tag, attributes in tags.tags:
         assert tag not in ("img", "iframe", "object", "embed", "base")
         assert "src" not in attributes
@@ -239,16 +228,16 @@ def test_the_page_is_self_contained() -> None:
 
 
 def test_the_policy_names_the_script_and_the_style_by_digest() -> None:
-    directives = dict(part.strip().split(" ", 1) for part in CONTENT_SECURITY_POLICY.split(";"))
+    directives = dict(part.strip().split(" ", 1) for part in DOCS_HEADERS["content-security-policy"].split(";"))
     for tag in ("script", "style"):
         digest = base64.b64encode(hashlib.sha256(inline(tag).encode()).digest()).decode()
         assert directives[f"{tag}-src"] == f"'sha256-{digest}'"
     assert directives["default-src"] == "'none'"
     assert directives["connect-src"] == "'self'"
-    assert "unsafe" not in CONTENT_SECURITY_POLICY
-    assert "*" not in CONTENT_SECURITY_POLICY
-    assert CONTENT_SECURITY_POLICY.isascii()
-    assert CONTENT_SECURITY_POLICY.isprintable()
+    assert "unsafe" not in DOCS_HEADERS["content-security-policy"]
+    assert "*" not in DOCS_HEADERS["content-security-policy"]
+    assert DOCS_HEADERS["content-security-policy"].isascii()
+    assert DOCS_HEADERS["content-security-policy"].isprintable()
 
 
 def test_the_page_neither_makes_markup_nor_keeps_keys() -> None:

@@ -21,19 +21,21 @@ from quire.core.values import Priority
 from quire.engine.engine import EngineOutput
 from quire.engine.model_manager import ModelManager
 from quire.engine.worker.protocol import Stepped
-from quire.server.auth import LOCAL
+from quire.server.admin import WatchStream
+from quire.server.limits import LOCAL
+from quire.server.metrics import MAX_RECENT, ActivityCounters, RequestRecord
 from quire.server.models import Model, Models
-from quire.server.observability.metrics import MAX_RECENT, ActivityCounters, RequestRecord
-from quire.server.observability.snapshot import (
+from quire.server.watch import (
     MAX_FINISHED_SHOWN,
+    MAX_WATCHERS,
+    MAX_WATCHERS_A_KEY,
     BlocksAnswer,
+    Watch,
     WatchedEngine,
     WatchedPool,
     WatchSnapshot,
     _windows,
 )
-from quire.server.observability.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch
-from quire.server.observability.watch_endpoints import WatchStream
 from tests.server.rig import FAKE, Server, ask_async, serving
 from tests.waiting import HANG_S, eventually, is_asleep, num_switches, paused
 

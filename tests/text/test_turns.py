@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.server.protocols.anthropic.parsing import conversation
-from quire.server.protocols.anthropic.types import MessagesRequest
-from quire.server.protocols.openai.responses_parsing import parse_responses
-from quire.server.protocols.openai.responses_types import ResponsesRequest
+from quire.server.protocols.anthropic import MessagesRequest, conversation
+from quire.server.protocols.responses import ResponsesRequest, parse_responses
 from quire.text.chat_template import ChatTemplate
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.template_worker import environment

@@ -22,9 +22,7 @@ from typing import Protocol
 from quire.batch.lines import BatchLine, BatchRequest, InvalidLine, LineParser, LineSettings
 from quire.batch.results import Reply, Result, ResultFile, ResultScan, error_line, result_id, scan_results
 from quire.batch.runner import BatchRunner, RetryPolicy
-from quire.server.auth import Key, KeyRing
-from quire.server.batches.store import StateDir, StoredBatch, new_file
-from quire.server.batches.types import (
+from quire.server.batches.store import (
     COMPLETION_WINDOW,
     MAX_EXPIRY_S,
     WINDOW_S,
@@ -33,9 +31,13 @@ from quire.server.batches.types import (
     BatchObject,
     CreateBatchRequest,
     RequestCounts,
+    StateDir,
     Status,
+    StoredBatch,
+    new_file,
 )
 from quire.server.errors import ApiError, Kind
+from quire.server.limits import Key, KeyRing
 
 MAX_LISTED_ERRORS = 100
 MAX_IN_FLIGHT = 256  # requests of all batches

@@ -22,7 +22,7 @@ from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import Level
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.model_service import InferenceRequest
+from quire.server.models import InferenceRequest
 from quire.text.excerpt import Excerpt
 from quire.text.messages import ChatRequest, Tool
 from quire.text.schema_mistakes import SchemaProblem

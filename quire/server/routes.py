@@ -1,12 +1,22 @@
-"""The OpenAPI 3.1 document, made from the route table and the types of bodies and answers. Knows no route."""
+"""What a row of the route table is, and what is made from the rows: the OpenAPI document, and hints for 404 responses.
+
+There are no redirects: a redirect would hide a wrong base URL and cost a round trip with each request.
+"""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 import msgspec
+
+from quire.server.errors import Dialect
+from quire.server.protocols.openai import OPENAI
+from quire.server.request_context import Handler
 
 Json = dict[str, Any]
 
@@ -15,38 +25,29 @@ _PARAMETER = re.compile(r"\{(?P<name>\w+)(?::(?P<kind>\w+))?\}")
 _PARAMETER_TYPES: Mapping[str, Json] = {"int": {"type": "integer"}, "float": {"type": "number"}}
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
+class Access(Enum):
+    PUBLIC = "public"
+    USER = "user"
+    ADMIN = "admin"
 
 
-class Route(Protocol):
-    """The parts of an `Endpoint` of `app.py` that the document uses."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One row of the route table. A route needs a key unless its access is PUBLIC."""
 
-    @property
-    def method(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def dialect(self) -> _Named: ...
-    @property
-    def access(self) -> _Named: ...  # PUBLIC, USER or ADMIN
-    @property
-    def body(self) -> type[msgspec.Struct] | None: ...
-    @property
-    def answer(self) -> type[msgspec.Struct] | None: ...
-    @property
-    def summary(self) -> str: ...
-    @property
-    def streams(self) -> bool: ...
-    @property
-    def generates(self) -> bool: ...
-    @property
-    def tag(self) -> str: ...
-    @property
-    def query(self) -> type[msgspec.Struct] | None: ...
-    @property
-    def form(self) -> type[msgspec.Struct] | None: ...
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | None = None
+    dialect: Dialect = OPENAI
+    access: Access = Access.USER
+    streams: bool = False
+    generates: bool = False  # refused before its body is read while all queues are full
+    tag: str = "server"
+    query: type[msgspec.Struct] | None = None  # the URL's query parameters
+    form: type[msgspec.Struct] | None = None  # a body of multipart/form-data
 
 
 STATUSES = {
@@ -199,7 +200,7 @@ _INFO = (
 )
 
 
-def openapi(endpoints: Iterable[Route], version: str, *, model: str | None = None) -> Json:
+def openapi_document(endpoints: Iterable[Endpoint], version: str, *, model: str | None = None) -> Json:
     """Make the document. `model`: a model name for the examples."""
     routes = list(endpoints)
     kinds = list(dict.fromkeys(kind for route in routes for kind in (route.body, route.answer) if kind is not None))
@@ -233,16 +234,16 @@ def openapi(endpoints: Iterable[Route], version: str, *, model: str | None = Non
 
 
 def _operation(
-    route: Route, schema_of: Mapping[type[msgspec.Struct], Json], schemas: Json, examples: Mapping[str, Any]
+    route: Endpoint, schema_of: Mapping[type[msgspec.Struct], Json], schemas: Json, examples: Mapping[str, Any]
 ) -> Json:
     operation: Json = {
         "operationId": "_".join([route.method.lower(), *re.findall(r"\w+", _plain_path(route.path))]),
         "summary": route.summary,
         "tags": [route.tag],
-        "security": [] if route.access.name == "PUBLIC" else [{"bearer": []}, {"x-api-key": []}],
+        "security": [] if route.access is Access.PUBLIC else [{"bearer": []}, {"x-api-key": []}],
         "responses": _responses(route, schema_of),
     }
-    if route.access.name == "ADMIN":
+    if route.access is Access.ADMIN:
         operation["description"] = "Needs an admin key."
     if parameters := _parameters(route.path, examples) + _query_parameters(route.query):
         operation["parameters"] = parameters
@@ -267,7 +268,7 @@ def _form(kind: type[msgspec.Struct]) -> Json:
     return schema
 
 
-def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> Json:
+def _responses(route: Endpoint, schema_of: Mapping[type[msgspec.Struct], Json]) -> Json:
     good: Json = {"description": "Success.", "headers": _header_refs("x-request-id")}
     if route.answer is not None:
         good["content"] = {"application/json": {"schema": schema_of[route.answer]}}
@@ -289,7 +290,7 @@ def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
     return responses
 
 
-def _stream(route: Route) -> tuple[str, str]:
+def _stream(route: Endpoint) -> tuple[str, str]:
     """Return the media type and the description of a stream."""
     if route.dialect.name == "ollama":
         return "application/x-ndjson", "One JSON object per line, unless `stream` is false."
@@ -297,9 +298,9 @@ def _stream(route: Route) -> tuple[str, str]:
     return "text/event-stream", f"Server-sent events, {when}."
 
 
-def _statuses(route: Route) -> list[int]:
+def _statuses(route: Endpoint) -> list[int]:
     found = {403, 405, 500, 503}
-    if route.access.name != "PUBLIC":
+    if route.access is not Access.PUBLIC:
         found.add(401)
     if route.body is not None or route.form is not None:
         found |= {400, 404, 408, 413, 429}
@@ -394,3 +395,106 @@ def _headers() -> Json:
 
 def _header_refs(*names: str) -> Json:
     return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+MAX_PATH_CHARS = 200  # longer paths are not typos
+NEAR = 0.85  # difflib's ratio of paths that differ in a letter or two
+# Prefixes that base URLs often repeat or lack.
+_PREFIXES = ("v1", "api", "openai", "anthropic")
+BASES = {
+    "openai": "OpenAI clients need a base URL that ends in a single /v1",
+    "anthropic": "Anthropic clients add /v1 themselves: their base URL ends without it",
+    "ollama": "Ollama clients need the address without a path",
+}
+_NO_EMBEDDINGS = "quire serves text generation models and computes no embeddings"
+_NO_STORE = "this server does not store such objects"
+_NO_MODELS = "the models are fixed at start: download them with `quire pull` and restart the server"
+
+# Paths of other servers, without the prefixes above, and why they are not served.
+UNSERVED = {
+    "embeddings": _NO_EMBEDDINGS,
+    "embed": _NO_EMBEDDINGS,
+    "embedding": _NO_EMBEDDINGS,
+    "rerank": _NO_EMBEDDINGS,
+    "score": _NO_EMBEDDINGS,
+    "audio": "quire reads and writes text only",
+    "images": "quire reads and writes text only",
+    "videos": "quire reads and writes text only",
+    "realtime": "quire reads and writes text only",
+    "moderations": "this server has no moderation model",
+    "uploads": _NO_STORE,
+    "assistants": _NO_STORE,
+    "threads": _NO_STORE,
+    "conversations": _NO_STORE,
+    "vector_stores": _NO_STORE,
+    "messages/batches": _NO_STORE,
+    "fine_tuning": "this server does not train",
+    "complete": "it is the older form of /v1/messages",
+    "create": _NO_MODELS,
+    "copy": _NO_MODELS,
+    "delete": _NO_MODELS,
+    "push": _NO_MODELS,
+    "blobs": _NO_MODELS,
+    "infill": "the models generate at the end of the prompt only",
+}
+
+
+# The same for paths below served paths.
+UNSERVED_BELOW = {"responses": _NO_STORE, "chat/completions": _NO_STORE}
+
+
+@dataclass(frozen=True, slots=True)
+class _Typed:
+    """A path split into its prefixes and the rest."""
+
+    prefix: tuple[str, ...]
+    core: str
+
+    @staticmethod
+    def of(path: str) -> _Typed:
+        parts = [part for part in path.lower().split("/") if part]
+        size = 0
+        while size < len(parts) and parts[size] in _PREFIXES:
+            size += 1
+        return _Typed(tuple(parts[:size]), "/".join(parts[size:]))
+
+
+def find_meant(path: str, rows: Sequence[Endpoint]) -> Endpoint | None:
+    """Return the endpoint that differs only in prefixes, slashes, case, a missing end or a letter or two."""
+    typed = _Typed.of(path)
+    if len(path) > MAX_PATH_CHARS or not typed.core:
+        return None
+    known = [(_Typed.of(row.path.partition("{")[0]), row) for row in rows]
+    same = [(one, row) for one, row in known if one.core == typed.core]
+    siblings = [(one, row) for one, row in known if typed.prefix and one.prefix == typed.prefix[-1:]]
+    if not any(pair in siblings for pair in same):
+        longer = [(one, row) for one, row in siblings if one.core.startswith(typed.core + "/")]
+        same = longer if len(longer) == 1 else same  # /v1/chat is the beginning of one path, /v1/cache of several
+    if not same:  # with a path parameter, such as a model name
+        same = [(one, row) for one, row in known if "{" in row.path and typed.core.startswith(one.core + "/")]
+    if not same:
+        near = difflib.get_close_matches(typed.core, {one.core for one, _ in known}, n=1, cutoff=NEAR)
+        same = [(one, row) for one, row in known if one.core in near]
+    same.sort(key=lambda pair: (pair[0].prefix[-1:] != typed.prefix[-1:], "{" in pair[1].path))
+    return same[0][1] if same else None
+
+
+def why_unserved(path: str) -> str | None:
+    """Return why a path of other servers is not served. None: not such a path."""
+    core = _Typed.of(path).core if len(path) <= MAX_PATH_CHARS else ""
+    for head, why in UNSERVED_BELOW.items():
+        if core.startswith(f"{head}/"):
+            return why
+    heads = (core, "/".join(core.split("/")[:2]), core.split("/", maxsplit=1)[0])
+    return next((UNSERVED[head] for head in heads if head in UNSERVED), None)
+
+
+def advice(path: str, meant: Endpoint | None) -> str:
+    """Return the second part of the 404 message."""
+    if meant is not None:
+        text = f"did you mean {meant.method} {_plain_path(meant.path)}?"
+        is_base = _Typed.of(path).prefix != _Typed.of(meant.path).prefix
+        return f"{text} {BASES[meant.tag]}" if is_base and meant.tag in BASES else text
+    if (why := why_unserved(path)) is not None:
+        return f"it is not served: {why}"
+    return "/docs lists all endpoints"

@@ -17,7 +17,7 @@ from typing import TextIO
 
 from quire.engine.worker.log_lines import FIELDS, JsonFormatter, LineFormatter
 from quire.errors import InvalidRequest
-from quire.server.observability.metrics import RequestRecord
+from quire.server.metrics import RequestRecord
 
 LEVELS = ("debug", "info", "warning", "error")
 MAX_LINES_PER_S = 20  # of one logger

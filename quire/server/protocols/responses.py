@@ -1,29 +1,37 @@
-"""Parses a body of /v1/responses into an `InferenceRequest`. Pure.
+"""POST /v1/responses: OpenAI's Responses API. Nothing is stored: a request has the conversation.
 
 The tools of a body are functions, custom tools and namespaces. The model calls every tool as a function with a JSON
 object. A tool in a namespace has one name made of both names. A custom tool takes a text, which is the argument
 `input`. The client sees its own names and forms.
-
-`AnswerItems` builds the output items of a response and their events.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.responses import Response
 
+from quire.engine.outputs import Delta, TokenLogprob
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
-from quire.server.model_service import Breakpoint, InferenceRequest
-from quire.server.protocols.openai.parsing import (
+from quire.server.errors import ApiError, Kind
+from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
+from quire.server.protocols.openai import (
     NAMES,
+    OPENAI,
+    TIERS,
     cache_ttl_s,
+    cache_view,
+    error_body,
+    finish_reason,
+    finite,
     forced_tool,
     has_no_budget,
     make_grammar,
@@ -31,46 +39,34 @@ from quire.server.protocols.openai.parsing import (
     params_of,
     protocol_field_names,
     thinking_fields,
+    token_text,
     ttl_s,
     unknown_format,
 )
-from quire.server.protocols.openai.parsing import shape_field as body_shape_field
-from quire.server.protocols.openai.responses_types import (
-    ITEMS,
-    LOGPROBS,
-    UNSUPPORTED,
-    ContentPartAdded,
-    ContentPartDone,
-    CustomToolCallInputDelta,
-    CustomToolCallInputDone,
-    CustomToolCallItem,
-    Event,
-    FunctionCallArgumentsDelta,
-    FunctionCallArgumentsDone,
-    FunctionCallItem,
-    FunctionTool,
-    InputItem,
-    InputPart,
-    ItemStatus,
-    OutputItem,
-    OutputItemAdded,
-    OutputItemDone,
-    OutputMessage,
-    OutputText,
-    OutputTextDelta,
-    OutputTextDone,
-    ReasoningItem,
-    ReasoningText,
-    ReasoningTextDelta,
-    ReasoningTextDone,
-    ResponsesRequest,
-    ToolChoiceBody,
-    ToolParam,
+from quire.server.protocols.openai import shape_field as body_shape_field
+from quire.server.protocols.openai_types import UNSUPPORTED as OPENAI_UNSUPPORTED
+from quire.server.protocols.openai_types import (
+    Alternatives,
+    ChatTokenLogprob,
+    ErrorBody,
+    GenerationBody,
+    JsonSchemaFormat,
+    PromptCacheBreakpoint,
+    TokenCount,
+    TopLogprob,
 )
-from quire.server.protocols.openai.types import UNSUPPORTED as OPENAI_UNSUPPORTED
-from quire.server.protocols.openai.types import ChatTokenLogprob
-from quire.server.protocols.support import refuse_unsupported, unsupported, with_unenforced
-from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
+from quire.server.protocols.support import (
+    CacheView,
+    Unsupported,
+    answer_in_shape,
+    describe_accepted,
+    describe_refused,
+    refuse_unsupported,
+    unsupported,
+    with_unenforced,
+)
+from quire.server.request_context import RequestContext
+from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import (
     MAX_CALL_ID_CHARS,
@@ -88,6 +84,377 @@ from quire.text.messages import (
     check_parts,
 )
 from quire.text.tokenizer import check_text
+
+_STORES = "responses are not stored: send the whole conversation as input"
+
+UNSUPPORTED = {
+    "previous_response_id": Unsupported(_STORES),
+    "conversation": Unsupported(_STORES),
+    "prompt": Unsupported("there are no stored prompts: send instructions and input"),
+    "background": Unsupported("a response is generated while the client waits", (False,)),
+    "context_management": Unsupported("a conversation is never shortened", ([],)),
+    "moderation": Unsupported("this server has no moderation model"),
+    "n": Unsupported("a response has one answer", (1,)),
+    "response_format": Unsupported("use text.format", ({"type": "text"},)),
+}
+ACCEPTED = {
+    "access_programs": "quire has none",
+    "client_metadata": "requests are not stored",
+    "image": "images are not supported",
+    "max_tool_calls": "it limits calls that the server runs, and quire runs none",
+    "truncation": "a conversation that is too long is refused",
+}
+LOGPROBS = "message.output_text.logprobs"  # in `include`; other values are for tools and stores that quire lacks
+
+
+def _refused(field: str) -> Meta:
+    return describe_refused(UNSUPPORTED[field])
+
+
+def _accepted(field: str) -> Meta:
+    return describe_accepted(ACCEPTED[field])
+
+
+def _within(**schema: Any) -> Meta:
+    return Meta(extra_json_schema=schema)
+
+
+# Requests
+
+
+class InputPart(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["input_text", "output_text", "refusal", "reasoning_text", "summary_text"])]
+    text: str | None = None
+    refusal: str | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+    annotations: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    logprobs: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+
+
+ITEMS = (
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+)  # fmt: skip
+
+
+class InputItem(Struct, kw_only=True):
+    """A message, reasoning, a tool call or its output. Items of earlier responses are accepted unchanged."""
+
+    type: Annotated[str, _within(enum=list(ITEMS))] | None = None
+    role: Annotated[str, _within(enum=["user", "assistant", "system", "developer"])] | None = None
+    content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: Annotated[str | None, Meta(description="Of a function call: the namespace of the function.")] = None
+    arguments: str | None = None
+    input: Annotated[str | None, Meta(description="Of a custom_tool_call: the text.")] = None
+    output: str | list[InputPart] | None = None
+    id: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    status: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    phase: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    encrypted_content: Annotated[Any, Meta(description="Accepted, without effect: quire encrypts nothing.")] = None
+
+
+class FunctionTool(Struct, kw_only=True):
+    """A function, or a custom tool that takes a text. The client runs both."""
+
+    type: Annotated[str, _within(enum=["function", "custom"])] = "function"
+    name: str | None = None
+    namespace: Annotated[str | None, Meta(description="In tool_choice: the namespace of the function.")] = None
+    format: Annotated[Any, Meta(description="Of a custom tool. Accepted, but not enforced.")] = None
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="JSON schema of the arguments.")] = None
+    strict: Annotated[
+        bool | None,
+        Meta(description="Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+    ] = None
+
+
+class ToolParam(FunctionTool, kw_only=True):
+    """A tool, or a namespace of tools. Tools that OpenAI's server would run are left out and named in a header."""
+
+    type: Annotated[str, _within(enum=["function", "custom", "namespace"])] = "function"
+    tools: Annotated[list[FunctionTool] | None, Meta(description="Of a namespace: its tools.")] = None
+
+
+class ToolChoiceBody(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["function", "custom", "allowed_tools"])]
+    name: str | None = None
+    namespace: str | None = None
+    mode: Annotated[str, _within(enum=["auto", "required"])] | None = None
+    tools: list[FunctionTool] | None = None
+
+
+class TextFormat(JsonSchemaFormat, kw_only=True):
+    type: Annotated[str, _within(enum=["text", "json_object", "json_schema"])]
+
+
+class TextConfig(Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, Meta(description="Accepted, without effect: a hint.")] = None
+
+
+class ReasoningConfig(Struct, kw_only=True):
+    effort: Annotated[
+        str | None,
+        Meta(description="none: no reasoning, if the template supports it. Others: a hint to the template."),
+    ] = None
+    summary: Annotated[Any, Meta(description="Accepted, without effect: the reasoning itself is returned.")] = None
+    generate_summary: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    context: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    mode: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+
+
+class ResponsesRequest(GenerationBody, kw_only=True):
+    input: str | Annotated[list[InputItem], _within(minItems=1, maxItems=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None  # overrides max_tokens
+    tools: Annotated[list[ToolParam], _within(maxItems=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    include: Annotated[
+        list[str] | None, Meta(description=f"`{LOGPROBS}` adds log probabilities; other values have no effect.")
+    ] = None
+    top_logprobs: Alternatives | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="Arguments of the chat template: strings, numbers, true, false.")
+    ] = None
+    enable_thinking: Annotated[
+        bool | None, Meta(description="Whether to reason before the answer, if the template supports the choice.")
+    ] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Returned in the response.")] = None
+    reasoning: ReasoningConfig | None = None
+
+    truncation: Annotated[Any, _accepted("truncation")] = None
+    max_tool_calls: Annotated[Any, _accepted("max_tool_calls")] = None
+    access_programs: Annotated[Any, _accepted("access_programs")] = None
+    client_metadata: Annotated[Any, _accepted("client_metadata")] = None
+    image: Annotated[Any, _accepted("image")] = None
+    previous_response_id: Annotated[Any, _refused("previous_response_id")] = None
+    conversation: Annotated[Any, _refused("conversation")] = None
+    prompt: Annotated[Any, _refused("prompt")] = None
+    background: Annotated[Any, _refused("background")] = None
+    context_management: Annotated[Any, _refused("context_management")] = None
+    moderation: Annotated[Any, _refused("moderation")] = None
+    n: Annotated[Any, _refused("n")] = None
+    response_format: Annotated[Any, _refused("response_format")] = None
+
+
+# Answers
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ErrorCode = Literal["server_error", "rate_limit_exceeded"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(Struct, frozen=True, tag="output_text"):
+    text: str
+    logprobs: tuple[ChatTokenLogprob, ...] = ()
+    annotations: tuple[()] = ()
+
+
+class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(Struct, frozen=True, kw_only=True, tag="message"):
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"] = "assistant"
+    content: tuple[OutputText, ...] = ()
+
+
+class ReasoningItem(Struct, frozen=True, kw_only=True, tag="reasoning"):
+    id: str
+    status: ItemStatus
+    summary: tuple[()] = ()  # there is no summary: content is the reasoning itself
+    content: tuple[ReasoningText, ...] = ()
+
+
+class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str = ""
+    namespace: str | UnsetType = UNSET  # if the client defined the tool in a namespace
+
+
+class CustomToolCallItem(Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
+
+
+class InputTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int  # kept by prompt_cache_key or breakpoints and not cached before
+
+
+class OutputTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(Struct, frozen=True):
+    code: ErrorCode
+    message: str
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseObject(Struct, frozen=True, kw_only=True):
+    """The response, with fields of its request. In events, the response so far."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: Annotated[int, Meta(description="Unix time in seconds.")]
+    completed_at: int | None = None
+    status: ResponseStatus
+    background: Literal[False] = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: tuple[OutputItem, ...] = ()
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    service_tier: str
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    cache: CacheView | UnsetType = UNSET
+
+
+# Events, in their order in a stream
+
+
+class Event(Struct, kw_only=True):
+    sequence_number: int = 0  # set when it is sent
+
+
+class ResponseEvent(Event, kw_only=True):
+    response: ResponseObject
+
+
+class ResponseCreated(ResponseEvent, tag="response.created"):
+    pass
+
+
+class ResponseInProgress(ResponseEvent, tag="response.in_progress"):
+    pass
+
+
+class ResponseCompleted(ResponseEvent, tag="response.completed"):
+    pass
+
+
+class ResponseIncomplete(ResponseEvent, tag="response.incomplete"):
+    pass
+
+
+class ResponseFailed(ResponseEvent, tag="response.failed"):
+    pass
+
+
+class ErrorEvent(Event, kw_only=True, tag="error"):
+    """Sent instead of a response. OpenAI documents it without `error`, but its client reads only `error`."""
+
+    code: str | None
+    message: str
+    param: str | None
+    error: ErrorBody
+
+
+class OutputItemAdded(Event, kw_only=True, tag="response.output_item.added"):
+    output_index: int
+    item: OutputItem
+
+
+class OutputItemDone(Event, kw_only=True, tag="response.output_item.done"):
+    output_index: int
+    item: OutputItem
+
+
+class ItemEvent(Event, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class PartEvent(ItemEvent, kw_only=True):
+    content_index: int = 0
+
+
+class ContentPartAdded(PartEvent, kw_only=True, tag="response.content_part.added"):
+    part: OutputText | ReasoningText
+
+
+class ContentPartDone(PartEvent, kw_only=True, tag="response.content_part.done"):
+    part: OutputText | ReasoningText
+
+
+class OutputTextDelta(PartEvent, kw_only=True, tag="response.output_text.delta"):
+    delta: str
+    logprobs: tuple[ChatTokenLogprob, ...] = ()
+
+
+class OutputTextDone(PartEvent, kw_only=True, tag="response.output_text.done"):
+    text: str
+    logprobs: tuple[ChatTokenLogprob, ...] = ()
+
+
+class ReasoningTextDelta(PartEvent, kw_only=True, tag="response.reasoning_text.delta"):
+    delta: str
+
+
+class ReasoningTextDone(PartEvent, kw_only=True, tag="response.reasoning_text.done"):
+    text: str
+
+
+class FunctionCallArgumentsDelta(ItemEvent, kw_only=True, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class FunctionCallArgumentsDone(ItemEvent, kw_only=True, tag="response.function_call_arguments.done"):
+    name: str
+    arguments: str
+
+
+class CustomToolCallInputDelta(ItemEvent, kw_only=True, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class CustomToolCallInputDone(ItemEvent, kw_only=True, tag="response.custom_tool_call_input.done"):
+    input: str
+
 
 INPUT = "input"  # the argument that holds a custom tool's text
 CUSTOM: Mapping[str, Any] = {
@@ -647,3 +1014,183 @@ def _text_shape(body: ResponsesRequest) -> tuple[str, Callable[[], Grammar]] | N
     if form.schema is None:
         raise InvalidRequest("text.format.schema is missing")
     return "text.format.schema", partial(json_schema_grammar, form.schema, strict=bool(form.strict))
+
+
+_MARK = "<text>"
+_NUMBER = 1 << 62  # placeholder for the event number; no real event reaches it
+_encode = msgspec.json.Encoder().encode
+_CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
+
+
+async def responses(context: RequestContext) -> Response:
+    body = await context.body(ResponsesRequest)
+    request = await context.parse(parse_responses, body)
+    with protocol_field_names(names_of(body)):
+        return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
+
+
+async def _respond(context: RequestContext, body: ResponsesRequest, request: InferenceRequest) -> Response:
+    active = await context.open(request)
+    reply = Reply(active, body)
+    if request.is_streaming:
+        return await context.stream(active, reply)
+    await reply.collect()
+    return await context.json_of(reply.finished, active.num_values)
+
+
+class Reply:
+    """Encodes the response to one request, as a whole or, as an `EventEncoder`, as a stream."""
+
+    waits_for_start = True
+
+    def __init__(self, active: ActiveRequest, body: ResponsesRequest) -> None:
+        self._active = active
+        self._echoed = _echoed_fields(active, body)
+        self._items = AnswerItems(active.request_id, client_tools(body))
+        self._parser = active.new_parser()
+        self._is_whole = True
+        self._num_events = 0
+        # The bytes around number and text in the events of plain text, once the only message of the answer is open.
+        self._frame: tuple[bytes, bytes, bytes] | None = None
+        self._is_plain = isinstance(self._parser, PlainAnswer)
+
+    async def collect(self) -> None:
+        """Wait for the whole answer, which `finished` then returns."""
+        async with self._active:
+            async for batch in self._active.batches():
+                self._take(batch)
+
+    def begin(self) -> bytes:
+        begun = self._object("in_progress")
+        return self._frames([ResponseCreated(response=begun), ResponseInProgress(response=begun)])
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        return self._frames(self._take(batch))
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        del prompt, index  # there is one
+        if self._frame is not None and self._items.extend_message(text):
+            before, middle, after = self._frame
+            self._num_events += 1
+            return b"".join((before, b"%d" % (self._num_events - 1), middle, _encode(text), after))
+        events = self._items.take(self._parser.push(text))
+        if self._is_plain and isinstance(events[-1], OutputTextDelta):
+            self._frame = _split(events[-1])
+        return self._frames(events)
+
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """None: each event has a number."""
+
+    def finish(self) -> bytes:
+        final = self.finished()
+        return self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
+
+    def fail(self, error: ApiError) -> bytes | None:
+        return self._frames([ResponseFailed(response=self._failed(error))])
+
+    def _take(self, batch: Iterable[tuple[int, Delta]]) -> list[Event]:
+        events: list[Event] = []
+        for _, delta in batch:
+            events += self._items.take(self._parser.push(delta.text), tuple(map(_logprob, delta.logprobs)))
+            if delta.finish_reason is not None:
+                self._is_whole = finish_reason(delta.finish_reason, delta.error) != "length"
+                events += self._items.take(self._parser.finish(is_cut=not self._is_whole))
+                events += self._items.finish(is_whole=self._is_whole)
+        return events
+
+    def _frames(self, events: Sequence[Event]) -> bytes:
+        frames: list[bytes] = []
+        for event in events:
+            event.sequence_number = self._num_events
+            self._num_events += 1
+            frames.append(_event(event))
+        return b"".join(frames)
+
+    def finished(self) -> ResponseObject:
+        cache = cache_view(self._active)
+        return self._object(
+            "completed" if self._is_whole else "incomplete",
+            incomplete_details=None if self._is_whole else IncompleteDetails(),
+            completed_at=int(time.time()) if self._is_whole else None,
+            usage=self._usage(),
+            cache=UNSET if cache is None else cache,
+        )
+
+    def _failed(self, error: ApiError) -> ResponseObject:
+        code = _CODES.get(error.kind, "server_error")
+        return self._object("failed", error=ResponseError(code, error.message), usage=self._usage())
+
+    def _object(self, status: ResponseStatus, **more: Any) -> ResponseObject:
+        return ResponseObject(**self._echoed, status=status, output=tuple(self._items.done), **more)
+
+    def _usage(self) -> ResponseUsage:
+        usage = self._active.usage
+        written = max(0, self._active.pinned_tokens - usage.cached_tokens)
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.cached_tokens, written),
+            usage.completion_tokens,
+            OutputTokensDetails(self._active.num_thought_tokens),
+            usage.total_tokens,
+        )
+
+
+def _split(event: OutputTextDelta) -> tuple[bytes, bytes, bytes]:
+    """The bytes of an event of text before its number, between number and text, and after the text."""
+    marked = msgspec.structs.replace(event, sequence_number=_NUMBER, delta=_MARK)
+    head, after = _event(marked).rsplit(_encode(_MARK), 1)
+    before, middle = head.split(b"%d" % _NUMBER, 1)
+    return before, middle, after
+
+
+def _event(event: Event) -> bytes:
+    name = event.__struct_config__.tag
+    assert isinstance(name, str)
+    return b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+
+def _echoed_fields(active: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
+    """Fields of the request that the response repeats, with defaults filled in."""
+    sampling = active.requests[0].sampling
+    choice, text = body.tool_choice, body.text
+    form = {"type": "text"} if text is None or text.format is None else _plain(text.format)
+    verbosity = None if text is None else text.verbosity
+    return {
+        "id": f"resp_{active.request_id}",
+        "created_at": active.created,
+        "instructions": body.instructions,
+        "max_output_tokens": active.request.params.max_tokens,
+        "metadata": body.metadata or {},
+        "model": active.model,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
+        "service_tier": TIERS[active.priority],
+        "temperature": sampling.temperature,
+        "text": {"format": form} | ({} if verbosity is None else {"verbosity": verbosity}),
+        "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else _plain(choice),
+        "tools": [_plain(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "user": body.user if isinstance(body.user, str) else None,
+    }
+
+
+def _plain(value: msgspec.Struct) -> dict[str, Any]:
+    """Convert to a dict without null fields."""
+    found: dict[str, Any] = msgspec.to_builtins(value)
+    return {name: entry for name, entry in found.items() if entry is not None}
+
+
+def _logprob(entry: TokenLogprob) -> ChatTokenLogprob:
+    tops = [TopLogprob(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top]
+    return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), tops)
+
+
+def _error_event(error: ApiError, _request_id: str) -> bytes:
+    """The error event before the response's first event; a later error is sent as response.failed."""
+    body = error_body(error)
+    return _event(ErrorEvent(code=body.code, message=body.message, param=body.param, error=body))
+
+
+RESPONSES = replace(OPENAI, event=_error_event)

@@ -1,4 +1,4 @@
-"""`/api/tags`, `/api/show`, `/api/ps` and `/api/version`: lists and describes models.
+"""Lists and describes models, from their files and without loading them, in the protocols of OpenAI, Ollama and llama.cpp.
 
 `POST /api/pull`, admin only, downloads a model to this machine's disk and reports the progress. It is not served until
 the server is restarted with it: the models of a server are fixed at its start.
@@ -7,23 +7,32 @@ the server is restarted with it: the models of a server are fixed at its start.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType, structs
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.engine.model_manager import ModelState
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
-from quire.server.model_metadata import ModelFacts, facts_of
-from quire.server.protocols.ollama.generation import rfc3339
-from quire.server.protocols.ollama.parsing import DEFAULT_TAG, OLLAMA, find_model
-from quire.server.protocols.ollama.types import (
+from quire.server.models import ActiveRequest, Model
+from quire.server.protocols import openai_types
+from quire.server.protocols.anthropic import ANTHROPIC_MODELS
+from quire.server.protocols.ollama import (
+    DEFAULT_TAG,
+    OLLAMA,
     ListedModel,
     ListedModels,
     LoadedModel,
@@ -34,16 +43,127 @@ from quire.server.protocols.ollama.types import (
     PullRequest,
     ShownModel,
     ShowRequest,
+    find_model,
+    rfc3339,
 )
+from quire.server.protocols.openai import parse_chat
+from quire.server.protocols.openai_types import ChatCompletionRequest, ModelList
+from quire.server.request_context import RequestContext
+from quire.server.watch import is_shown
+from quire.text.messages import ChatRequest
+from quire.text.reasoning import find_reasoning
 from quire.version import __version__
-from quire.weights.hub import HubName, find_known, is_path, pull
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.config import DTYPES
+from quire.weights.hub import NO_DEFAULTS, HubName, find_known, is_path, known_generation, pull, size_of
+from quire.weights.opening import open_checkpoint
+from quire.weights.spec import GenerationDefaults, ModelSpec
+from quire.weights.tensors import num_weights
 
-if TYPE_CHECKING:
-    from starlette.responses import Response
-    from starlette.types import Receive, Scope, Send
 
-    from quire.server.models import Model
-    from quire.server.request_context import RequestContext
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Metadata of a model's files. `spec` is None if they cannot be read; loading the model reports the cause."""
+
+    format: str
+    num_bytes: int
+    modified_s: float
+    digest: str  # of the files' name, size and modification time; hashing the content would be slow
+    spec: ModelSpec | None = None
+    template: str | None = None
+    defaults: GenerationDefaults = NO_DEFAULTS
+    num_parameters: int = 0  # 0: not known
+
+    @property
+    def can_think(self) -> bool:
+        return find_reasoning(self.template) is not None
+
+
+async def facts_of(model: Model) -> ModelFacts:
+    """Return the metadata, cached until the files change."""
+    path, load_format = model.config.path, model.config.engine.load_format
+    return await asyncio.to_thread(lambda: _read(path, load_format, *_size_and_mtime(path)))
+
+
+def _size_and_mtime(path: Path) -> tuple[int, float]:
+    try:
+        return size_of(path), path.stat().st_mtime
+    except OSError:
+        return 0, 0.0
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, load_format: str, num_bytes: int, modified_s: float) -> ModelFacts:
+    is_gguf = path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists())
+    digest = hashlib.sha256(f"{path.name} {num_bytes} {modified_s}".encode()).hexdigest()
+    form = "gguf" if is_gguf else "safetensors"
+    try:
+        checkpoint = open_checkpoint(path, load_format)
+    except QuireError:
+        return ModelFacts(form, num_bytes, modified_s, digest)
+    try:
+        template = checkpoint.tokenizer_files().chat_template
+        defaults = checkpoint.generation
+        if defaults == NO_DEFAULTS:  # same fallback as `ModelText.open`
+            defaults = known_generation(path)
+        num_parameters = _count_parameters(checkpoint)
+        return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec, template, defaults, num_parameters)
+    except QuireError:
+        return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec)
+    finally:
+        checkpoint.close()
+
+
+def _count_parameters(checkpoint: Checkpoint) -> int:
+    """Return the number of weights; 0 for weights that MLX has packed, because their shapes do not show it."""
+    spec = checkpoint.spec
+    if not spec.unsupported:
+        return num_weights(spec)
+    if spec.quantization not in DTYPES:
+        return 0
+    return sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+
+
+async def list_models(context: RequestContext) -> Response:
+    entries = [entry for model in context.models for entry in await model_entries(model)]
+    return context.json(ModelList(data=entries, first_id=entries[0].id, last_id=entries[-1].id))
+
+
+async def get_model(context: RequestContext) -> Response:
+    """Describe one model. Its name is the rest of the path, because names may contain slashes."""
+    name = context.request.path_params["model"]
+    if not name:
+        raise ApiError(Kind.NOT_FOUND, "there is nothing at '/v1/models/'; did you mean GET /v1/models?")
+    models = context.models
+    if name not in models.names and name.startswith(ANTHROPIC_MODELS):
+        if context.dialect.name == "anthropic":  # /v1/messages uses the default model for these names
+            entry = (await model_entries(models.default))[0]
+            return context.json(structs.replace(entry, id=name, display_name=name, alias_of=models.default.name))
+        text = f"model = {name!r:.200} is not served here; /v1/messages uses {models.default.name} for it"
+        raise ApiError(Kind.NO_MODEL, text, param="model")
+    entries = await model_entries(models.find(name))
+    return context.json(next(entry for entry in entries if entry.id == name))
+
+
+async def model_entries(model: Model) -> list[openai_types.Model]:
+    if model.max_model_len is None:
+        with suppress(QuireError):  # loading the model reports the cause
+            await model.measure()
+    return [
+        openai_types.Model(
+            id=name,
+            created=model.created,
+            root=model.root,
+            alias_of=None if name == model.name else model.name,
+            max_model_len=model.max_model_len or 0,
+            state=model.state.value,
+            num_bytes=model.num_bytes,
+            is_pinned=model.is_pinned,
+            display_name=name,
+            created_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+        )
+        for name in model.names
+    ]
 
 
 API_VERSION = "0.12.11"  # the first Ollama with logprobs, the newest field that quire implements
@@ -297,3 +417,117 @@ class Lines(Response):
 
 async def _one(last: PullProgress) -> AsyncIterator[bytes]:
     yield _encode(last) + b"\n"
+
+
+class SlotParams(msgspec.Struct, kw_only=True):
+    """Default sampling parameters."""
+
+    n_predict: int = -1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+
+
+class SlotDefaults(msgspec.Struct, kw_only=True):
+    n_ctx: Annotated[int, Meta(description="Limit of prompt and answer together, in tokens.")]
+    params: SlotParams
+
+
+class Modalities(msgspec.Struct, kw_only=True):
+    vision: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, kw_only=True):
+    default_generation_settings: SlotDefaults
+    total_slots: Annotated[int, Meta(description="Sequences that can run at once; 0: the model is not loaded.")]
+    model_path: Annotated[str, Meta(description="The model's name; its path is not shown.")]
+    chat_template: str
+    build_info: str
+    modalities: Modalities
+    is_sleeping: Annotated[bool, Meta(description="The model is not loaded; a request loads it.")]
+
+
+class NextToken(msgspec.Struct, kw_only=True):
+    n_decoded: int
+    has_next_token: bool = True
+
+
+class Slot(msgspec.Struct, kw_only=True):
+    """A running request. Requests of other keys have no token counts."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    speculative: bool = False
+    n_prompt_tokens: int | UnsetType = UNSET
+    next_token: NextToken | UnsetType = UNSET
+
+
+class RenderedPrompt(msgspec.Struct):
+    prompt: str
+
+
+async def props(context: RequestContext) -> Response:
+    """Describe the default model, or the one that ?model= names. Loads nothing."""
+    model = context.models.find(context.request.query_params.get("model"))
+    facts = await facts_of(model)
+    given = {name: getattr(facts.defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given["repeat_penalty"] = facts.defaults.repetition_penalty
+    given["n_predict"] = model.config.default_max_tokens
+    params = SlotParams(**{name: value for name, value in given.items() if value is not None})
+    n_ctx = model.max_model_len or (0 if facts.spec is None else facts.spec.max_model_len)
+    return context.json(
+        Props(
+            default_generation_settings=SlotDefaults(n_ctx=n_ctx, params=params),
+            total_slots=_num_slots(model),
+            model_path=model.name,
+            chat_template=facts.template or "",
+            build_info=f"quire-{__version__}",
+            modalities=Modalities(),
+            is_sleeping=model.service is None,
+        )
+    )
+
+
+async def slots(context: RequestContext) -> Response:
+    """List the running requests in order of arrival as the first slots. quire has no fixed slots."""
+    model = context.models.find(context.request.query_params.get("model"))
+    ordered = (
+        []
+        if model.service is None
+        else sorted(model.service.active_requests, key=lambda active: active.caller.arrived_s)
+    )
+    running = [active for active in ordered if active.is_started]
+    count = max(_num_slots(model), len(running))
+    n_ctx = model.max_model_len or 0
+    return context.json([_slot(i, n_ctx, running[i] if i < len(running) else None, context) for i in range(count)])
+
+
+async def apply_template(context: RequestContext) -> Response:
+    """Return the prompt text that /v1/chat/completions would make from the same body."""
+    body = await context.body(ChatCompletionRequest)
+    (chat,) = (await context.parse(parse_chat, body)).prompts
+    assert isinstance(chat, ChatRequest)
+    service = await context.use(body.model)
+    text = await service.render(chat, context.key.name)
+    return context.json(RenderedPrompt(text))
+
+
+def _num_slots(model: Model) -> int:
+    return 0 if model.facts is None else model.facts.capacity.max_num_seqs
+
+
+def _slot(slot_id: int, n_ctx: int, active: ActiveRequest | None, context: RequestContext) -> Slot:
+    if active is None or not is_shown(active, context.key):
+        return Slot(id=slot_id, n_ctx=n_ctx, is_processing=active is not None)
+    usage = active.usage
+    return Slot(
+        id=slot_id,
+        n_ctx=n_ctx,
+        is_processing=True,
+        n_prompt_tokens=usage.prompt_tokens,
+        next_token=NextToken(n_decoded=usage.completion_tokens),
+    )

@@ -9,28 +9,24 @@ import hashlib
 import logging
 from array import array
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from starlette.responses import Response
 
+from quire.backends.base import Capacity
 from quire.core.values import check_tokens
 from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.model_service import InferenceRequest, Prompt
-from quire.server.protocols.openai.chat import parse_messages
-from quire.server.protocols.openai.types import ChatMessage
+from quire.server.models import InferenceRequest, ModelService, Prompt
+from quire.server.protocols.openai import parse_messages
+from quire.server.protocols.openai_types import ChatMessage
 from quire.server.protocols.support import CacheView, view
+from quire.server.request_context import RequestContext
 from quire.text.excerpt import stopped_text
 from quire.text.messages import ChatRequest
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
-
-    from quire.backends.base import Capacity
-    from quire.server.model_service import ModelService
-    from quire.server.request_context import RequestContext
 
 DEFAULT_TTL_S = 300.0
 
@@ -50,12 +46,12 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-class PinRequest(ExplainRequest, frozen=True, kw_only=True):
+class CachePinRequest(ExplainRequest, frozen=True, kw_only=True):
     id: PinId | None = None  # by default a digest of the content: pinning the same prompt again renews the pin
     ttl_s: Ttl | None = None  # by default 300
 
 
-class UnpinRequest(msgspec.Struct, frozen=True):
+class CacheUnpinRequest(msgspec.Struct, frozen=True):
     id: PinId
     model: str | None = None
 
@@ -207,7 +203,7 @@ async def clear(context: RequestContext) -> Response:
 
 async def pin(context: RequestContext) -> Response:
     """Admin only: pin the cached blocks of this prompt. Computes nothing: send the prompt as a request first."""
-    body = await context.body(PinRequest)
+    body = await context.body(CachePinRequest)
     service = _service(context, body.model)
     tokens, salt = await _prompt(context, service, body)
     pin_id = _content_id(tokens, salt) if body.id is None else body.id
@@ -218,7 +214,7 @@ async def pin(context: RequestContext) -> Response:
 
 
 async def unpin(context: RequestContext) -> Response:
-    body = await context.body(UnpinRequest)
+    body = await context.body(CacheUnpinRequest)
     _check_id(body.id)
     service = _service(context, body.model)
     _capacity(service)

@@ -1,1 +1,0 @@
-"""Administration endpoints: models and the prefix cache."""

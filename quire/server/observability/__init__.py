@@ -1,1 +1,0 @@
-"""Metrics, logs, health endpoints and the live view."""

@@ -1,0 +1,954 @@
+"""`POST /api/chat` and `/api/generate`: Ollama's protocol around one `InferenceRequest` and one `ActiveRequest`.
+
+Answers are streamed as lines of JSON unless `stream` is false. The last line has the counts and durations. Every
+optional field may be null. Bounds of types are for the schema only. They are checked where the values are used, with
+messages that name the field and the value. An error is one string and a status.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.responses import Response
+
+from quire.core.values import MAX_TOKEN_ID, FinishReason, check_tokens
+from quire.engine.outputs import Completion, Delta, TokenLogprob
+from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE, GenerationParams
+from quire.errors import InvalidRequest
+from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.models import ActiveRequest, InferenceRequest, Model, Models, ModelService, Prompt, priority_of
+from quire.server.protocols.openai import cache_view, finish_reason, finite, protocol_field_names, token_text
+from quire.server.protocols.support import (
+    SHAPE_FIELDS,
+    CacheView,
+    Unsupported,
+    answer_in_shape,
+    describe_accepted,
+    describe_refused,
+    refuse_unsupported,
+    shape_error,
+    with_shape_fields,
+    with_unenforced,
+)
+from quire.server.request_context import IGNORED, RequestContext
+from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
+from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
+from quire.text.messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    Message,
+    Part,
+    Role,
+    Tool,
+    ToolCall,
+    check_call,
+    check_messages,
+)
+from quire.text.stream import MAX_STOPS
+
+_SHAPE = "use format: json, or a JSON schema"
+_SAMPLER = "quire does not have this sampler"
+
+# Fields of a body, of a message and of options.
+UNSUPPORTED = {
+    "images": Unsupported("only text input is supported", ([],)),
+    "suffix": Unsupported("the models generate at the end of the prompt only", ("",)),
+    "template": Unsupported("a request cannot bring its own template; the model's is used", ("",)),
+    "mirostat": Unsupported(_SAMPLER, (0,)),
+    "typical_p": Unsupported(_SAMPLER, (1,)),
+    "tfs_z": Unsupported(_SAMPLER, (1,)),
+    **{name: Unsupported(_SHAPE, harmless) for name, harmless in SHAPE_FIELDS.items()},
+}
+
+_LOADING = "the server sets this when it loads a model"
+_OLD = "current versions of Ollama do not read it"
+
+IGNORED_OPTIONS = {
+    "num_gpu": _LOADING,
+    "main_gpu": _LOADING,
+    "num_thread": _LOADING,
+    "num_batch": _LOADING,
+    "use_mmap": _LOADING,
+    "use_mlock": _LOADING,
+    "numa": _LOADING,
+    "low_vram": _LOADING,
+    "draft_num_predict": _LOADING,
+    "num_keep": "contexts are never shifted",
+    "mirostat_tau": "quire does not have mirostat",
+    "mirostat_eta": "quire does not have mirostat",
+    "f16_kv": _OLD,
+    "logits_all": _OLD,
+    "vocab_only": _OLD,
+    "embedding_only": _OLD,
+    "penalize_newline": _OLD,
+}
+
+
+def refused(field: str) -> Meta:
+    return describe_refused(UNSUPPORTED[field])
+
+
+def ignored(option: str) -> Meta:
+    return describe_accepted(IGNORED_OPTIONS[option])
+
+
+THINK_LEVELS = ("low", "medium", "high", "max")
+
+
+def _described(description: str, **schema: Any) -> Meta:
+    return Meta(description=description, extra_json_schema=schema)
+
+
+KeepAlive = Annotated[
+    str | float | None,
+    _described(
+        "0 without a prompt and with an admin key unloads the model. "
+        "Other values have no effect: the server decides how long a model stays loaded."
+    ),
+]
+
+
+# Requests
+
+
+class OllamaOptions(Struct, kw_only=True):
+    """`options`: sampling parameters, and settings of Ollama's own runner."""
+
+    num_predict: Annotated[
+        int | None,
+        _described(
+            "The longest answer, in tokens; 0, -1, -2: no limit but the context. Unless given: --default-max-tokens.",
+            minimum=-2,
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None, _described("0: always the most probable token.", minimum=0, maximum=MAX_TEMPERATURE)
+    ] = None
+    top_k: Annotated[int | None, _described("0 or less: all tokens.", maximum=MAX_TOKEN_ID)] = None
+    top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
+    min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    repeat_penalty: Annotated[
+        float | None, _described("Above 1: divides the logit of tokens that occur in the prompt or the answer.")
+    ] = None
+    repeat_last_n: Annotated[
+        int | None, _described("0: no penalties. Any other value: penalties apply to the whole context.", minimum=-1)
+    ] = None
+    presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    seed: Annotated[int | None, _described("The same seed gives the same answer; -1: random.")] = None
+    stop: str | Annotated[list[str], Meta(extra_json_schema={"maxItems": MAX_STOPS})] | None = None
+    num_ctx: Annotated[int | None, _described("Accepted, without effect: the server sets the context of a model.")] = (
+        None
+    )
+
+    mirostat: Annotated[Any, refused("mirostat")] = None
+    typical_p: Annotated[Any, refused("typical_p")] = None
+    tfs_z: Annotated[Any, refused("tfs_z")] = None
+
+    num_gpu: Annotated[Any, ignored("num_gpu")] = None
+    main_gpu: Annotated[Any, ignored("main_gpu")] = None
+    num_thread: Annotated[Any, ignored("num_thread")] = None
+    num_batch: Annotated[Any, ignored("num_batch")] = None
+    num_keep: Annotated[Any, ignored("num_keep")] = None
+    numa: Annotated[Any, ignored("numa")] = None
+    low_vram: Annotated[Any, ignored("low_vram")] = None
+    f16_kv: Annotated[Any, ignored("f16_kv")] = None
+    logits_all: Annotated[Any, ignored("logits_all")] = None
+    vocab_only: Annotated[Any, ignored("vocab_only")] = None
+    embedding_only: Annotated[Any, ignored("embedding_only")] = None
+    use_mmap: Annotated[Any, ignored("use_mmap")] = None
+    use_mlock: Annotated[Any, ignored("use_mlock")] = None
+    draft_num_predict: Annotated[Any, ignored("draft_num_predict")] = None
+    mirostat_tau: Annotated[Any, ignored("mirostat_tau")] = None
+    mirostat_eta: Annotated[Any, ignored("mirostat_eta")] = None
+    penalize_newline: Annotated[Any, ignored("penalize_newline")] = None
+
+
+class OllamaCalledFunction(Struct, kw_only=True):
+    name: str
+    arguments: Annotated[dict[str, Any] | None, _described("An object, not a JSON string.")] = None
+    index: int | None = None
+
+
+class OllamaToolCall(Struct, kw_only=True):
+    function: OllamaCalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class OllamaMessage(Struct, kw_only=True):
+    role: Annotated[
+        str, _described("An assistant's last message is continued.", enum=["system", "user", "assistant", "tool"])
+    ]
+    content: str | None = None
+    thinking: Annotated[str | None, _described("The assistant's reasoning before its answer.")] = None
+    tool_calls: Annotated[list[OllamaToolCall] | None, _described("The assistant's tool calls.")] = None
+    tool_name: Annotated[str | None, _described("In a tool's message: the function it answers.")] = None
+    tool_call_id: Annotated[str | None, _described("In a tool's message: the call it answers.")] = None
+    images: Annotated[Any, refused("images")] = None
+
+
+class OllamaFunction(Struct, kw_only=True):
+    name: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Za-z0-9_-]{1,64}$"})]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, _described("A JSON schema of an object.")] = None
+
+
+class OllamaTool(Struct, kw_only=True):
+    function: OllamaFunction
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
+
+
+if TYPE_CHECKING:
+
+    class _ShapeFields(Struct, kw_only=True): ...
+else:
+    _ShapeFields = with_shape_fields("_ShapeFields", refused)
+
+
+class OllamaBody(_ShapeFields, kw_only=True):
+    """Fields that chat and generate share."""
+
+    model: Annotated[str, _described("A name listed by /api/tags; the tag `latest` is optional.")]
+    stream: Annotated[bool | None, _described("True or null: one JSON line per part of the answer.")] = None
+    format: Annotated[str, Meta(extra_json_schema={"enum": ["", "json"]})] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive = None
+    think: Annotated[
+        bool | str | None, _described(f"Whether to think first, or how much: {', '.join(THINK_LEVELS)}.")
+    ] = None
+    truncate: Annotated[bool | None, _described("Accepted, without effect: a prompt that is too long is refused.")] = (
+        None
+    )
+    shift: Annotated[bool | None, _described("Accepted, without effect: an answer ends when the context is full.")] = (
+        None
+    )
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})] = None
+    # quire's own
+    cache: bool | None = None
+    cache_salt: str | None = None
+    priority: str | int | None = None
+
+
+class OllamaChatRequest(OllamaBody, kw_only=True):
+    """A conversation to answer. Without messages the model is only loaded."""
+
+    messages: Annotated[list[OllamaMessage], Meta(extra_json_schema={"maxItems": MAX_MESSAGES})] | None = None
+    tools: Annotated[list[OllamaTool], Meta(extra_json_schema={"maxItems": MAX_TOOLS})] | None = None
+
+
+class OllamaGenerateRequest(OllamaBody, kw_only=True):
+    """A question to answer. Without a prompt the model is only loaded."""
+
+    prompt: Annotated[str | None, _described("A user's message; with raw, the whole prompt.")] = None
+    system: str | None = None
+    raw: Annotated[bool | None, _described("Continue the prompt without the chat template.")] = None
+    context: Annotated[
+        list[int] | None, _described("The `context` of an earlier response: the conversation so far, as token ids.")
+    ] = None
+    suffix: Annotated[Any, refused("suffix")] = None
+    template: Annotated[Any, refused("template")] = None
+    images: Annotated[Any, refused("images")] = None
+
+
+class ShowRequest(Struct, kw_only=True):
+    model: str | None = None
+    name: Annotated[str | None, _described("The older form of model.")] = None
+    verbose: Annotated[bool | None, _described("Accepted, without effect.")] = None
+
+
+class PullRequest(Struct, kw_only=True):
+    model: Annotated[str | None, _described("A known model name, or an org/name of the hub.")] = None
+    name: Annotated[str | None, _described("The older form of model.")] = None
+    stream: bool | None = None
+    insecure: Annotated[bool | None, _described("Accepted, without effect.")] = None
+
+
+# Answers
+
+DoneReason = Literal["stop", "length", "load", "unload"]
+
+
+class OllamaAlternative(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class OllamaLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[OllamaAlternative] | UnsetType = UNSET
+
+
+class AnswerFunction(Struct):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaAnswerCall(Struct):
+    id: str
+    function: AnswerFunction
+
+
+class OllamaAnswerMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaAnswerCall] | UnsetType = UNSET
+
+
+class OllamaAnswer(Struct, kw_only=True):
+    """The whole answer, or one part of a stream. Durations, in the last part, are in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool = False
+    done_reason: DoneReason | UnsetType = UNSET
+    logprobs: list[OllamaLogprob] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: Annotated[int, _described("Time spent waiting for the model to load.")] | UnsetType = UNSET
+    prompt_eval_count: Annotated[int, _described("Prompt tokens, including cached ones.")] | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    cache: CacheView | UnsetType = UNSET  # quire's own
+
+
+class OllamaChatAnswer(OllamaAnswer, kw_only=True):
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
+    response: str
+    thinking: str | UnsetType = UNSET
+    context: Annotated[list[int], _described("Prompt and answer as token ids; not with raw.")] | UnsetType = UNSET
+
+
+class ModelDetails(Struct, kw_only=True):
+    format: str  # gguf or safetensors; "": the files cannot be read
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+    parent_model: str = ""
+
+
+class ListedModel(Struct, kw_only=True):
+    name: str
+    model: str
+    modified_at: str
+    size: Annotated[int, _described("Size of the model's files in bytes.")]
+    digest: Annotated[str, _described("Digest of the files' name, size and modification time, not of their content.")]
+    details: ModelDetails
+    capabilities: list[str]
+
+
+class ListedModels(Struct, kw_only=True):
+    models: list[ListedModel]
+
+
+class LoadedModel(Struct, kw_only=True):
+    name: str
+    model: str
+    size: Annotated[int, _described("Weights and KV cache in memory, in bytes.")]
+    size_vram: Annotated[int, _described("The same if the model is on a GPU, else 0.")]
+    digest: str
+    details: ModelDetails
+    expires_at: Annotated[str, _described("When --idle-unload would unload it; the year 9999: never.")]
+    context_length: int
+
+
+class LoadedModels(Struct, kw_only=True):
+    models: list[LoadedModel]
+
+
+class ShownModel(Struct, kw_only=True):
+    parameters: Annotated[str, _described("Default sampling parameters of the model, one per line.")]
+    template: Annotated[str, _described("The model's own chat template, in Jinja (not Go).")]
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+    modelfile: str = ""
+    license: str = ""
+
+
+class OllamaVersion(Struct, kw_only=True):
+    version: Annotated[str, _described("The Ollama version whose API is implemented; clients compare it.")]
+    quire: str
+
+
+class PullProgress(Struct, kw_only=True):
+    status: str
+    digest: str | UnsetType = UNSET
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
+    note: Annotated[str, _described("With success: how to serve the model.")] | UnsetType = UNSET
+
+
+DEFAULT_TAG = ":latest"
+NO_BOUND = (0, -1, -2)  # values of num_predict without a limit, as in Ollama's runner
+# quire's field -> Ollama's field, in errors that begin with a field.
+NAMES = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "logprobs": "top_logprobs",
+    **{
+        name: f"options.{name}"
+        for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+    },
+}
+_EFFORTS = {level: level for level in THINK_LEVELS} | {"max": "high"}  # templates have three levels
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|ms|s|m|h)", re.ASCII)
+_DURATION = re.compile(rf"-?(?:{_PART.pattern})+", re.ASCII)
+_MAX_DURATION_CHARS = 32
+
+
+def find_model(models: Models, name: str) -> Model:
+    """Find a model by its name, with or without Ollama's default tag. Ollama's clients look for "not found"."""
+    if not name:
+        return models.default
+    for known in (name, name.removesuffix(DEFAULT_TAG)):
+        if known in models.names:
+            return models.find(known)
+    text = f"model {name!r:.200} not found; this server has {', '.join(models.names)}"
+    raise ApiError(Kind.NO_MODEL, text, param="model")
+
+
+def parse_chat(body: OllamaChatRequest) -> InferenceRequest:
+    """Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
+    _refuse_unsupported(body)
+    messages = parse_messages(body.messages or ())
+    is_prefill = messages[-1].role is Role.ASSISTANT
+    if is_prefill and messages[-1].tool_calls:
+        last = len(messages) - 1
+        raise InvalidRequest(f"messages[{last}].tool_calls has no result: a tool's message must follow")
+    chat = ChatRequest(
+        messages,
+        add_generation_prompt=not is_prefill,
+        continue_last=is_prefill,
+        tools=_tools(body.tools or ()),
+        wants_thought=_wants_thought(body),
+        reasoning_effort=_effort(body),
+    )
+    return _inference_request(body, chat)
+
+
+def parse_generate(body: OllamaGenerateRequest) -> InferenceRequest:
+    """Parse the body without `context`: the handler adds it after it has tokenised the prompt."""
+    _refuse_unsupported(body)
+    prompt = body.prompt or ""
+    if body.raw:
+        if body.system or body.context:
+            other = "system" if body.system else "context"
+            raise InvalidRequest(f"raw and {other} exclude each other: a raw prompt is used unchanged")
+        return _inference_request(body, prompt)
+    check_tokens("context", body.context or ())
+    messages = [Message(Role.USER, (Part(prompt),))]
+    if body.system:
+        messages.insert(0, Message(Role.SYSTEM, (Part(body.system),)))
+    return _inference_request(
+        body, ChatRequest(messages, wants_thought=_wants_thought(body), reasoning_effort=_effort(body))
+    )
+
+
+def shape_field(body: OllamaBody) -> str | None:
+    """The field that constrains the answer's format."""
+    return "format" if body.format else None
+
+
+def unmet(body: OllamaBody, service: ModelService, *, is_raw: bool = False) -> list[str]:
+    """Fields that this model cannot satisfy, for the header. Clients send them to every model."""
+    found: list[str] = []
+    if body.think and (is_raw or service.text.template.reasoning is None):
+        found.append("think")
+    if body.options is not None and (body.options.num_ctx or 0) > service.max_model_len:
+        found.append("options.num_ctx")
+    return found
+
+
+def keep_alive_s(value: str | float | None) -> float | None:
+    """Parse seconds or a Go duration such as "5m" or "1h30m". Negative: no limit."""
+    if value is None or isinstance(value, int | float):
+        return math.inf if value is not None and value < 0 else value
+    if value.removeprefix("-").isdecimal() and len(value) <= _MAX_DURATION_CHARS:
+        value += "s"  # a number as a string
+    if len(value) > _MAX_DURATION_CHARS or not _DURATION.fullmatch(value):
+        raise InvalidRequest(f"keep_alive = {value!r:.80} is neither seconds nor a duration like 5m or 1h30m")
+    if value.startswith("-"):
+        return math.inf
+    return sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(value))
+
+
+def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
+    options = body.options or OllamaOptions()
+    _refuse_unsupported(options, "options.")
+    keep_alive_s(body.keep_alive)  # checked, though only an empty prompt uses it
+    with protocol_field_names(NAMES):
+        request = InferenceRequest(
+            model=body.model,
+            prompts=(prompt,),
+            params=_params(body, options),
+            is_unbounded=options.num_predict in NO_BOUND,
+            is_streaming=body.stream is not False,
+            priority=priority_of(body.priority),
+            cache_salt=body.cache_salt or "",
+            wants_cache=bool(body.cache),
+            ignored=tuple(_ignored(body, options)),
+        )
+        return with_unenforced(request, shape_field(body))
+
+
+def _refuse_unsupported(part: object, prefix: str = "") -> None:
+    refuse_unsupported(part, UNSUPPORTED, prefix, shown=(int, float))
+
+
+def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:
+    found = [f"options.{name}" for name in IGNORED_OPTIONS if getattr(options, name) is not None]
+    if _has_penalties(options) and (options.repeat_last_n or 0) > 0:
+        found.append("options.repeat_last_n")
+    if body.keep_alive is not None:
+        found.append("keep_alive")
+    found += [name for name in ("truncate", "shift") if getattr(body, name)]
+    if body.top_logprobs and not body.logprobs:
+        found.append("top_logprobs")
+    return found
+
+
+def _has_penalties(options: OllamaOptions) -> bool:
+    return options.repeat_penalty not in (None, 1) or bool(options.presence_penalty or options.frequency_penalty)
+
+
+def _params(body: OllamaBody, options: OllamaOptions) -> GenerationParams:
+    if (options.num_predict or 0) < min(NO_BOUND):
+        raise InvalidRequest(f"max_tokens = {options.num_predict} is neither at least 1 nor one of {NO_BOUND}")
+    if options.repeat_last_n is not None and options.repeat_last_n < -1:
+        raise InvalidRequest(f"options.repeat_last_n = {options.repeat_last_n} is less than -1")
+    is_penalised = options.repeat_last_n != 0
+    return GenerationParams(
+        temperature=options.temperature,
+        top_k=None if options.top_k is None else max(options.top_k, 0),
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repeat_penalty if is_penalised else 1.0,
+        presence_penalty=(options.presence_penalty or 0.0) if is_penalised else 0.0,
+        frequency_penalty=(options.frequency_penalty or 0.0) if is_penalised else 0.0,
+        seed=None if options.seed == -1 else options.seed,
+        max_tokens=None if options.num_predict in NO_BOUND else options.num_predict,
+        stop=options.stop or (),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=_grammar(body),
+    )
+
+
+def _grammar(body: OllamaBody) -> Grammar | None:
+    match body.format:
+        case None | "":
+            return None
+        case "json":
+            return json_object_grammar()
+        case str():
+            raise InvalidRequest(f"format = {body.format!r:.80} is neither json nor a JSON schema")
+        case schema:
+            try:
+                return json_schema_grammar(schema, strict=False)
+            except InvalidRequest as error:
+                raise shape_error("format", error) from None
+
+
+def _wants_thought(body: OllamaBody) -> bool | None:
+    if isinstance(body.think, str) and body.think not in _EFFORTS:
+        raise InvalidRequest(f"think = {body.think!r:.80} is not true, false or one of {', '.join(THINK_LEVELS)}")
+    return None if body.think is None else bool(body.think)
+
+
+def _effort(body: OllamaBody) -> str | None:
+    return _EFFORTS[body.think] if isinstance(body.think, str) else None
+
+
+def _tools(given: Sequence[OllamaTool]) -> tuple[Tool, ...]:
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
+    for i, tool in enumerate(given):
+        if tool.type != "function":
+            text = f"tools[{i}].type = {tool.type!r:.80} is not supported: tools are functions that the client calls"
+            raise ApiError(Kind.INVALID, text, param=f"tools[{i}].type", reason="unsupported_value")
+    return tuple(
+        Tool(
+            tool.function.name,
+            tool.function.description or "",
+            tool.function.parameters or {},
+            is_strict=False,
+            path=f"tools[{i}]",
+            schema_path=f"tools[{i}].function.parameters",
+        )
+        for i, tool in enumerate(given)
+    )
+
+
+# Messages
+
+
+class _OpenCalls:
+    """Finds the call that a tool's message answers: by id, else by name, else in order. Many clients send no ids.
+
+    A call without an id gets one from its position in the conversation. It is the same at every turn, or the prefix
+    cache would not match.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._open: list[ToolCall] = []
+
+    def add(self, given: Sequence[OllamaToolCall], path: str) -> tuple[ToolCall, ...]:
+        calls: list[ToolCall] = []
+        for i, one in enumerate(given):
+            try:
+                arguments = msgspec.json.encode(one.function.arguments or {}).decode()
+            except RecursionError:
+                where = f"{path}[{i}].function.arguments"
+                raise ApiError(Kind.INVALID, f"{where} is nested too deeply", param=where) from None
+            call = ToolCall(one.id or f"call_{self._num_calls}", one.function.name, arguments)
+            check_call(call, f"{path}[{i}].function")
+            self._num_calls += 1
+            calls.append(call)
+        self._open += calls
+        return tuple(calls)
+
+    def answer(self, given: OllamaMessage) -> str | None:
+        if given.tool_call_id:
+            found = [call for call in self._open if call.call_id == given.tool_call_id]
+        else:
+            found = [call for call in self._open if not given.tool_name or call.name == given.tool_name]
+        if not found:
+            return given.tool_call_id or None
+        self._open.remove(found[0])
+        return found[0].call_id
+
+
+def parse_messages(given: Sequence[OllamaMessage]) -> tuple[Message, ...]:
+    check_messages(given)
+    calls = _OpenCalls()
+    return tuple(_message(one, f"messages[{i}]", calls) for i, one in enumerate(given))
+
+
+def _message(given: OllamaMessage, path: str, calls: _OpenCalls) -> Message:
+    _refuse_unsupported(given, f"{path}.")
+    name = given.role.lower()
+    if name not in list(Role):
+        raise InvalidRequest(f"{path}.role = {given.role!r:.80} is not one of {', '.join(Role)}")
+    role = Role(name)
+    if role is not Role.ASSISTANT:
+        if given.tool_calls:
+            raise InvalidRequest(f"{path}.tool_calls is only for an assistant's message")
+        call_id = calls.answer(given) if role is Role.TOOL else None
+        tool_name = (given.tool_name or None) if role is Role.TOOL else None
+        return Message(role, (Part(given.content or ""),), tool_name, tool_call_id=call_id)
+    parts = (Part(given.content),) if given.content else ()
+    made = calls.add(given.tool_calls or (), f"{path}.tool_calls")
+    return Message(role, parts, thought=given.thinking or "", tool_calls=made)
+
+
+# 503 for a full queue, as in Ollama; 429 for a key that has reached its limit.
+_STATUS = {
+    Kind.INVALID: 400,
+    Kind.TOO_LONG: 400,
+    Kind.AUTHENTICATION: 401,
+    Kind.PERMISSION: 403,
+    Kind.NOT_FOUND: 404,
+    Kind.NO_MODEL: 404,
+    Kind.METHOD: 405,
+    Kind.TIMEOUT: 408,
+    Kind.TOO_LARGE: 413,
+    Kind.RATE_LIMITED: 429,
+    Kind.OVERLOADED: 503,
+    Kind.UNAVAILABLE: 503,
+    Kind.FAILED: 500,
+    Kind.DIED: 500,
+    Kind.CANCELLED: 499,
+}
+
+
+class OllamaError(msgspec.Struct, frozen=True):
+    error: str
+
+
+def _status(error: ApiError) -> int:
+    if error.kind is Kind.DIED and error.may_retry:
+        return 503
+    return _STATUS[error.kind]
+
+
+def _body(error: ApiError, _request_id: str) -> bytes:
+    """Encode the error. Only the message can name the field."""
+    text = error.message
+    if error.param is not None and error.param not in text:
+        text = f"{error.param}: {text}"
+    return msgspec.json.encode(OllamaError(text.encode(errors="replace").decode()))  # an error must never fail
+
+
+def _event(error: ApiError, request_id: str) -> bytes:
+    return _body(error, request_id) + b"\n"
+
+
+# Readers of JSON lines skip a space; most fail on an empty line.
+OLLAMA = Dialect("ollama", _status, _body, _event, stream_type="application/x-ndjson", keep_alive=b" ")
+
+
+_MARK = "<value>"
+_encode = msgspec.json.Encoder().encode
+
+
+async def chat(context: RequestContext) -> Response:
+    body = await context.body(OllamaChatRequest)
+    model = find_model(context.models, body.model)
+    if not body.messages:
+        return await _load_or_unload(context, body, model, chat_answer)
+    return await _generate(context, body, replace(await context.parse(parse_chat, body), model=model.name), chat_answer)
+
+
+async def generate(context: RequestContext) -> Response:
+    body = await context.body(OllamaGenerateRequest)
+    model = find_model(context.models, body.model)
+    if not body.prompt:
+        return await _load_or_unload(context, body, model, generate_answer)
+    request = replace(await context.parse(parse_generate, body), model=model.name)
+    if body.context:
+        service = await context.use(model.name)
+        with protocol_field_names(NAMES):
+            prompt = (*body.context, *await service.encode(request.prompts[0], context.key.name))
+        request = replace(request, prompts=(prompt,))
+    return await _generate(context, body, request, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
+
+
+async def _generate(
+    context: RequestContext,
+    body: OllamaBody,
+    request: InferenceRequest,
+    make: MakeAnswer,
+    *,
+    is_raw: bool = False,
+    has_context: bool = False,
+) -> Response:
+    async def respond(request: InferenceRequest) -> Response:
+        active = await context.open(request)
+        context.note(IGNORED, unmet(body, context.service, is_raw=is_raw))
+        reply = Reply(active, body.model, make, has_context=has_context)
+        if request.is_streaming:
+            return await context.stream(active, reply)
+        one = (await context.result(active))[0].completions[0]
+        return await context.json_of(partial(reply.whole, one), active.num_values)
+
+    with protocol_field_names(NAMES):
+        return await answer_in_shape(request, shape_field(body), respond)
+
+
+async def _load_or_unload(context: RequestContext, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
+    """Load or unload the model, as a request without a prompt does."""
+    if keep_alive_s(body.keep_alive) == 0:
+        if not context.key.is_admin:
+            text = "keep_alive = 0 without a prompt unloads the model"
+            raise ApiError(
+                Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin key", param="keep_alive"
+            )
+        if model.is_pinned:
+            raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
+        await context.wait_for(context.models.begin(context.models.unload(model)))
+        return context.json(make(AnswerPart(), _head(body.model, done=True, done_reason="unload")))
+    if body.keep_alive is not None:
+        context.note(IGNORED, ["keep_alive"])
+    await context.use(model.name)
+    return context.json(make(AnswerPart(), _head(body.model, done=True, done_reason="load")))
+
+
+# Responses
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """A part of an answer, or the whole answer."""
+
+    words: str = ""
+    thought: str = ""
+    calls: list[OllamaAnswerCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.words or self.thought or self.calls)
+
+
+MakeAnswer = Callable[[AnswerPart, dict[str, Any]], OllamaAnswer]
+
+
+def chat_answer(part: AnswerPart, head: dict[str, Any]) -> OllamaChatAnswer:
+    message = OllamaAnswerMessage(part.words, thinking=part.thought or UNSET, tool_calls=part.calls or UNSET)
+    return OllamaChatAnswer(message=message, **head)
+
+
+def generate_answer(part: AnswerPart, head: dict[str, Any]) -> OllamaGenerateAnswer:
+    return OllamaGenerateAnswer(response=part.words, thinking=part.thought or UNSET, **head)
+
+
+class AnswerCollector:
+    """Collects the pieces of an answer. A tool call is held until it is complete: its arguments are sent as an object.
+
+    A call that was cut off is left out: its arguments are not valid JSON, and a client would run it without them. The
+    answer's `done_reason` reports the cut.
+    """
+
+    def __init__(self) -> None:
+        self._call: CallStart | None = None
+        self._arguments = ""
+
+    def take(self, pieces: Iterable[Piece], *, is_last: bool) -> AnswerPart:
+        part = AnswerPart()
+        for piece in pieces:
+            match piece:
+                case CallArguments(_, text):
+                    self._arguments += text
+                    continue
+                case CallStart():
+                    self._end_call(part)
+                    self._call = piece
+                case Words(text):
+                    self._end_call(part)
+                    part.words += text
+                case Thought(text):
+                    part.thought += text
+        if is_last:
+            self._end_call(part)
+        return part
+
+    def _end_call(self, part: AnswerPart) -> None:
+        call, self._call = self._call, None
+        text, self._arguments = self._arguments, ""
+        if call is None:
+            return
+        try:
+            arguments = msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            return
+        part.calls.append(OllamaAnswerCall(call.call_id, AnswerFunction(call.number, call.name, arguments)))
+
+
+class Reply:
+    """Encodes the response to one request, as a whole or, as an `EventEncoder`, as a stream."""
+
+    waits_for_start = False
+
+    def __init__(self, active: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
+        self._active = active
+        self._model = model  # the name that the client used
+        self._make = make
+        self._has_context = has_context
+        self._parser, self._collector = active.new_parser(), AnswerCollector()
+        self._reason = "stop"
+        self._frame = _split(make, model) if isinstance(self._parser, PlainAnswer) else None
+
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        pieces = self._parser.push("".join(delta.text for _, delta in batch))
+        last = batch[-1][1]
+        if last.finish_reason is not None:
+            self._reason = finish_reason(last.finish_reason, last.error)
+            pieces += self._parser.finish(is_cut=last.finish_reason is FinishReason.LENGTH)
+        part = self._collector.take(pieces, is_last=last.finish_reason is not None)
+        return self._line(part, [entry for _, delta in batch for entry in delta.logprobs])
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        del prompt, index  # there is one
+        if self._frame is None:
+            return self._line(self._collector.take(self._parser.push(text), is_last=False))
+        before, middle, after = self._frame
+        return b"".join((before, _encode(rfc3339(time.time())), middle, _encode(text), after))
+
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """None: each line has its time."""
+
+    def finish(self) -> bytes:
+        return _encode(self._make(AnswerPart(), self._end(self._reason))) + b"\n"
+
+    def fail(self, error: ApiError) -> bytes | None:
+        del error
+        return None
+
+    def _line(self, part: AnswerPart, entries: Sequence[TokenLogprob] = ()) -> bytes:
+        if not part and not entries:
+            return b""
+        return _encode(self._make(part, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
+
+    def whole(self, one: Completion) -> OllamaAnswer:
+        parser = self._active.new_parser()
+        pieces = [*parser.push(one.text), *parser.finish(is_cut=one.finish_reason is FinishReason.LENGTH)]
+        part = AnswerCollector().take(pieces, is_last=True)
+        end = self._end(finish_reason(one.finish_reason, one.error))
+        return self._make(part, end | {"logprobs": _logprobs(one.logprobs or ())})
+
+    def _end(self, reason: str) -> dict[str, Any]:
+        active = self._active
+        usage, cache = active.usage, cache_view(active)
+        end = _head(
+            self._model,
+            done=True,
+            done_reason=reason,
+            total_duration=_ns(time.monotonic() - active.caller.arrived_s),
+            load_duration=_ns(active.load_s),
+            prompt_eval_count=usage.prompt_tokens,
+            prompt_eval_duration=_ns(active.prefill_s),
+            eval_count=usage.completion_tokens,
+            eval_duration=_ns(active.decode_s),
+            cache=UNSET if cache is None else cache,
+        )
+        if self._has_context:
+            answer = active.generations[0].answers.output().completions[0]
+            end["context"] = [*active.requests[0].prompt, *answer.token_ids]
+        return end
+
+
+def _split(make: MakeAnswer, model: str) -> tuple[bytes, bytes, bytes]:
+    """The bytes of a line of plain text before its time, between time and text, and after the text."""
+    line = _encode(make(AnswerPart(_MARK), {"model": model, "created_at": _MARK})) + b"\n"
+    before, middle, after = line.rsplit(_encode(_MARK), 2)
+    return before, middle, after
+
+
+def _head(model: str, **more: Any) -> dict[str, Any]:
+    return {"model": model, "created_at": rfc3339(time.time()), **more}
+
+
+def rfc3339(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _ns(seconds: float | None) -> int:
+    """Nanoseconds, at least 1: clients divide by it, and an answer of one token has a decode time of 0."""
+    return max(1, int((seconds or 0.0) * 1e9))
+
+
+def _logprobs(entries: Iterable[TokenLogprob]) -> Any:
+    found = [
+        OllamaLogprob(
+            token_text(entry),
+            finite(entry.logprob),
+            list(entry.data),
+            [OllamaAlternative(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top] or UNSET,
+        )
+        for entry in entries
+    ]
+    return found or UNSET

@@ -1,1 +1,0 @@
-"""OpenAI's API: chat completions, completions, responses and models."""
