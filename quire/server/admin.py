@@ -8,23 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from quire.engine.composition import Scheduling
 from quire.engine.model_manager import ModelState
 from quire.engine.worker.kv_events import KvEventsStatus
 from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
-from quire.server.decoding import convert
-from quire.server.errors import ApiError, Kind
+from quire.server.errors import SERVER_SENT_EVENTS, ApiError, Kind
 from quire.server.limits import Key
-from quire.server.models import ActiveRequest, Model, Models, ModelService, OpeningRequest
+from quire.server.models import ActiveRequest, Model, Models, ModelService
 from quire.server.request_context import RequestContext
 from quire.server.watch import HeldAnswer, Watcher, blocks_answer, is_shown
 from quire.version import __version__
@@ -159,23 +157,16 @@ def _cancelled(key: Key) -> ApiError:
     return ApiError(Kind.CANCELLED, f"the request was cancelled {text}")
 
 
-def _visible(context: RequestContext) -> list[ActiveRequest | OpeningRequest]:
+def _visible(context: RequestContext) -> list[ActiveRequest]:
     key = context.key
     return [one for one in context.models.in_progress() if key.is_admin or one.caller.key.name == key.name]
 
 
-def _view(one: ActiveRequest | OpeningRequest) -> RequestView:
-    state: Literal["loading", "waiting", "running"] = "waiting"
-    prompt_tokens, cached_tokens, completion_tokens = None, 0, 0
-    max_tokens = one.request.params.max_tokens
-    if isinstance(one, ActiveRequest):
-        state = "running" if one.is_started else "waiting"
-        usage = one.usage
-        prompt_tokens, cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        completion_tokens = usage.completion_tokens
-        max_tokens = one.requests[0].sampling.max_tokens
-    elif one.served_by.state is not ModelState.READY:
+def _view(one: ActiveRequest) -> RequestView:
+    state: Literal["loading", "waiting", "running"] = "running" if one.is_started else "waiting"
+    if not one.requests and one.served_by.state is not ModelState.READY:
         state = "loading"
+    usage = one.usage
     return RequestView(
         id=one.caller.request_id,
         model=one.model,
@@ -186,10 +177,10 @@ def _view(one: ActiveRequest | OpeningRequest) -> RequestView:
         is_streaming=one.request.is_streaming,
         age_s=round(time.monotonic() - one.caller.arrived_s, 2),
         num_samples=one.request.params.n * len(one.request.prompts),
-        max_tokens=max_tokens,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        completion_tokens=completion_tokens,
+        max_tokens=one.requests[0].sampling.max_tokens if one.requests else one.request.params.max_tokens,
+        prompt_tokens=usage.prompt_tokens if one.requests else None,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
     )
 
 
@@ -283,9 +274,6 @@ async def current_stats(service: ModelService) -> Stats | None:
 MAX_VIEWED = 4096  # blocks per request of /v1/watch/blocks
 
 
-Q = TypeVar("Q", bound=msgspec.Struct)
-
-
 class WatchQuery(msgspec.Struct, frozen=True):
     interval_ms: Annotated[int, Meta(ge=100, le=60_000, description="Time between snapshots.")] = 500
     once: Annotated[bool, Meta(description="Return one snapshot as JSON instead of a stream.")] = False
@@ -303,21 +291,25 @@ class HeldQuery(msgspec.Struct, frozen=True):
 
 
 async def watch(context: RequestContext) -> Response:
-    query = parse_query(context, WatchQuery)
+    query = context.query(WatchQuery)
     if context.request.method == "HEAD":
-        return Response(None, 200, context.headers, "text/event-stream; charset=utf-8")
+        return Response(None, 200, context.headers, SERVER_SENT_EVENTS)
     watcher = context.watch.enter(query.interval_ms / 1000, context.key)
-    if not query.once:
-        return WatchStream(watcher, context.key, context.headers)
-    try:
+    context.on_finish.append(watcher.leave)
+    if query.once:
         return Response(await watcher.once(context.key), 200, context.headers, "application/json")
-    finally:
-        watcher.leave()
+    return context.streaming(snapshots(watcher, context.key), SERVER_SENT_EVENTS)
+
+
+async def snapshots(watcher: Watcher, key: Key) -> AsyncIterator[bytes]:
+    """Snapshots as server-sent events. Nothing is queued for a slow reader."""
+    while True:
+        yield b"data: " + await watcher.next(key) + b"\n\n"
 
 
 async def watch_blocks(context: RequestContext) -> Response:
     """List the requests that hold these blocks. The page calls it on hover."""
-    query = parse_query(context, BlocksQuery)
+    query = context.query(BlocksQuery)
     model = context.models.find(query.model)
     found = None
     if (service := model.service) is not None:
@@ -330,7 +322,7 @@ async def watch_blocks(context: RequestContext) -> Response:
 
 async def watch_held(context: RequestContext) -> Response:
     """List the blocks that a request holds. The page calls it on hover."""
-    query = parse_query(context, HeldQuery)
+    query = context.query(HeldQuery)
     model = context.models.find(query.model)
     active_requests = () if model.service is None else model.service.active_requests
     active = next((one for one in active_requests if one.request_id == query.id and is_shown(one, context.key)), None)
@@ -340,50 +332,3 @@ async def watch_held(context: RequestContext) -> Response:
     async with model.service.question(context.key.name):
         held = await model.service.client.find_held(ids)
     return context.json(HeldAnswer(model.name, active.request_id, held))
-
-
-def parse_query(context: RequestContext, kind: type[Q]) -> Q:
-    """Parse the URL's query parameters. Unknown ones are ignored."""
-    given = dict(context.request.query_params)
-    try:
-        return convert(given, kind)
-    except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$.")
-        name = path.rstrip("`")
-        if not name:
-            raise InvalidRequest(what.replace("Object missing required field", "the query lacks")) from None
-        raise ApiError(Kind.INVALID, f"{name} = {given.get(name)!r:.80}: {what}", param=name) from None
-
-
-class WatchStream(Response):
-    """Snapshots as server-sent events until the client disconnects. Nothing is queued for a slow reader."""
-
-    def __init__(self, watcher: Watcher, key: Key, headers: Mapping[str, str]) -> None:
-        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, 200, headers, "text/event-stream; charset=utf-8")
-        del self.headers["content-length"]
-        self._watcher = watcher
-        self._key = key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        writing = asyncio.create_task(self._write_all(send))
-        leaving = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._watcher.leave()
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.wait({writing, leaving})
-
-    async def _write_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        while True:
-            frame = b"data: " + await self._watcher.next(self._key) + b"\n\n"
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

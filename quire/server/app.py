@@ -226,7 +226,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("GET", "/openapi.json", openapi_json, "This API as an OpenAPI document."),
     Endpoint("GET", "/docs", docs, "This API as a web page.", access=Access.PUBLIC),
     Endpoint(
-        "GET", "/v1/watch", admin.watch, "Stream the server's state, twice a second. The web web.page shows it.",
+        "GET", "/v1/watch", admin.watch, "Stream the server's state, twice a second. The web page shows it.",
         answer=WatchSnapshot, streams=True, query=admin.WatchQuery,
     ),
     Endpoint(

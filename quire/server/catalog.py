@@ -1,4 +1,4 @@
-"""Lists and describes models, from their files and without loading them, in the protocols of OpenAI, Ollama and llama.cpp.
+"""Lists and describes models without loading them, in the protocols of OpenAI, Ollama and llama.cpp.
 
 `POST /api/pull`, admin only, downloads a model to this machine's disk and reports the progress. It is not served until
 the server is restarted with it: the models of a server are fixed at its start.
@@ -11,7 +11,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, structs
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from quire.engine.model_manager import ModelState
 from quire.errors import QuireError
@@ -327,21 +326,32 @@ async def pull_model(context: RequestContext) -> Response:
     body = await context.body(PullRequest)
     given = given_name(body.model, body.name)
     name = given.removesuffix(DEFAULT_TAG)
-    is_streaming = body.stream is not False
-    if {given, name} & {*context.models.names}:
-        last = PullProgress(status="success")
-        return Lines(context.headers, _one(last)) if is_streaming else context.json(last)
+    progress = _served() if {given, name} & {*context.models.names} else _begin_pull(given, name)
+    if body.stream is not False:
+        return context.streaming(_lines(progress), OLLAMA.stream_type)
+    return context.json([one async for one in progress][-1])
+
+
+async def _served() -> AsyncIterator[PullProgress]:
+    yield PullProgress(status="success")
+
+
+def _begin_pull(given: str, name: str) -> AsyncIterator[PullProgress]:
     if find_known(name) is None and (is_path(name) or HubName.parse(name) is None):
         text = f"model = {given!r:.200} is neither a known model name nor an org/name of the hub"
         raise ApiError(Kind.NO_MODEL, text, param="model")
     if not _is_pulling.acquire(blocking=False):
         text = "another model is being downloaded: only one download runs at a time"
         raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
-    pulling = Pulling(name)
-    if is_streaming:
-        return Lines(context.headers, pulling.lines())
-    progress = [one async for one in pulling.progress()]
-    return context.json(progress[-1])
+    return Pulling(name).progress()
+
+
+async def _lines(progress: AsyncIterator[PullProgress]) -> AsyncIterator[bytes]:
+    try:
+        async for one in progress:
+            yield _encode(one) + b"\n"
+    except ApiError as error:
+        yield OLLAMA.event(error, "")
 
 
 class Pulling:
@@ -364,13 +374,6 @@ class Pulling:
             yield update
         note = f"the model is on this machine's disk; restart the server with it to serve it: quire serve {self._name}"
         yield PullProgress(status="success", note=note)
-
-    async def lines(self) -> AsyncIterator[bytes]:
-        try:
-            async for one in self.progress():
-                yield _encode(one) + b"\n"
-        except ApiError as error:
-            yield OLLAMA.event(error, "")
 
     def _run(self) -> None:
         try:
@@ -396,27 +399,6 @@ class Pulling:
     def _put(self, update: PullProgress | QuireError | None) -> None:
         with suppress(RuntimeError):  # the server has stopped meanwhile
             self._loop.call_soon_threadsafe(self._queue.put_nowait, update)
-
-
-class Lines(Response):
-    """A stream of JSON lines that is not a generation."""
-
-    def __init__(self, headers: Mapping[str, str], lines: AsyncIterator[bytes]) -> None:
-        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, 200, headers, OLLAMA.stream_type)
-        del self.headers["content-length"]
-        self._lines = lines
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope, receive  # writing to a disconnected client does nothing
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for line in self._lines:
-            await send({"type": "http.response.body", "body": line, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _one(last: PullProgress) -> AsyncIterator[bytes]:
-    yield _encode(last) + b"\n"
 
 
 class SlotParams(msgspec.Struct, kw_only=True):

@@ -1,8 +1,8 @@
 """Connections and event streams.
 
 `HttpProtocol` extends uvicorn: timeouts and limits for headers, aborts of stalled readers, disconnect events for every
-pipelined request. `HttpServer` has a main loop without a timer, and signals that drain. Limits that all open connections
-share are their number, and the bytes of headers and pipelined requests.
+pipelined request. `HttpServer` has a main loop without a timer, and signals that drain. All connections share limits
+of their number, and of the bytes of headers and pipelined requests.
 
 `EventStream` is a response with keep-alives during silence. Two ways lead to the client:
 
@@ -577,12 +577,11 @@ _encode = msgspec.json.Encoder().encode
 class EventEncoder(Protocol):
     """Makes the bytes of one stream: `begin`, then `feed` and `text_event` in any order, then `finish`."""
 
-    @property
-    def waits_for_start(self) -> bool:
-        """Whether the first events need the cache explanation of the prompt, which is known when it starts."""
+    waits_for_start = False  # the first events need the cache explanation of the prompt, which is known when it starts
 
     def begin(self) -> bytes:
         """Events before the first delta, possibly none."""
+        return b""
 
     def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
         """Events of deltas, each with its prompt's number. Empty: there is nothing to send yet."""
@@ -595,12 +594,14 @@ class EventEncoder(Protocol):
 
         None: they are not constant, or not yet; `text_event` is used.
         """
+        return None
 
     def finish(self) -> bytes:
         """Events after the last delta."""
 
     def fail(self, error: ApiError) -> bytes | None:
         """The event of a failure after `begin`. None: that of the dialect."""
+        return None
 
 
 class TokenWriter:

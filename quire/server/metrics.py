@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.core.levels.levels import LevelStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped
@@ -245,6 +244,16 @@ HISTOGRAMS = {
     ),
     "step_seconds": _HistogramSpec("Duration of one step.", _TOKEN_S),
 }
+REQUEST_HISTOGRAMS = {  # name -> field of RequestRecord
+    "e2e_request_latency_seconds": "e2e_s",
+    "time_to_first_token_seconds": "ttft_s",
+    "request_prefill_time_seconds": "prefill_s",
+    "request_decode_time_seconds": "decode_s",
+    "request_prompt_tokens": "prompt_tokens",
+    "request_generation_tokens": "completion_tokens",
+    "request_params_n": "n",
+    "request_params_max_tokens": "max_tokens",
+}
 REPLICA_COUNTERS = {
     "replica_requests_routed": "num_routed",
     "replica_prefix_cache_queries": "num_queried_tokens",
@@ -394,6 +403,9 @@ class Worker(Protocol):
     def replica_statuses(self) -> tuple[ReplicaStatus, ...]: ...
 
 
+Totals = dict[tuple[str, str], int]
+
+
 class Metrics:
     """The metrics of one model. They are kept across worker restarts and reloads."""
 
@@ -405,11 +417,12 @@ class Metrics:
         self._histograms = _Histograms(self._labels)
         exposition.histograms.models.append(self._histograms)
         self._config_labels: tuple[str, ...] | None = None
-        self._last: Stats | None = None
-        self._num_restarts = 0  # already counted
-        self._worker = 0  # num_restarts at the last stats: identifies the worker
-        self._load_counts: dict[str, int] = {}  # already counted
-        self._replicas: dict[str, ReplicaStatus] = {}
+        self._worker = 0, 0  # num_restarts at the last stats, which identifies the worker, and its steps
+        # Totals that were taken, by metric and label: of the worker, of its client, of the model, of replicas.
+        self._of_worker: Totals = {}
+        self._of_client: Totals = {}
+        self._of_model: Totals = {}
+        self._of_replicas: Totals = {}
         self._bind()
 
     def _bind(self) -> None:
@@ -441,6 +454,11 @@ class Metrics:
     def _set(self, name: str, value: float, *values: str) -> None:
         self._gauges[name].labels(*self._labels, *values).set(value)
 
+    def _follow(self, seen: Totals, name: str, total: int, label: str = "") -> None:
+        """Count up to a total that is counted elsewhere."""
+        self._count(name, *filter(None, (label,))).inc(max(0, total - seen.get((name, label), 0)))
+        seen[name, label] = total
+
     # Updated by events
 
     def stepped(self, stepped: Stepped) -> None:
@@ -463,18 +481,10 @@ class Metrics:
         self._plain["prompt_tokens"].inc(record.prompt_tokens)
         self._plain["prompt_tokens_cached"].inc(record.cached_tokens)
         one = self._histograms.one
-        one("e2e_request_latency_seconds").observe(record.e2e_s)
-        one("request_prompt_tokens").observe(record.prompt_tokens)
-        one("request_generation_tokens").observe(record.completion_tokens)
-        one("request_params_n").observe(record.n)
-        if record.max_tokens is not None:
-            one("request_params_max_tokens").observe(record.max_tokens)
-        if record.ttft_s is not None:
-            one("time_to_first_token_seconds").observe(record.ttft_s)
-        if record.prefill_s is not None:
-            one("request_prefill_time_seconds").observe(record.prefill_s)
+        for name, field in REQUEST_HISTOGRAMS.items():
+            if (value := getattr(record, field)) is not None:
+                one(name).observe(value)
         if record.decode_s is not None:
-            one("request_decode_time_seconds").observe(record.decode_s)
             one("request_inference_time_seconds").observe((record.prefill_s or 0.0) + record.decode_s)
             num_steps = (
                 record.completion_tokens / (record.num_prompts * record.n) - 1
@@ -489,13 +499,11 @@ class Metrics:
 
     def take(self, stats: Stats | None, worker: Worker) -> None:
         """Take the worker's stats. None: the worker did not answer, and the last known ones stay."""
-        num_restarts = worker.num_restarts
         if stats is not None:
             # The stats of a cluster include the counts of replicas that have left.
-            self._take_totals(stats, 0 if worker.replica_statuses else num_restarts)
+            self._take_totals(stats, 0 if worker.replica_statuses else worker.num_restarts)
             self._take_gauges(stats)
-        self._plain["worker_restarts"].inc(max(0, num_restarts - self._num_restarts))
-        self._num_restarts = max(num_restarts, self._num_restarts)
+        self._follow(self._of_client, "worker_restarts", worker.num_restarts)
         self._set("engine_moving", float(worker.is_moving))
         if worker.facts is not None:
             self._take_facts(worker.facts)
@@ -504,21 +512,18 @@ class Metrics:
     def _take_replicas(self, statuses: tuple[ReplicaStatus, ...]) -> None:
         """Take the figures of replicas. Those of replicas that have left are removed."""
         self._set("replicas", len(statuses))
-        found = {one.name: one for one in statuses}
-        for name in self._replicas.keys() - found.keys():
+        for name in {name for _, name in self._of_replicas} - {one.name for one in statuses}:
             for metric in REPLICA_METRICS:
                 series = self._gauges.get(metric) or self._counters[metric]
                 with suppress(KeyError):
                     series.remove(*self._labels, name)
-        for name, one in found.items():
-            last = self._replicas.get(name)
-            self._set("replica_requests", one.num_requests, name)
+                self._of_replicas.pop((metric, name), None)
+        for one in statuses:
+            self._set("replica_requests", one.num_requests, one.name)
             num_held = one.num_blocks - one.num_free_blocks
-            self._set("replica_kv_cache_usage_perc", num_held / one.num_blocks if one.num_blocks else 0.0, name)
+            self._set("replica_kv_cache_usage_perc", num_held / one.num_blocks if one.num_blocks else 0.0, one.name)
             for metric, field in REPLICA_COUNTERS.items():
-                before = 0 if last is None else getattr(last, field)
-                self._count(metric, name).inc(max(0, getattr(one, field) - before))
-        self._replicas = found
+                self._follow(self._of_replicas, metric, getattr(one, field), one.name)
 
     def take_model_state(self, managed: ManagedModel) -> None:
         """Take the model's state, memory, waiters and load counts from the manager."""
@@ -528,49 +533,36 @@ class Metrics:
         self._set("model_requests_waiting", len(managed.waiters))
         if managed.state is not ModelState.READY:
             self._reset_gauges()
-        counts = {
-            "model_loads": managed.num_loads,
-            "model_load_failures": managed.num_failures,
-            "model_unloads": managed.num_unloads,
-        }
-        for name, value in counts.items():
-            self._plain[name].inc(value - self._load_counts.get(name, 0))
-        self._load_counts = counts
+        self._follow(self._of_model, "model_loads", managed.num_loads)
+        self._follow(self._of_model, "model_load_failures", managed.num_failures)
+        self._follow(self._of_model, "model_unloads", managed.num_unloads)
 
     def forget_worker(self) -> None:
         """Prepare for a new worker, which counts from 0."""
-        self._last, self._num_restarts, self._worker = None, 0, 0
+        self._of_worker.clear()
+        self._of_client.clear()
 
     def _take_totals(self, stats: Stats, num_restarts: int) -> None:
         """Add the worker's new counts. A new worker counts from 0, so its counts are added to the earlier ones."""
-        last = self._last
-        if last is not None and (num_restarts != self._worker or stats.num_steps < last.num_steps):
-            last = None
-        before = _totals(last) if last is not None else {}
-        for name, value in _totals(stats).items():
-            self._plain[name].inc(max(0, value - before.get(name, 0)))
-        earlier = {} if last is None else {level.level: level for level in last.cache.levels}
+        if num_restarts != self._worker[0] or stats.num_steps < self._worker[1]:
+            self._of_worker.clear()
+        self._worker = num_restarts, stats.num_steps
+        for name, total in _totals(stats).items():
+            self._follow(self._of_worker, name, total)
         for level in stats.cache.levels:
-            self._take_level(level, earlier.get(level.level))
-        self._last, self._worker = stats, num_restarts
-
-    def _take_level(self, level: LevelStats, last: LevelStats | None) -> None:
-        self._set("lower_cache_bytes", level.num_bytes, level.level)
-        if level.max_bytes is not None:
-            self._set("lower_cache_max_bytes", level.max_bytes, level.level)
-        self._set("lower_cache_pieces", level.num_pieces, level.level)
-        for name, field in TIER_COUNTERS.items():
-            before = 0 if last is None else getattr(last, field)
-            self._count(name, level.level).inc(max(0, getattr(level, field) - before))
+            self._set("lower_cache_bytes", level.num_bytes, level.level)
+            if level.max_bytes is not None:
+                self._set("lower_cache_max_bytes", level.max_bytes, level.level)
+            self._set("lower_cache_pieces", level.num_pieces, level.level)
+            for name, field in TIER_COUNTERS.items():
+                self._follow(self._of_worker, name, getattr(level, field), level.level)
 
     def _take_gauges(self, stats: Stats) -> None:
         cache = stats.cache
         self._set("num_requests_running", stats.num_running)
         self._set("num_requests_waiting", stats.num_waiting)
         self._set("kv_cache_usage_perc", cache.num_in_use / cache.num_blocks if cache.num_blocks else 0.0)
-        self._set("kv_blocks", cache.num_free - cache.num_cached, "free")
-        self._set("kv_blocks", cache.num_cached, "cached")
-        self._set("kv_blocks", cache.num_in_use, "in_use")
+        self._set_pool("kv_blocks", cache.num_free - cache.num_cached, cache.num_cached, cache.num_in_use)
         self._set("kv_blocks", cache.num_shared, "shared")
         self._set("kv_blocks", cache.num_pinned, "pinned")
         if cache.windows is not None:
@@ -593,13 +585,8 @@ class Metrics:
 
     def _take_facts(self, ready: Ready) -> None:
         capacity = ready.capacity
-        values = (
-            capacity.block_size,
-            capacity.num_blocks - 1,
-            ready.facts.kv_dtype or "auto",
-            ready.kv_bytes,
-        )
-        labels = (*map(str, values), str(capacity.max_num_seqs), str(ready.max_model_len))
+        sizes = capacity.block_size, capacity.num_blocks - 1, ready.facts.kv_dtype or "auto", ready.kv_bytes
+        labels = tuple(map(str, (*sizes, capacity.max_num_seqs, ready.max_model_len)))
         if self._config_labels not in (None, labels):  # a new worker may have a different number of blocks
             self._gauges["cache_config_info"].remove(*self._labels, *(self._config_labels or ()))
         self._config_labels = labels

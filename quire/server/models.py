@@ -178,30 +178,25 @@ class _IgnoringSink:
 
 
 class ActiveRequest:
-    """An async context manager: leaving it cancels unfinished generations and writes the record, once."""
+    """A request from its place in the queue to its end: it waits for its model to load, is tokenised, and is answered.
 
-    def __init__(
-        self,
-        service: ModelService,
-        request: InferenceRequest,
-        caller: Caller,
-        priority: Priority,
-        requests: Sequence[GenerationRequest],
-        ticket: QueueTicket,
-    ) -> None:
+    An async context manager: leaving it cancels unfinished generations and writes the record, once.
+    """
+
+    def __init__(self, model: Model, request: InferenceRequest, caller: Caller, ticket: QueueTicket) -> None:
         self.request = request
         self.caller = caller
-        self.priority = priority
-        self.requests = tuple(requests)
+        self.priority = ticket.priority
+        self.requests: tuple[GenerationRequest, ...] = ()  # empty: not tokenised yet
         self.request_id = caller.request_id
-        self.model = service.model
+        self.served_by = model
         self.created = int(time.time())
         self.generations: list[Generation] = []
         self.updated = asyncio.Event()
         self.ticket = ticket
         self.is_accepted = False  # it passed all limits
-        self._service = service
-        self.submitting: asyncio.Task[Any] | None = None  # the task that submits it to the engine
+        self.service: ModelService  # since its model is loaded
+        self.opening: asyncio.Task[Any] | None = None  # the task that waits for its model and submits it to the engine
         self.error: Exception | None = None
         self._on_close: list[Callable[[], object]] = []
         self.is_closed = False
@@ -219,8 +214,12 @@ class ActiveRequest:
         self.close(error if isinstance(error, Exception) else None)
 
     @property
+    def model(self) -> str:
+        return self.served_by.name
+
+    @property
     def system_fingerprint(self) -> str | None:
-        return self._service.system_fingerprint
+        return self.service.client.system_fingerprint
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -257,7 +256,7 @@ class ActiveRequest:
     def cache_text(self) -> Excerpt | None:
         """The text of the first prompt where its match with the cache ended."""
         cache = self.cache
-        return None if cache is None else stopped_text(self._service.text.tokenizer, self.requests[0].prompt, cache)
+        return None if cache is None else stopped_text(self.service.text.tokenizer, self.requests[0].prompt, cache)
 
     @property
     def num_thought_tokens(self) -> int:
@@ -265,12 +264,12 @@ class ActiveRequest:
         if not self.generations:
             return 0
         answers = self.generations[0].answers.output().completions
-        count = self._service.text.num_thought_tokens
+        count = self.service.text.num_thought_tokens
         return sum(count(self._chat, self.requests[0].prompt, one.token_ids) for one in answers)
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer to the first prompt."""
-        return self._service.text.new_parser(self._chat, self.requests[0].prompt)
+        return self.service.text.new_parser(self._chat, self.requests[0].prompt)
 
     @property
     def _chat(self) -> ChatRequest | None:
@@ -283,13 +282,13 @@ class ActiveRequest:
         chat = self._chat
         if chat is None:
             return []
-        template = self._service.text.template
+        template = self.service.text.template
         names = [f"chat_template_kwargs.{name}" for name in template.unknown_args(chat.template_args)]
         return [*names, *(one.name for one in self.request.thinking_fields if not template.can_think(one.wants))]
 
     @property
     def pinned_tokens(self) -> int:
-        return self._service.pinned_tokens(self.requests[0])
+        return self.service.pinned_tokens(self.requests[0])
 
     @property
     def is_started(self) -> bool:
@@ -336,8 +335,8 @@ class ActiveRequest:
             self.error = error
             for generation in self.generations:
                 generation.cancel()
-            if self.submitting is not None:
-                self.submitting.cancel()
+            if self.opening is not None:
+                self.opening.cancel()
             self.updated.set()
 
     async def wait_start(self) -> None:
@@ -388,19 +387,16 @@ class ActiveRequest:
         if self.is_closed:
             return
         self.is_closed = True
+        self.opening = None
         for generation in self.generations:
             generation.cancel()
             generation.detach()
         self.ticket.leave()
+        if self.is_accepted:  # a refused request is counted elsewhere
+            self.service.close_request(self, self._record(error or self.error))
         for call in self._on_close:
             call()
         self._on_close.clear()
-        record = self._record(error or self.error)
-        self._service.close_request(self)
-        if self.is_accepted:  # a refused request is counted elsewhere
-            self._service.count(self._service.metrics.finished, record)
-            self._service.count(self._service.activity.finished, record)
-            log_request(record)
 
     def _record(self, error: Exception | None) -> RequestRecord:
         now_s = time.monotonic()
@@ -600,10 +596,6 @@ class ModelService:
         return self.names[0]
 
     @property
-    def system_fingerprint(self) -> str | None:
-        return self.client.system_fingerprint
-
-    @property
     def max_model_len(self) -> int:
         return self.client.max_model_len
 
@@ -625,39 +617,19 @@ class ModelService:
 
     # Requests
 
-    async def open(
-        self, request: InferenceRequest, caller: Caller, ticket: QueueTicket, waited_s: float = 0.0
-    ) -> ActiveRequest:
-        """Tokenise the prompts, check the limits and submit the request to the engine.
-
-        `ticket` is the request's place in the queue, held for `waited_s` so far. Raises ApiError or QuireError; the
-        ticket is then returned and nothing is held.
-        """
-        self._enter()
-        active: ActiveRequest | None = None
-        try:
-            if self.is_draining:
-                raise shutting_down()
-            salt = self.salt_for(caller.key, request.cache_salt)
-            priority = ticket.priority
-            owner = caller.key.name
-            is_short = _is_short(request.prompts)
-            requests = [
-                await self._request(request, prompt, priority, salt, owner, caller.session, is_short=is_short)
-                for prompt in request.prompts
-            ]
-            if self._is_cut:
-                raise shutting_down()
-            active = ActiveRequest(self, request, caller, priority, requests, ticket)
-            await self._submit(active, max(self.limits.queue_timeout_s - waited_s, MIN_WAIT_S))
-        except BaseException as error:
-            if active is None:
-                ticket.leave()
-                self._leave()
-            else:
-                active.close(error if isinstance(error, Exception) else None)
-            raise
-        return active
+    async def open(self, active: ActiveRequest) -> None:
+        """Tokenise the prompts, check the limits and submit the request to the engine."""
+        self._num_open += 1
+        self._is_idle.clear()
+        active.on_close(self._leave)
+        if self.is_draining:
+            raise shutting_down()
+        request, is_short = active.request, _is_short(active.request.prompts)
+        built = [await self._request(active, prompt, is_short=is_short) for prompt in request.prompts]
+        if self._is_cut:
+            raise shutting_down()
+        active.requests = tuple(built)
+        await self._submit(active, max(self.limits.queue_timeout_s - active.load_s, MIN_WAIT_S))
 
     async def _submit(self, active: ActiveRequest, limit_s: float) -> None:
         active.ticket.grow(active.num_prompt_tokens)
@@ -670,26 +642,20 @@ class ModelService:
         timer = loop.call_later(limit_s, self._time_out, active)
         active.on_close(timer.cancel)
         started = partial(self._begin, active)
-        active.submitting = asyncio.current_task()
         try:
             async with asyncio.timeout(limit_s):
                 for request in active.requests:
                     active.add(await self.client.submit(request, updated=active.updated, on_start=started))
         except TimeoutError:
             raise self._too_late("the model is still loading", active.priority) from None
-        except asyncio.CancelledError:
-            if active.error is None:
-                raise
-            raise active.error from None  # it was ended by `fail`
-        finally:
-            active.submitting = None
 
-    def close_request(self, active: ActiveRequest) -> None:
-        """Called once by a request when it ends."""
-        if active in self._active:
-            self._active.remove(active)
-            self.quotas.of(active.caller.key).use(active.usage.completion_tokens)
-        self._leave()
+    def close_request(self, active: ActiveRequest, record: RequestRecord) -> None:
+        """Called once by an accepted request when it ends."""
+        self._active.remove(active)
+        self.quotas.of(active.caller.key).use(active.usage.completion_tokens)
+        self.count(self.metrics.finished, record)
+        self.count(self.activity.finished, record)
+        log_request(record)
 
     def _time_out(self, active: ActiveRequest) -> None:
         if not active.is_started:
@@ -758,18 +724,10 @@ class ModelService:
         """The turn of this key to ask the worker for a report, which takes time between two steps."""
         return self._question_slots.turn(owner)
 
-    async def _request(
-        self,
-        request: InferenceRequest,
-        prompt: Prompt,
-        priority: Priority,
-        salt: str,
-        owner: str,
-        session: str = "",
-        *,
-        is_short: bool,
-    ) -> GenerationRequest:
+    async def _request(self, active: ActiveRequest, prompt: Prompt, *, is_short: bool) -> GenerationRequest:
         """Tokenise a prompt and make its request: at once if both are quick, else in a thread, in turn."""
+        request, caller, priority = active.request, active.caller, active.priority
+        owner, salt = caller.key.name, self.salt_for(caller.key, request.cache_salt)
         chat = prompt if isinstance(prompt, ChatRequest) else None
         params = self._bounded(request)
 
@@ -789,7 +747,7 @@ class ModelService:
             pins += [pin for pin in found if pin is not None]
         if request.cache_key is not None:
             pins.append(PinPrefix(_pin_id(owner, salt, "key", request.cache_key), len(tokens), request.cache_ttl_s))
-        session = session or request.cache_key or ""
+        session = caller.session or request.cache_key or ""
         return replace(built, pins=tuple(pins), session=session) if pins or session else built
 
     def _bounded(self, request: InferenceRequest) -> GenerationParams:
@@ -849,10 +807,6 @@ class ModelService:
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self.text.close()
 
-    def _enter(self) -> None:
-        self._num_open += 1
-        self._is_idle.clear()
-
     def _leave(self) -> None:
         self._num_open -= 1
         self._note_idle()
@@ -882,7 +836,7 @@ PLAIN_BITS = {"F32": 32, "F16": 16, "BF16": 16}  # of weights that can be quanti
 FINAL_STATS_S = 1.0  # time for the last stats of a worker before it is closed
 UNLOAD_DRAIN_S = 5.0  # time for tokenisation and cut requests to end
 
-__all__ = ["Model", "ModelState", "Models", "OpeningRequest", "SharedResources"]
+__all__ = ["Model", "ModelState", "Models", "SharedResources"]
 
 
 @dataclass(slots=True)
@@ -950,6 +904,12 @@ class Model:
     def num_bytes(self) -> int:
         """Bytes of weights and KV cache; of the weights alone while the model is not loaded."""
         return self.managed.num_bytes or self.needs.weight_bytes
+
+    @property
+    def loaded(self) -> ModelService:
+        """The service of a model that is loaded."""
+        assert self.service is not None
+        return self.service
 
     @property
     def facts(self) -> Ready | None:
@@ -1100,28 +1060,6 @@ class Model:
             self.service.cut(ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="unloading"))
 
 
-@dataclass(eq=False, slots=True)
-class OpeningRequest:
-    """A request that no engine has yet: it waits for its model to load, or is being tokenized."""
-
-    request: InferenceRequest
-    caller: Caller
-    served_by: Model
-    priority: Priority
-    task: asyncio.Task[Any] | None
-    error: ApiError | None = None
-
-    @property
-    def model(self) -> str:
-        return self.served_by.name
-
-    def fail(self, error: ApiError) -> None:
-        """End it from outside; the client gets the error."""
-        if self.error is None and self.task is not None:
-            self.error = error
-            self.task.cancel()
-
-
 class Models:
     """All models of a server. Belongs to one event loop."""
 
@@ -1148,7 +1086,7 @@ class Models:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._opening: set[OpeningRequest] = set()
+        self._requests: set[ActiveRequest] = set()
 
     def __iter__(self) -> Iterator[Model]:
         """Iterate in the configured order."""
@@ -1197,57 +1135,48 @@ class Models:
         if len(refusals) == len(self._models):
             raise refusals[0]
 
-    async def open(self, request: InferenceRequest, caller: Caller) -> ActiveRequest:
-        """Load the model if needed and open the request. Raises ApiError or QuireError; nothing is held then."""
+    def enter(self, request: InferenceRequest, caller: Caller) -> ActiveRequest:
+        """Take a place in the queue of the request's model. The caller opens the request, and closes it."""
         if self.is_draining:
             raise shutting_down()
         model = self.find(request.model)
         priority = model.priority_of(request, caller.key)
         ticket = model.queues.enter(request.params.n * len(request.prompts), priority, caller.key.name)
-        opening = OpeningRequest(request, caller, model, priority, asyncio.current_task())
-        self._opening.add(opening)
-        try:
-            return await self._open(request, caller, model, ticket)
-        except asyncio.CancelledError:
-            if opening.error is None:
-                raise
-            raise opening.error from None
-        finally:
-            self._opening.discard(opening)
-
-    def in_progress(self) -> list[ActiveRequest | OpeningRequest]:
-        """The requests of all models that are not finished, in no particular order."""
-        active = [one for model in self._models if model.service is not None for one in model.service.active_requests]
-        callers = {id(one.caller) for one in active}
-        return [*active, *(one for one in self._opening if id(one.caller) not in callers)]
-
-    async def _open(
-        self, request: InferenceRequest, caller: Caller, model: Model, ticket: QueueTicket
-    ) -> ActiveRequest:
-        began_s = time.monotonic()
-        try:
-            await self.hold(model)
-        except BaseException:
-            ticket.leave()
-            raise
-        load_s = time.monotonic() - began_s
-        try:
-            assert model.service is not None
-            active = await model.service.open(request, caller, ticket, load_s)
-        except BaseException:
-            self.release(model)
-            raise
-        active.load_s = load_s
-        active.on_close(partial(self.release, model))
+        active = ActiveRequest(model, request, caller, ticket)
+        self._requests.add(active)
+        active.on_close(partial(self._requests.discard, active))
         return active
+
+    async def open(self, active: ActiveRequest) -> None:
+        """Load the model if needed and submit the request. Raises ApiError or QuireError; nothing is held then."""
+        began_s = time.monotonic()
+        active.opening = task = asyncio.current_task()
+        try:
+            await self.hold(active.served_by)
+            active.on_close(partial(self.release, active.served_by))
+            active.load_s = time.monotonic() - began_s
+            active.service = active.served_by.loaded
+            await active.service.open(active)
+            active.opening = None
+        except asyncio.CancelledError:
+            active.close(active.error)
+            if active.error is None or task is None or task.uncancel():
+                raise
+            raise active.error from None  # it was ended by `fail`, and by nobody else
+        except BaseException as error:
+            active.close(error if isinstance(error, Exception) else None)
+            raise
+
+    def in_progress(self) -> Collection[ActiveRequest]:
+        """The requests of all models that are not finished, in no particular order."""
+        return self._requests
 
     async def use(self, name: str | None) -> ModelService:
         """Return the service of a model for one immediate call. For longer use, see `RequestContext.use`."""
         model = self.find(name)
         await self.hold(model)
         self.release(model)
-        assert model.service is not None
-        return model.service
+        return model.loaded
 
     async def hold(self, model: Model) -> None:
         """Load the model and keep it loaded until `release`."""

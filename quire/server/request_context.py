@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quire.engine.outputs import GenerationOutput
-from quire.errors import QuireError
+from quire.errors import InvalidRequest, QuireError
 from quire.server.batches.service import BatchService
-from quire.server.decoding import decode, unknown_fields
+from quire.server.decoding import convert, decode, unknown_fields
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, BodyBudget, Key
@@ -108,11 +108,12 @@ class RequestContext:
         self._limits = limits
         self.has_body = _announces_body(self.request.headers)  # an unread body
         self._gone: asyncio.Task[None] | None = None
-        self._opening: asyncio.Future[ActiveRequest] | None = None
         self._active: ActiveRequest | None = None
+        self.is_accepted = False  # it was submitted to a model
         self.model = models.default  # the model whose metrics count this request
         self._unknown: dict[str, list[str]] = {}  # unknown fields of the body
-        self._held: list[Model] = []  # kept loaded until the request ends
+        self._held: set[Model] = set()  # kept loaded until the request ends
+        self.on_finish: list[Callable[[], object]] = []
 
     @property
     def service(self) -> ModelService:
@@ -121,11 +122,6 @@ class RequestContext:
             text = f"{self.model.name} is not loaded"
             raise ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
         return service
-
-    @property
-    def is_accepted(self) -> bool:
-        """Whether the request has been submitted to a model."""
-        return self._active is not None
 
     # Request body
 
@@ -219,6 +215,18 @@ class RequestContext:
                 raise ApiError(Kind.TIMEOUT, f"the body arrived at less than {MIN_BODY_RATE} bytes per second")
             yield chunk
 
+    def query(self, kind: type[T]) -> T:
+        """Parse the URL's query parameters. Unknown ones are ignored."""
+        given = dict(self.request.query_params)
+        try:
+            return convert(given, kind)
+        except msgspec.ValidationError as error:
+            what, _, path = str(error).partition(" - at `$.")
+            name = path.rstrip("`")
+            if not name:
+                raise InvalidRequest(what.replace("Object missing required field", "the query lacks")) from None
+            raise ApiError(Kind.INVALID, f"{name} = {given.get(name)!r:.80}: {what}", param=name) from None
+
     def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
         self._unknown = unknown_fields(msgspec.json.decode(data), kind)
         for name in [_printable(name) for name in self._unknown][:MAX_NAMED_FIELDS]:
@@ -275,20 +283,14 @@ class RequestContext:
         self.note_ignored(request.ignored)
         self.note(UNENFORCED, request.unenforced)
         caller = Caller(self.key, self.request_id, self.endpoint, self.arrived_s, self.session)
-        self._opening = opening = asyncio.ensure_future(self.models.open(request, caller))
-        gone = self._gone
-        assert gone is not None, "the body must be read first"
-        await asyncio.wait({opening, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not opening.done():
-            opening.cancel()
-            await asyncio.wait({opening})
-        if gone.done():
-            if not opening.cancelled() and opening.exception() is None:
-                opening.result().close(ClientGone())
+        assert self._gone is not None, "the body must be read first"
+        if self._gone.done():
             raise ClientGone
-        self._active = opening.result()
-        self.note(IGNORED, self._active.ignored)
-        return self._active
+        self._active = active = self.models.enter(request, caller)
+        await self.models.open(active)
+        self.is_accepted = True
+        self.note(IGNORED, active.ignored)
+        return active
 
     async def use(self, name: str | None) -> ModelService:
         """Return the service of a model. Loads the model and keeps it loaded until this request ends."""
@@ -304,7 +306,8 @@ class RequestContext:
                     holding.cancel()
                     await asyncio.wait({holding})
                 if not holding.cancelled() and holding.exception() is None:
-                    self._held.append(model)
+                    self._held.add(model)
+                    self.on_finish.append(partial(self.models.release, model))
         return self.service
 
     async def wait_for(self, task: asyncio.Task[None]) -> None:
@@ -326,6 +329,11 @@ class RequestContext:
         stream = EventStream(active, encoder, self.headers, self.dialect, self._limits.keep_alive_s)
         await stream.begin()
         return stream
+
+    def streaming(self, parts: AsyncIterator[bytes], media_type: str) -> Response:
+        """A stream that is not a generation: it ends with its parts, or when the client disconnects."""
+        headers = {**self.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(parts, headers=headers, media_type=media_type)
 
     def error(self, error: ApiError) -> Response:
         headers = {**self.headers, "x-should-retry": "true" if error.may_retry else "false"}
@@ -365,17 +373,15 @@ class RequestContext:
 
     async def finish(self) -> None:
         """Cancel all tasks of this request and release its models."""
-        for task in (self._gone, self._opening):
-            if task is not None and not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-        for model in self._held:
-            self.models.release(model)
-        self._held.clear()
-        opening = self._opening
-        if opening is not None and not opening.cancelled() and opening.exception() is None:
-            opening.result().close()
-        self._active = self._gone = self._opening = None  # they refer to this object
+        if self._gone is not None and not self._gone.done():
+            self._gone.cancel()
+            await asyncio.wait({self._gone})
+        if self._active is not None:
+            self._active.close()
+        for call in self.on_finish:
+            call()
+        self.on_finish.clear()
+        self._active = self._gone = None  # they refer to this object
 
 
 Handler = Callable[[RequestContext], Awaitable[Response]]

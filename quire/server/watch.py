@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated
 
@@ -30,7 +29,7 @@ from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, St
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key
-from quire.server.metrics import Finished, Ttft
+from quire.server.metrics import Finished
 from quire.server.models import ActiveRequest, Model, Models, ModelService
 from quire.version import __version__
 
@@ -240,123 +239,6 @@ class HeldAnswer(msgspec.Struct, frozen=True):
     ranges: Annotated[tuple[tuple[int, int], ...], Meta(description="First block and number of blocks.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    prefill_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotBuilder:
-    """The data of one model at one tick; `view` makes what a key may see of it."""
-
-    model: Model
-    service: ModelService | None
-    stats: Stats | None
-    blocks: Blocks | None
-    age_s: float | None
-    rates: Rates
-    request_rates: dict[ActiveRequest, float]
-    ttft: Ttft | None
-    active_requests: tuple[ActiveRequest, ...]
-    finished: tuple[Finished, ...] = ()  # newest first
-    eta_s: float | None = None
-
-    def view(self, key: Key) -> WatchedModel:
-        model = self.model
-        return WatchedModel(
-            name=model.name,
-            aliases=model.aliases,
-            state=model.state.value,
-            is_pinned=model.is_pinned,
-            num_bytes=model.num_bytes,
-            progress=model.progress,
-            eta_s=None if self.eta_s is None else round(self.eta_s, 1),
-            error=str(error) if key.is_admin and (error := model.managed.error) is not None else None,
-            num_waiting=model.num_waiting,
-            engine=self._engine(key),
-        )
-
-    def _engine(self, key: Key) -> WatchedEngine | None:
-        service, stats, ttft = self.service, self.stats, self.ttft
-        if service is None or (facts := service.client.facts) is None:
-            return None
-        if stats is None:
-            stats = _stats_of(self.active_requests)
-        requests = self._requests(key)
-        return WatchedEngine(
-            backend=facts.facts.backend,
-            device=facts.facts.device,
-            dtype=facts.facts.dtype,
-            max_model_len=service.max_model_len,
-            weight_bytes=facts.weight_bytes,
-            kv_bytes=facts.kv_bytes,
-            is_moving=service.client.is_moving,
-            num_restarts=service.client.num_restarts,
-            age_s=None if self.age_s is None else round(self.age_s, 3),
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_steps=stats.num_steps,
-            num_preemptions=stats.num_preemptions,
-            num_evictions=stats.cache.num_evictions,
-            num_queried_tokens=stats.cache.num_queried_tokens,
-            num_hit_tokens=stats.cache.num_hit_tokens,
-            hit_rate=round(stats.cache.hit_rate, 4),
-            num_pins=stats.cache.num_pins,
-            num_draft_tokens=stats.num_drafted,
-            num_draft_tokens_accepted=stats.num_accepted,
-            prefill_tokens_per_s=round(self.rates.prefill_tokens_per_s, 1),
-            decode_tokens_per_s=round(self.rates.decode_tokens_per_s, 1),
-            num_ttft=0 if ttft is None else ttft.num_requests,
-            ttft_s_p50=None if ttft is None else round(ttft.p50_s, 4),
-            ttft_s_p95=None if ttft is None else round(ttft.p95_s, 4),
-            tiers=[
-                WatchedTier(tier.name.lower(), one.num_waiting, one.num_tokens, round(one.oldest_age_s, 2))
-                for tier, one in zip(Priority, stats.tiers, strict=True)
-            ],
-            blocks=None if self.blocks is None else _blocks(self.blocks),
-            windows=_windows(stats.cache.windows, facts.facts.window_bytes),
-            states=_states(stats.cache.states, facts.facts.state_bytes),
-            requests=requests,
-            num_other_requests=len(self.active_requests) - len(requests),
-            finished=self._finished(key),
-            replicas=[WatchedReplica(**one._asdict()) for one in service.client.replica_statuses],
-        )
-
-    def _finished(self, key: Key) -> list[FinishedRequest]:
-        shown = (one for one in self.finished if key.is_admin or one.record.key_name == key.name)
-        return [_finished(one) for one in islice(shown, MAX_FINISHED_SHOWN)]
-
-    def _requests(self, key: Key) -> list[WatchedRequest]:
-        mine = [active for active in self.active_requests if is_shown(active, key)]
-        mine.sort(key=lambda active: (not active.is_started, active.caller.arrived_s))
-        running = None if self.blocks is None else {one.request_id: one for one in self.blocks.running}
-        shown = [self._request(active, running) for active in mine[:MAX_REQUESTS_SHOWN]]
-        return sorted(shown, key=lambda one: not one.is_running)
-
-    def _request(self, active: ActiveRequest, running: dict[int, Running] | None) -> WatchedRequest:
-        """Describe a request. `running`: the worker's report by request id; None: no report yet."""
-        usage = active.usage
-        ids = [request_id for generation in active.generations for request_id in generation.request_ids]
-        here = [] if running is None else [running[request_id] for request_id in ids if request_id in running]
-        is_complete = running is not None and len(running) < MAX_RUNNING_LISTED
-        return WatchedRequest(
-            id=active.request_id,
-            key=active.caller.key.name,
-            endpoint=active.caller.endpoint,
-            tier=active.priority.name.lower(),
-            is_running=bool(here) or (active.is_started and not is_complete),
-            num_samples=active.request.params.n * len(active.requests),
-            age_s=round(time.monotonic() - active.caller.arrived_s, 2),
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            computed_tokens=sum(one.num_computed for one in here),
-            completion_tokens=usage.completion_tokens,
-            tokens_per_s=round(self.request_rates.get(active, 0.0), 1),
-            num_blocks=sum(one.num_blocks for one in here),
-        )
-
-
 def _finished(finished: Finished) -> FinishedRequest:
     record = finished.record
     return FinishedRequest(
@@ -376,6 +258,12 @@ def _finished(finished: Finished) -> FinishedRequest:
         finish=record.finish,
         error=record.error,
     )
+
+
+def _recent(service: ModelService, key: Key) -> list[FinishedRequest]:
+    """The last requests that the key may see, newest first."""
+    shown = (one for one in reversed(service.activity.recent) if key.is_admin or one.record.key_name == key.name)
+    return [_finished(one) for one in islice(shown, MAX_FINISHED_SHOWN)]
 
 
 def _stats_of(active_requests: Sequence[ActiveRequest]) -> Stats:
@@ -481,7 +369,6 @@ class Watch:
         self._reports: dict[str, ModelReport] = {}
         self._clock: asyncio.Task[None] | None = None
         self._ticked = asyncio.Event()  # replaced at each tick
-        self._builders: list[SnapshotBuilder] = []
         self._views: dict[str, bytes] = {}  # by key name, made once per tick
         self._at_s = 0.0  # time of the last tick
         self._took_s = 0.0  # time between the last two ticks
@@ -528,7 +415,7 @@ class Watch:
                 num_watchers=len(self._watchers),
                 held_bytes=self._models.manager.num_bytes,
                 budget_bytes=self._models.manager.budget_bytes,
-                models=[builder.view(key) for builder in self._builders],
+                models=[report.view(key) for report in self._reports.values()],
             )
             self._views[key.name] = msgspec.json.encode(snapshot)
         return self._views[key.name]
@@ -546,18 +433,17 @@ class Watch:
             await asyncio.sleep(max(began_s + interval_s - time.monotonic(), 0.01))
 
     async def _collect(self) -> None:
-        models = list(self._models)
-        for model in models:
+        for model in self._models:
             if model.name not in self._reports:
                 self._reports[model.name] = ModelReport(model, self._models.manager)
-        reports = [self._reports[model.name] for model in models]
-        asking = {task for report in reports if (task := report.request()) is not None}
+        asking = {task for report in self._reports.values() if (task := report.request()) is not None}
         if asking:
             await asyncio.wait(asking, timeout=WAIT_S)
         now_s = time.monotonic()
         self._took_s = now_s - self._at_s if self.tick else 0.0
         self._at_s = now_s
-        self._builders = [report.builder(now_s) for report in reports]
+        for report in self._reports.values():
+            report.tick(now_s)
         self._views = {}
         self.tick += 1
 
@@ -604,7 +490,7 @@ class Watcher:
 
 
 class ModelReport:
-    """The last report of one model's worker, and the rates since the previous tick."""
+    """The last report of one model's worker, the rates since the previous tick, and what a key may see of both."""
 
     def __init__(self, model: Model, manager: ModelManager) -> None:
         self._model = model
@@ -618,6 +504,9 @@ class ModelReport:
         self._at_s = 0.0
         self._totals = (0, 0)
         self._completions: dict[ActiveRequest, int] = {}
+        self._active: tuple[ActiveRequest, ...] = ()
+        self._rates = [0.0, 0.0]  # tokens per second of prompts and answers
+        self._request_rates: dict[ActiveRequest, float] = {}
 
     @property
     def has_report(self) -> bool:
@@ -659,40 +548,115 @@ class ModelReport:
         self._stats = self._blocks = None
         self._is_whole = False
 
-    def builder(self, now_s: float) -> SnapshotBuilder:
-        """Return the data for the current tick. Rates are those since the previous tick."""
+    def tick(self, now_s: float) -> None:
+        """Take what the server knows itself. Rates are those since the previous tick."""
         service = self._service
-        active_requests = () if service is None else tuple(service.active_requests)
+        self._active = () if service is None else tuple(service.active_requests)
         totals = (0, 0)
         if service is not None:
             totals = service.activity.num_prefilled_tokens, service.activity.num_generated_tokens
-        completions = {active: active.usage.completion_tokens for active in active_requests}
+        completions = {active: active.usage.completion_tokens for active in self._active}
         span_s = now_s - self._at_s if self._at_s else 0.0
-        rates, request_rates = Rates(), dict[ActiveRequest, float]()
+        self._rates, self._request_rates = [0.0, 0.0], {}
         if span_s > 0:
-            prefill, decode = (max(new - old, 0) / span_s for new, old in zip(totals, self._totals, strict=True))
-            rates = Rates(prefill, decode)
-            request_rates = {
+            self._rates = [max(new - old, 0) / span_s for new, old in zip(totals, self._totals, strict=True)]
+            self._request_rates = {
                 active: (count - self._completions.get(active, 0)) / span_s for active, count in completions.items()
             }
         self._at_s, self._totals, self._completions = now_s, totals, completions
-        return SnapshotBuilder(
-            self._model,
-            service,
-            self._stats,
-            self._blocks,
-            now_s - self._answered_s if self._stats is not None else None,
-            rates,
-            request_rates,
-            None if service is None else service.activity.ttft(),
-            active_requests,
-            () if service is None else tuple(reversed(service.activity.recent)),
-            self._eta_s(),
+
+    def view(self, key: Key) -> WatchedModel:
+        model, eta_s = self._model, None
+        if model.state is ModelState.LOADING:
+            eta_s = self._manager.eta_s(model.managed, model.reading_s)
+        return WatchedModel(
+            name=model.name,
+            aliases=model.aliases,
+            state=model.state.value,
+            is_pinned=model.is_pinned,
+            num_bytes=model.num_bytes,
+            progress=model.progress,
+            eta_s=None if eta_s is None else round(eta_s, 1),
+            error=str(error) if key.is_admin and (error := model.managed.error) is not None else None,
+            num_waiting=model.num_waiting,
+            engine=self._engine(key),
         )
 
-    def _eta_s(self) -> float | None:
-        model = self._model
-        return self._manager.eta_s(model.managed, model.reading_s) if model.state is ModelState.LOADING else None
+    def _engine(self, key: Key) -> WatchedEngine | None:
+        service, stats = self._service, self._stats
+        if service is None or (facts := service.client.facts) is None:
+            return None
+        ttft = service.activity.ttft()
+        if stats is None:
+            stats = _stats_of(self._active)
+        requests = self._requests(key)
+        return WatchedEngine(
+            backend=facts.facts.backend,
+            device=facts.facts.device,
+            dtype=facts.facts.dtype,
+            max_model_len=service.max_model_len,
+            weight_bytes=facts.weight_bytes,
+            kv_bytes=facts.kv_bytes,
+            is_moving=service.client.is_moving,
+            num_restarts=service.client.num_restarts,
+            age_s=None if self._stats is None else round(max(0.0, self._at_s - self._answered_s), 3),
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_steps=stats.num_steps,
+            num_preemptions=stats.num_preemptions,
+            num_evictions=stats.cache.num_evictions,
+            num_queried_tokens=stats.cache.num_queried_tokens,
+            num_hit_tokens=stats.cache.num_hit_tokens,
+            hit_rate=round(stats.cache.hit_rate, 4),
+            num_pins=stats.cache.num_pins,
+            num_draft_tokens=stats.num_drafted,
+            num_draft_tokens_accepted=stats.num_accepted,
+            prefill_tokens_per_s=round(self._rates[0], 1),
+            decode_tokens_per_s=round(self._rates[1], 1),
+            num_ttft=0 if ttft is None else ttft.num_requests,
+            ttft_s_p50=None if ttft is None else round(ttft.p50_s, 4),
+            ttft_s_p95=None if ttft is None else round(ttft.p95_s, 4),
+            tiers=[
+                WatchedTier(tier.name.lower(), one.num_waiting, one.num_tokens, round(one.oldest_age_s, 2))
+                for tier, one in zip(Priority, stats.tiers, strict=True)
+            ],
+            blocks=None if self._blocks is None else _blocks(self._blocks),
+            windows=_windows(stats.cache.windows, facts.facts.window_bytes),
+            states=_states(stats.cache.states, facts.facts.state_bytes),
+            requests=requests,
+            num_other_requests=len(self._active) - len(requests),
+            finished=_recent(service, key),
+            replicas=[WatchedReplica(**one._asdict()) for one in service.client.replica_statuses],
+        )
+
+    def _requests(self, key: Key) -> list[WatchedRequest]:
+        mine = [active for active in self._active if is_shown(active, key)]
+        mine.sort(key=lambda active: (not active.is_started, active.caller.arrived_s))
+        running = None if self._blocks is None else {one.request_id: one for one in self._blocks.running}
+        shown = [self._request(active, running) for active in mine[:MAX_REQUESTS_SHOWN]]
+        return sorted(shown, key=lambda one: not one.is_running)
+
+    def _request(self, active: ActiveRequest, running: dict[int, Running] | None) -> WatchedRequest:
+        """Describe a request. `running`: the worker's report by request id; None: no report yet."""
+        usage = active.usage
+        ids = [request_id for generation in active.generations for request_id in generation.request_ids]
+        here = [] if running is None else [running[request_id] for request_id in ids if request_id in running]
+        is_complete = running is not None and len(running) < MAX_RUNNING_LISTED
+        return WatchedRequest(
+            id=active.request_id,
+            key=active.caller.key.name,
+            endpoint=active.caller.endpoint,
+            tier=active.priority.name.lower(),
+            is_running=bool(here) or (active.is_started and not is_complete),
+            num_samples=active.request.params.n * len(active.requests),
+            age_s=round(time.monotonic() - active.caller.arrived_s, 2),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            computed_tokens=sum(one.num_computed for one in here),
+            completion_tokens=usage.completion_tokens,
+            tokens_per_s=round(self._request_rates.get(active, 0.0), 1),
+            num_blocks=sum(one.num_blocks for one in here),
+        )
 
     def close(self) -> None:
         if self._asking is not None:

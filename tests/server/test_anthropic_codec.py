@@ -29,7 +29,6 @@ from quire.server.protocols.anthropic import (
     ANTHROPIC,
     UNSUPPORTED,
     CountTokensRequest,
-    MessageEvents,
     MessagesRequest,
     Reply,
     conversation,
@@ -543,7 +542,7 @@ def reply(
 def stream(made: Reply) -> bytes:
     async def collect() -> bytes:
         active = made._active
-        return b"".join([chunk async for chunk in events_of(active, MessageEvents(made, active))])
+        return b"".join([chunk async for chunk in events_of(active, made)])
 
     return asyncio.run(collect())
 
@@ -851,7 +850,7 @@ def test_all_cache_stats_are_shown() -> None:
 
 def test_schemas_can_be_made_of_all_bodies_and_answers() -> None:
     kinds: list[Callable[..., Any]] = [
-        MessagesRequest, CountTokensRequest, cache.ExplainRequest, cache.PinRequest, cache.CacheStatsView,
+        MessagesRequest, CountTokensRequest, cache.ExplainRequest, cache.CachePinRequest, cache.CacheStatsView,
     ]  # fmt: skip
     _, components = msgspec.json.schema_components(kinds)
     assert components["MessagesRequest"]["required"] == ["model", "messages", "max_tokens"]

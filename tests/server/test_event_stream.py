@@ -116,7 +116,7 @@ def chat(active: ActiveRequest, **more: Any) -> EventEncoder:
 
 
 def anthropic(active: ActiveRequest) -> EventEncoder:
-    return messages.MessageEvents(messages.Reply(active, 9, shows_thoughts=True), active)
+    return messages.Reply(active, 9, shows_thoughts=True)
 
 
 def openai_responses(active: ActiveRequest) -> EventEncoder:
@@ -309,16 +309,18 @@ def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest],
 
 
 class Ticket:
+    priority = Priority.NORMAL
+
     def leave(self) -> None:
         pass
 
 
 def closed_request() -> weakref.ref[ActiveRequest]:
     """A request with one generation, and with everything that refers back to it, after it was closed."""
-    service = SimpleNamespace(model="m", close_request=lambda _: None)
     parsed = parse_chat(msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, CHAT))
     caller = SimpleNamespace(request_id="req_1", endpoint="/x", arrived_s=0.0, key=SimpleNamespace(name="k"))
-    active = ActiveRequest(cast(Any, service), parsed, cast(Any, caller), Priority.NORMAL, (), cast(Any, Ticket()))
+    model = SimpleNamespace(name="m")
+    active = ActiveRequest(cast(Any, model), parsed, cast(Any, caller), cast(Any, Ticket()))
     answers: Any = SimpleNamespace(
         samples=(),
         tokenizer=SimpleNamespace(plain_texts={}),

@@ -469,7 +469,7 @@ def test_a_request_is_refused_before_it_is_read_only_if_every_queue_is_full(fold
         models.check_open(key)
     nothing: Any = None  # is read neither
     with pytest.raises(ApiError, match="shutting down"):
-        asyncio.run(models.open(nothing, nothing))
+        models.enter(nothing, nothing)
 
 
 # Models that only the mlx backend runs

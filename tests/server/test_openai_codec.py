@@ -44,7 +44,7 @@ from quire.server.protocols.openai import (
     whole_chat,
     whole_completion,
 )
-from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
+from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
 from quire.server.protocols.support import view
 from quire.text.answers import AnswerParser
 from quire.text.excerpt import Excerpt
@@ -282,6 +282,9 @@ ASKED = {  # values that request something of unsupported fields
     "bad_words": ["x"],
     "use_beam_search": True,
 }
+
+
+UNSUPPORTED = COMPLETION_UNSUPPORTED | CHAT_UNSUPPORTED  # add_special_tokens: of chat
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)

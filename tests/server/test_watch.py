@@ -15,13 +15,14 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from starlette.responses import StreamingResponse
 
 from quire.core.memory.windows import WindowStats
 from quire.core.values import Priority
 from quire.engine.engine import EngineOutput
 from quire.engine.model_manager import ModelManager
 from quire.engine.worker.protocol import Stepped
-from quire.server.admin import WatchStream
+from quire.server.admin import snapshots
 from quire.server.limits import LOCAL
 from quire.server.metrics import MAX_RECENT, ActivityCounters, RequestRecord
 from quire.server.models import Model, Models
@@ -486,9 +487,10 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
         async def receive() -> Any:
             return await asyncio.get_running_loop().create_future()
 
-        stream = WatchStream(watch.enter(0.02, LOCAL), LOCAL, {})
+        watcher = watch.enter(0.02, LOCAL)
+        stream = StreamingResponse(snapshots(watcher, LOCAL))
         other = watch.enter(0.02, LOCAL)
-        streaming = asyncio.create_task(stream({}, receive, send))
+        streaming = asyncio.create_task(stream({"type": "http"}, receive, send))
         for _ in range(10):
             await watch.after(watch.tick)
         assert [one.tick for one in sent] == [1]  # the first is still being sent
@@ -500,7 +502,8 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
         streaming.cancel()
         with suppress(asyncio.CancelledError):
             await streaming
-        assert watch.enter(0.02, LOCAL) is not None  # it has left: there is room, and collecting starts again
+        watcher.leave()
+        assert watch.enter(0.02, LOCAL) is not None  # all have left: collecting starts again
         assert watch.tick == 0
 
     asyncio.run(work())

@@ -20,7 +20,6 @@ from starlette.types import Message, Scope
 from quire.batch.lines import ENDPOINTS
 from quire.batch.results import Reply
 from quire.batch.runner import ConnectionLost
-from quire.server.admin import parse_query
 from quire.server.batches.service import BatchService
 from quire.server.batches.store import (
     COMPLETION_WINDOW,
@@ -297,7 +296,7 @@ async def upload_file(context: RequestContext) -> Response:
 
 
 async def list_files(context: RequestContext) -> Response:
-    query = parse_query(context, FilesQuery)
+    query = context.query(FilesQuery)
     found = (await _open(context)).store.list_files(context.key)
     if query.purpose is not None:
         found = [one for one in found if one.purpose == query.purpose]
@@ -349,7 +348,7 @@ async def create_batch(context: RequestContext) -> Response:
 
 
 async def list_batches(context: RequestContext) -> Response:
-    query = parse_query(context, BatchesQuery)
+    query = context.query(BatchesQuery)
     page, has_more = _page((await _open(context)).store.list_batches(context.key), query.after, query.limit)
     first, last = _ends(page)
     return context.json(BatchList(data=page, has_more=has_more, first_id=first, last_id=last))

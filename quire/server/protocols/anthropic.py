@@ -24,6 +24,7 @@ from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, check_temperature
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.http import EventEncoder
 from quire.server.models import (
     ActiveRequest,
     Breakpoint,
@@ -39,11 +40,10 @@ from quire.server.protocols.support import (
     Unsupported,
     answer_in_shape,
     check_supported,
-    describe_refused,
     shape_error,
     unsupported,
     view,
-    with_shape_fields,
+    with_fields,
     with_unenforced,
 )
 from quire.server.request_context import IGNORED, RequestContext
@@ -85,10 +85,6 @@ UNSUPPORTED = {
     "format": Unsupported(_SHAPE),
     **{name: Unsupported(_SHAPE, ("text",) if name == "response_format" else ()) for name in SHAPE_FIELDS},
 }
-
-
-def refused(field: str) -> Meta:
-    return describe_refused(UNSUPPORTED[field])
 
 
 def refuse_unsupported(body: object) -> None:
@@ -229,32 +225,22 @@ class ContextManagement(Struct, frozen=True, kw_only=True):
 
 if TYPE_CHECKING:
 
-    class _ShapeFields(Struct, frozen=True, kw_only=True): ...
+    class _RefusedFields(Struct, frozen=True): ...
 else:
-    _ShapeFields = with_shape_fields("_ShapeFields", refused, frozen=True)
+    _RefusedFields = with_fields("_RefusedFields", UNSUPPORTED, frozen=True)
 
 
-class CountTokensRequest(_ShapeFields, frozen=True, kw_only=True):
+class CountTokensRequest(_RefusedFields, frozen=True, kw_only=True):
     """A conversation."""
 
     model: str
     messages: Annotated[list[MessageParam], _described("The conversation.", minItems=1, maxItems=MAX_MESSAGES)]
     system: str | list[Block] | None = None
     cache_control: Annotated[CacheControl | None, Meta(description="Like cache_control at the last block.")] = None
-    compaction: Annotated[Any, refused("compaction")] = None
-    container: Annotated[Any, refused("container")] = None
     context_management: Annotated[ContextManagement | None, _described("Edits of the conversation.")] = None
-    diagnostics: Annotated[Any, refused("diagnostics")] = None
-    fallback_credit_token: Annotated[Any, refused("fallback_credit_token")] = None
-    fallbacks: Annotated[Any, refused("fallbacks")] = None
-    format: Annotated[Any, refused("format")] = None
-    inference_geo: Annotated[Any, refused("inference_geo")] = None
-    mcp_servers: Annotated[Any, refused("mcp_servers")] = None
     output_config: OutputConfig | None = None
     output_format: Annotated[OutputFormat | None, _described("The older form of output_config.format.")] = None
-    speed: Annotated[Any, refused("speed")] = None
     thinking: ThinkingParam | None = None
-    thread: Annotated[Any, refused("thread")] = None
     tool_choice: ToolChoiceParam | None = None
     tools: Annotated[list[ToolParam], _bounds(maxItems=MAX_TOOLS)] | None = None
 
@@ -914,7 +900,8 @@ class BlockWriter:
 
     def __init__(self, *, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
-        self.num_blocks = 0
+        self.blocks: list[AnswerBlock] = []  # complete up to the open one
+        self._texts: list[str] = []  # of the open block, except what was written without `take`
         self._kind: type[Thought] | type[Words] | type[CallStart] | None = None  # of the open block
         self.has_calls = False
 
@@ -926,10 +913,8 @@ class BlockWriter:
         return isinstance(piece, Words | Thought) and type(piece) is self._kind
 
     def end(self) -> list[Event]:
-        if not self.num_blocks:
-            self.num_blocks = 1
-            return [BlockStart(0, TextBlock("")), BlockStop(0)]
-        return self._close()
+        opened = [] if self.blocks else [self._start(TextBlock(""))]
+        return [*opened, *self._close()]
 
     def _take(self, piece: Piece) -> list[Event]:
         match piece:
@@ -937,16 +922,16 @@ class BlockWriter:
                 if not self._shows_thoughts:
                     return []
                 opened = self._open(Thought, ThinkingBlock(""))
-                return [*opened, self._grow(ThinkingDelta(text))]
+                return [*opened, self._grow(text, ThinkingDelta(text))]
             case Words(text):
                 opened = self._open(Words, TextBlock(""))
-                return [*opened, self._grow(TextDelta(text))]
+                return [*opened, self._grow(text, TextDelta(text))]
             case CallStart(_, call_id, name):
                 self.has_calls = True
                 self._kind, before = CallStart, self._close()
                 return [*before, self._start(ToolUseBlock(use_id(call_id), name, {}))]
             case CallArguments(_, text):
-                return [self._grow(InputJsonDelta(text))]
+                return [self._grow(text, InputJsonDelta(text))]
 
     def _open(self, kind: type[Thought] | type[Words], block: AnswerBlock) -> list[Event]:
         if self._kind is kind:
@@ -956,43 +941,25 @@ class BlockWriter:
         return [*before, self._start(block)]
 
     def _start(self, block: AnswerBlock) -> BlockStart:
-        self.num_blocks += 1
-        return BlockStart(self.num_blocks - 1, block)
+        self.blocks.append(block)
+        return BlockStart(len(self.blocks) - 1, block)
 
-    def _grow(self, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> BlockDelta:
-        return BlockDelta(self.num_blocks - 1, delta)
+    def _grow(self, text: str, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> BlockDelta:
+        self._texts.append(text)
+        return BlockDelta(len(self.blocks) - 1, delta)
 
     def _close(self) -> list[Event]:
-        return [BlockStop(self.num_blocks - 1)] if self.num_blocks else []
-
-
-def blocks_of(pieces: Sequence[Piece], *, shows_thoughts: bool) -> list[AnswerBlock]:
-    blocks: list[AnswerBlock] = []
-    arguments: list[str] = []
-    for piece in pieces:
-        last = blocks[-1] if blocks else None
-        match piece:
-            case Thought(text) if shows_thoughts and isinstance(last, ThinkingBlock):
-                blocks[-1] = ThinkingBlock(last.thinking + text)
-            case Thought(text) if shows_thoughts:
-                blocks.append(ThinkingBlock(text))
-            case Words(text) if isinstance(last, TextBlock):
-                blocks[-1] = TextBlock(last.text + text)
-            case Words(text):
-                blocks.append(TextBlock(text))
-            case CallStart(_, call_id, name):
-                blocks.append(ToolUseBlock(use_id(call_id), name, {}))
-                arguments.append("")
-            case CallArguments(number, text):
-                arguments[number] += text
-            case _:
-                pass
-    inputs = iter(arguments)
-    filled = [
-        msgspec.structs.replace(block, input=_input(next(inputs))) if isinstance(block, ToolUseBlock) else block
-        for block in blocks
-    ]
-    return filled or [TextBlock("")]
+        if not self.blocks:
+            return []
+        text, self._texts = "".join(self._texts), []
+        match self.blocks[-1]:
+            case TextBlock():
+                self.blocks[-1] = TextBlock(text)
+            case ThinkingBlock():
+                self.blocks[-1] = ThinkingBlock(text)
+            case ToolUseBlock() as block:
+                self.blocks[-1] = msgspec.structs.replace(block, input=_input(text))
+        return [BlockStop(len(self.blocks) - 1)]
 
 
 def use_id(call_id: str) -> str:
@@ -1083,7 +1050,7 @@ async def _respond(
     edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
     reply = Reply(active, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
     if request.is_streaming:
-        return await context.stream(active, MessageEvents(reply, active))
+        return await context.stream(active, reply)
     one = (await context.result(active))[0].completions[0]
     return await context.json_of(partial(reply.answer, one.text, one.finish_reason, one.stop), active.num_values)
 
@@ -1129,8 +1096,13 @@ def hour_tokens(service: ModelService, active: ActiveRequest) -> int:
     return service.pinned_tokens(replace(request, pins=pins)) if pins else 0
 
 
-class Reply:
-    """Encodes the response to one request, as a stream or as a whole."""
+class Reply(EventEncoder):
+    """Encodes the response to one request, as a whole or as a stream.
+
+    Events come in the SDK's order; the first has the prompt's cache hit.
+    """
+
+    waits_for_start = True
 
     def __init__(
         self,
@@ -1146,30 +1118,63 @@ class Reply:
         self._max_tokens = max_tokens
         self._num_hour_tokens = num_hour_tokens
         self._shows_thoughts = shows_thoughts
+        self._parser = active.new_parser()
+        self._blocks = BlockWriter(shows_thoughts=shows_thoughts)
+        self._finish: FinishReason | None = None
+        self._stop_text: str | None = None
+        self._frames: dict[tuple[type[Piece], int], tuple[bytes, bytes]] = {}  # by kind and number of the block
 
     def answer(self, text: str, finish: FinishReason, stop: str | None) -> MessageResponse:
         parser = self._active.new_parser()
         pieces = [*parser.push(text), *parser.finish(is_cut=finish is FinishReason.LENGTH)]
-        content = blocks_of(pieces, shows_thoughts=self._shows_thoughts)
-        end = self._stop(finish, stop, has_calls=any(isinstance(block, ToolUseBlock) for block in content))
-        return self._message(content if self._max_tokens else [], end, self._cache())
+        blocks = BlockWriter(shows_thoughts=self._shows_thoughts)
+        blocks.take(pieces)
+        blocks.end()
+        end = self._stop(finish, stop, has_calls=blocks.has_calls)
+        return self._message(blocks.blocks if self._max_tokens else [], end, self._cache())
 
-    def start(self) -> MessageStart:
-        return MessageStart(self._message([]))
+    def begin(self) -> bytes:
+        return event(MessageStart(self._message([])))
 
-    def end(self, finish: FinishReason | None, stop: str | None, *, has_calls: bool) -> MessageDelta:
-        return MessageDelta(
-            self._stop(finish, stop, has_calls=has_calls), self._delta_usage(), self._edits, self._cache()
-        )
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        pieces = self._parser.push("".join(delta.text for _, delta in batch))
+        last = batch[-1][1]
+        if last.finish_reason is not None:
+            self._finish, self._stop_text = last.finish_reason, last.stop
+            pieces += self._parser.finish(is_cut=self._finish is FinishReason.LENGTH)
+        return self._events(pieces)
 
-    @property
-    def shows_thoughts(self) -> bool:
-        return self._shows_thoughts
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        """Text that continues the open block is put between bytes that were encoded before."""
+        del prompt, index  # there is one
+        pieces = self._parser.push(text)
+        if len(pieces) != 1 or not self._blocks.continues(piece := pieces[0]):
+            return self._events(pieces)
+        before, after = self._frame(type(piece))
+        return before + _encoder.encode(piece.text) + after
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the client asked for no tokens: the answer has no blocks."""
-        return not self._max_tokens
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        del prompt, index
+        is_constant = isinstance(self._parser, PlainAnswer) and self._blocks.continues(Words(""))
+        return self._frame(Words) if is_constant else None
+
+    def _frame(self, kind: type[Words] | type[Thought]) -> tuple[bytes, bytes]:
+        """The bytes around the text of the open block, which is of this kind."""
+        place = kind, len(self._blocks.blocks)
+        if (frame := self._frames.get(place)) is None:
+            (delta,) = self._blocks.take([kind(_MARK)])
+            before, after = event(delta).rsplit(_encoder.encode(_MARK), 1)
+            frame = self._frames[place] = before, after
+        return frame
+
+    def finish(self) -> bytes:
+        blocks = self._blocks.end() if self._max_tokens else []
+        delta = self._stop(self._finish, self._stop_text, has_calls=self._blocks.has_calls)
+        end = MessageDelta(delta, self._delta_usage(), self._edits, self._cache())
+        return b"".join(map(event, [*blocks, end, MessageStop()]))
+
+    def _events(self, pieces: Sequence[Piece]) -> bytes:
+        return b"".join(map(event, self._blocks.take(pieces))) if self._max_tokens else b""
 
     def usage(self) -> MessageUsage:
         usage = self._active.usage
@@ -1224,65 +1229,6 @@ class Reply:
         if not self._active.request.wants_cache or explanation is None:
             return UNSET
         return view(explanation, self._active.usage.prompt_tokens, self._active.cache_text)
-
-
-class MessageEvents:
-    """The `EventEncoder` of /v1/messages. Events come in the SDK's order; the first has the prompt's cache hit."""
-
-    waits_for_start = True
-
-    def __init__(self, reply: Reply, active: ActiveRequest) -> None:
-        self._reply = reply
-        self._parser = active.new_parser()
-        self._blocks = BlockWriter(shows_thoughts=reply.shows_thoughts)
-        self._finish: FinishReason | None = None
-        self._stop: str | None = None
-        self._frames: dict[tuple[type[Piece], int], tuple[bytes, bytes]] = {}  # by kind and number of the block
-
-    def begin(self) -> bytes:
-        return event(self._reply.start())
-
-    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        pieces = self._parser.push("".join(delta.text for _, delta in batch))
-        last = batch[-1][1]
-        if last.finish_reason is not None:
-            self._finish, self._stop = last.finish_reason, last.stop
-            pieces += self._parser.finish(is_cut=self._finish is FinishReason.LENGTH)
-        return self._events(pieces)
-
-    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
-        """Text that continues the open block is put between bytes that were encoded before."""
-        del prompt, index  # there is one
-        pieces = self._parser.push(text)
-        if len(pieces) != 1 or not self._blocks.continues(piece := pieces[0]):
-            return self._events(pieces)
-        before, after = self._frame(type(piece))
-        return before + _encoder.encode(piece.text) + after
-
-    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
-        del prompt, index
-        is_constant = isinstance(self._parser, PlainAnswer) and self._blocks.continues(Words(""))
-        return self._frame(Words) if is_constant else None
-
-    def _frame(self, kind: type[Words] | type[Thought]) -> tuple[bytes, bytes]:
-        """The bytes around the text of the open block, which is of this kind."""
-        place = kind, self._blocks.num_blocks
-        if (frame := self._frames.get(place)) is None:
-            (delta,) = self._blocks.take([kind(_MARK)])
-            before, after = event(delta).rsplit(_encoder.encode(_MARK), 1)
-            frame = self._frames[place] = before, after
-        return frame
-
-    def finish(self) -> bytes:
-        end = self._reply.end(self._finish, self._stop, has_calls=self._blocks.has_calls)
-        return b"".join(map(event, [*(() if self._reply.is_empty else self._blocks.end()), end, MessageStop()]))
-
-    def fail(self, error: ApiError) -> bytes | None:
-        del error
-        return None
-
-    def _events(self, pieces: Sequence[Piece]) -> bytes:
-        return b"" if self._reply.is_empty else b"".join(map(event, self._blocks.take(pieces)))
 
 
 def event(value: Event) -> bytes:

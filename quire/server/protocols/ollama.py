@@ -25,6 +25,7 @@ from quire.engine.outputs import Completion, Delta, TokenLogprob
 from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE, GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest, Model, Models, ModelService, Prompt, priority_of
 from quire.server.protocols.openai import cache_view, finish_reason, finite, protocol_field_names, token_text
 from quire.server.protocols.support import (
@@ -32,11 +33,9 @@ from quire.server.protocols.support import (
     CacheView,
     Unsupported,
     answer_in_shape,
-    describe_accepted,
-    describe_refused,
     refuse_unsupported,
     shape_error,
-    with_shape_fields,
+    with_fields,
     with_unenforced,
 )
 from quire.server.request_context import IGNORED, RequestContext
@@ -59,15 +58,17 @@ from quire.text.stream import MAX_STOPS
 _SHAPE = "use format: json, or a JSON schema"
 _SAMPLER = "quire does not have this sampler"
 
-# Fields of a body, of a message and of options.
-UNSUPPORTED = {
-    "images": Unsupported("only text input is supported", ([],)),
+IMAGES = {"images": Unsupported("only text input is supported", ([],))}
+UNSUPPORTED = {name: Unsupported(_SHAPE, harmless) for name, harmless in SHAPE_FIELDS.items()}
+GENERATE_UNSUPPORTED = {
+    **IMAGES,
     "suffix": Unsupported("the models generate at the end of the prompt only", ("",)),
     "template": Unsupported("a request cannot bring its own template; the model's is used", ("",)),
+}
+UNSUPPORTED_OPTIONS = {
     "mirostat": Unsupported(_SAMPLER, (0,)),
     "typical_p": Unsupported(_SAMPLER, (1,)),
     "tfs_z": Unsupported(_SAMPLER, (1,)),
-    **{name: Unsupported(_SHAPE, harmless) for name, harmless in SHAPE_FIELDS.items()},
 }
 
 _LOADING = "the server sets this when it loads a model"
@@ -94,14 +95,6 @@ IGNORED_OPTIONS = {
 }
 
 
-def refused(field: str) -> Meta:
-    return describe_refused(UNSUPPORTED[field])
-
-
-def ignored(option: str) -> Meta:
-    return describe_accepted(IGNORED_OPTIONS[option])
-
-
 THINK_LEVELS = ("low", "medium", "high", "max")
 
 
@@ -121,7 +114,15 @@ KeepAlive = Annotated[
 # Requests
 
 
-class OllamaOptions(Struct, kw_only=True):
+if TYPE_CHECKING:
+    _Options = _Message = _Body = Struct
+else:
+    _Options = with_fields("_Options", UNSUPPORTED_OPTIONS, IGNORED_OPTIONS)
+    _Message = with_fields("_Message", IMAGES)
+    _Body = with_fields("_Body", UNSUPPORTED)
+
+
+class OllamaOptions(_Options, kw_only=True):
     """`options`: sampling parameters, and settings of Ollama's own runner."""
 
     num_predict: Annotated[
@@ -151,28 +152,6 @@ class OllamaOptions(Struct, kw_only=True):
         None
     )
 
-    mirostat: Annotated[Any, refused("mirostat")] = None
-    typical_p: Annotated[Any, refused("typical_p")] = None
-    tfs_z: Annotated[Any, refused("tfs_z")] = None
-
-    num_gpu: Annotated[Any, ignored("num_gpu")] = None
-    main_gpu: Annotated[Any, ignored("main_gpu")] = None
-    num_thread: Annotated[Any, ignored("num_thread")] = None
-    num_batch: Annotated[Any, ignored("num_batch")] = None
-    num_keep: Annotated[Any, ignored("num_keep")] = None
-    numa: Annotated[Any, ignored("numa")] = None
-    low_vram: Annotated[Any, ignored("low_vram")] = None
-    f16_kv: Annotated[Any, ignored("f16_kv")] = None
-    logits_all: Annotated[Any, ignored("logits_all")] = None
-    vocab_only: Annotated[Any, ignored("vocab_only")] = None
-    embedding_only: Annotated[Any, ignored("embedding_only")] = None
-    use_mmap: Annotated[Any, ignored("use_mmap")] = None
-    use_mlock: Annotated[Any, ignored("use_mlock")] = None
-    draft_num_predict: Annotated[Any, ignored("draft_num_predict")] = None
-    mirostat_tau: Annotated[Any, ignored("mirostat_tau")] = None
-    mirostat_eta: Annotated[Any, ignored("mirostat_eta")] = None
-    penalize_newline: Annotated[Any, ignored("penalize_newline")] = None
-
 
 class OllamaCalledFunction(Struct, kw_only=True):
     name: str
@@ -186,7 +165,7 @@ class OllamaToolCall(Struct, kw_only=True):
     type: str | None = None
 
 
-class OllamaMessage(Struct, kw_only=True):
+class OllamaMessage(_Message, kw_only=True):
     role: Annotated[
         str, _described("An assistant's last message is continued.", enum=["system", "user", "assistant", "tool"])
     ]
@@ -195,7 +174,6 @@ class OllamaMessage(Struct, kw_only=True):
     tool_calls: Annotated[list[OllamaToolCall] | None, _described("The assistant's tool calls.")] = None
     tool_name: Annotated[str | None, _described("In a tool's message: the function it answers.")] = None
     tool_call_id: Annotated[str | None, _described("In a tool's message: the call it answers.")] = None
-    images: Annotated[Any, refused("images")] = None
 
 
 class OllamaFunction(Struct, kw_only=True):
@@ -209,14 +187,7 @@ class OllamaTool(Struct, kw_only=True):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
 
 
-if TYPE_CHECKING:
-
-    class _ShapeFields(Struct, kw_only=True): ...
-else:
-    _ShapeFields = with_shape_fields("_ShapeFields", refused)
-
-
-class OllamaBody(_ShapeFields, kw_only=True):
+class OllamaBody(_Body, kw_only=True):
     """Fields that chat and generate share."""
 
     model: Annotated[str, _described("A name listed by /api/tags; the tag `latest` is optional.")]
@@ -248,7 +219,13 @@ class OllamaChatRequest(OllamaBody, kw_only=True):
     tools: Annotated[list[OllamaTool], Meta(extra_json_schema={"maxItems": MAX_TOOLS})] | None = None
 
 
-class OllamaGenerateRequest(OllamaBody, kw_only=True):
+if TYPE_CHECKING:
+    _GenerateBody = OllamaBody
+else:
+    _GenerateBody = with_fields("_GenerateBody", GENERATE_UNSUPPORTED, base=OllamaBody)
+
+
+class OllamaGenerateRequest(_GenerateBody, kw_only=True):
     """A question to answer. Without a prompt the model is only loaded."""
 
     prompt: Annotated[str | None, _described("A user's message; with raw, the whole prompt.")] = None
@@ -257,9 +234,6 @@ class OllamaGenerateRequest(OllamaBody, kw_only=True):
     context: Annotated[
         list[int] | None, _described("The `context` of an earlier response: the conversation so far, as token ids.")
     ] = None
-    suffix: Annotated[Any, refused("suffix")] = None
-    template: Annotated[Any, refused("template")] = None
-    images: Annotated[Any, refused("images")] = None
 
 
 class ShowRequest(Struct, kw_only=True):
@@ -515,7 +489,8 @@ def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
 
 
 def _refuse_unsupported(part: object, prefix: str = "") -> None:
-    refuse_unsupported(part, UNSUPPORTED, prefix, shown=(int, float))
+    table = {**GENERATE_UNSUPPORTED, **UNSUPPORTED_OPTIONS, **UNSUPPORTED}
+    refuse_unsupported(part, table, prefix, shown=(int, float))
 
 
 def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:
@@ -845,10 +820,8 @@ class AnswerCollector:
         part.calls.append(OllamaAnswerCall(call.call_id, AnswerFunction(call.number, call.name, arguments)))
 
 
-class Reply:
-    """Encodes the response to one request, as a whole or, as an `EventEncoder`, as a stream."""
-
-    waits_for_start = False
+class Reply(EventEncoder):
+    """Encodes the response to one request, as a whole or as a stream."""
 
     def __init__(self, active: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
         self._active = active
@@ -858,9 +831,6 @@ class Reply:
         self._parser, self._collector = active.new_parser(), AnswerCollector()
         self._reason = "stop"
         self._frame = _split(make, model) if isinstance(self._parser, PlainAnswer) else None
-
-    def begin(self) -> bytes:
-        return b""
 
     def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
         pieces = self._parser.push("".join(delta.text for _, delta in batch))
@@ -878,15 +848,8 @@ class Reply:
         before, middle, after = self._frame
         return b"".join((before, _encode(rfc3339(time.time())), middle, _encode(text), after))
 
-    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
-        """None: each line has its time."""
-
     def finish(self) -> bytes:
         return _encode(self._make(AnswerPart(), self._end(self._reason))) + b"\n"
-
-    def fail(self, error: ApiError) -> bytes | None:
-        del error
-        return None
 
     def _line(self, part: AnswerPart, entries: Sequence[TokenLogprob] = ()) -> bytes:
         if not part and not entries:

@@ -37,10 +37,10 @@ from quire.server.protocols.openai_types import (
     CHAT_UNSUPPORTED,
     COMPLETION_UNSUPPORTED,
     DEFAULT_COMPLETION_TOKENS,
+    OLD_MESSAGE_FIELDS,
     RETENTIONS_S,
     SERVICE_TIERS,
     TTLS_S,
-    UNSUPPORTED,
     AnswerHead,
     AnswerToolCall,
     ChatAnswerMessage,
@@ -75,7 +75,9 @@ from quire.server.protocols.openai_types import (
 )
 from quire.server.protocols.support import (
     CacheView,
+    Unsupported,
     answer_in_shape,
+    check_supported,
     refuse_unsupported,
     shape_error,
     unsupported,
@@ -837,7 +839,6 @@ async def _respond_chat(context: RequestContext, body: ChatCompletionRequest, re
 
 def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
-    refuse_unsupported(body, UNSUPPORTED)
     refuse_unsupported(body, CHAT_UNSUPPORTED)
     with protocol_field_names(_names(body)):
         chat, ignored = conversation_of(body)
@@ -918,9 +919,8 @@ def _breakpoints(body: ChatCompletionRequest) -> tuple[Breakpoint, ...]:
 
 
 def _message(given: ChatMessage, path: str) -> Message:
-    for field in ("function_call", "audio"):
-        if getattr(given, field) is not None:
-            raise unsupported(f"{path}.{field}", UNSUPPORTED[field].message(f"{path}.{field}"))
+    for field in OLD_MESSAGE_FIELDS:
+        check_supported(f"{path}.{field}", getattr(given, field), Unsupported(CHAT_UNSUPPORTED[field].why))
     if given.role == "function":
         text = f"{path}.role = 'function' is not supported: it is the older form of tool"
         raise unsupported(f"{path}.role", text, is_value=True)
@@ -1162,7 +1162,6 @@ async def _echoes(context: RequestContext, request: InferenceRequest) -> list[Ec
 
 def parse_completion(body: CompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
-    refuse_unsupported(body, UNSUPPORTED)
     refuse_unsupported(body, COMPLETION_UNSUPPORTED)
     if body.best_of not in (None, 1, body.n or 1):
         raise unsupported(

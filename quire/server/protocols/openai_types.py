@@ -1,22 +1,20 @@
 """Request and response bodies of OpenAI's API, with fields of vLLM, SGLang, llama.cpp and TGI.
 
 /openapi.json is made from these. Every optional field may be null: SDKs send null for unset fields. Bounds here are for
-the schema only. They are checked where the values are used, with messages that name the field and the value. Fields that
-quire does not support need one row of a table; see `quire/server/protocols/support.py`.
+the schema only. They are checked where the values are used, with messages that name the field and the value. A field
+that quire does not support needs one row of a table; see `quire/server/protocols/support.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
 from quire.server.models import MAX_NAME_CHARS, MAX_PROMPTS
-from quire.server.protocols.support import CacheView, Unsupported, describe_accepted, describe_refused
+from quire.server.protocols.support import CacheView, Unsupported, with_fields
 from quire.text.grammar import MAX_LISTED_TOKENS
 from quire.text.messages import MAX_MESSAGES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from quire.text.stream import MAX_STOPS
@@ -27,7 +25,12 @@ _LOGPROBS = "use logprobs and top_logprobs"
 _NO_CODE = "a request cannot contain code"
 _NO_LORA = "adapters are not supported: use the name of a served model"
 
+# Fields of all bodies.
 REFUSED = {
+    "prompt_logprobs": Unsupported("in completions, echo with logprobs returns them"),
+    "bad_words": Unsupported("logit_bias can exclude tokens", ([],)),
+    "use_beam_search": Unsupported("every answer is sampled", (False,)),
+    "truncate_prompt_tokens": Unsupported("a prompt that is too long is refused"),
     # Samplers of llama.cpp and related servers, with the value that disables each.
     "typical_p": Unsupported(_SAMPLERS, (1,)),
     "tfs_z": Unsupported(_SAMPLERS, (1,)),
@@ -82,7 +85,9 @@ REFUSED = {
 # How many tokens to think.
 BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget", "reasoning_budget")
 
-_BUDGET = "0: do not think. Others: no effect, max_tokens bounds thought and answer together."
+Budget = Annotated[
+    int, Meta(description="0: do not think. Others: no effect, max_tokens bounds thought and answer together.")
+]
 
 ACCEPTED_OF_OTHERS = {
     "mirostat_tau": "it is a setting of mirostat",
@@ -113,28 +118,8 @@ ACCEPTED_OF_OTHERS = {
 }
 
 
-def _field(name: str, description: Meta) -> tuple[str, Any, None]:
-    return name, Annotated[Any, description], None
-
-
-if TYPE_CHECKING:
-
-    class OtherServersFields(msgspec.Struct, kw_only=True):
-        """Base of the bodies: the fields of both tables with their descriptions."""
-else:
-    OtherServersFields = msgspec.defstruct(
-        "OtherServersFields",
-        [
-            *(_field(name, describe_refused(row)) for name, row in REFUSED.items()),
-            *((name, Annotated[int, Meta(description=_BUDGET)] | None, None) for name in BUDGETS),
-            *(_field(name, describe_accepted(why)) for name, why in ACCEPTED_OF_OTHERS.items()),
-        ],
-        kw_only=True,
-        module=__name__,
-    )
-
-
-UNSUPPORTED = {
+# Fields that only one of chat and completions supports.
+CHAT_UNSUPPORTED = {
     "functions": Unsupported("it is the older form of tools", ([],)),
     "function_call": Unsupported("it is the older form of tool_choice and tool_calls", ("none", "auto")),
     "modalities": Unsupported("this server answers in text only", ([], ["text"])),
@@ -143,38 +128,21 @@ UNSUPPORTED = {
     "moderation": Unsupported("this server has no moderation model"),
     "documents": Unsupported("put them into messages", ([],)),
     "chat_template": Unsupported("a request cannot bring its own template; the model's is used"),
-    "suffix": Unsupported("the models generate at the end of the prompt only", ("",)),
-    "prompt_logprobs": Unsupported("in completions, echo with logprobs returns them"),
-    "bad_words": Unsupported("logit_bias can exclude tokens", ([],)),
-    "use_beam_search": Unsupported("every answer is sampled", (False,)),
-    "truncate_prompt_tokens": Unsupported("a prompt that is too long is refused"),
-}
-
-# Fields that only one of chat and completions supports.
-CHAT_UNSUPPORTED = {
     "echo": Unsupported("only completions repeat the prompt", (False,)),
     "add_special_tokens": Unsupported("the chat template adds them", (False,)),
     "return_token_ids": Unsupported("only completions return them", (False,)),
 }
+OLD_MESSAGE_FIELDS = ("function_call", "audio")  # of a message
 COMPLETION_UNSUPPORTED = {
+    "suffix": Unsupported("the models generate at the end of the prompt only", ("",)),
     "add_special_tokens": Unsupported("a prompt of token ids is used unchanged", (True,)),
 }
 
 ACCEPTED = {
-    "user": "requests are not stored",
     "safety_identifier": "requests are not stored",
     "store": "requests are not stored",
     "metadata": "requests are not stored",
-    "verbosity": "a hint",
 }
-
-
-def refused(field: str, table: Mapping[str, Unsupported] = UNSUPPORTED) -> Meta:
-    return describe_refused(table[field])
-
-
-def accepted(field: str) -> Meta:
-    return describe_accepted(ACCEPTED[field])
 
 
 DEFAULT_COMPLETION_TOKENS = 16  # default of OpenAI's /v1/completions; chat has no such default
@@ -251,7 +219,13 @@ class StructuredOutputs(Struct, kw_only=True):
     ] = None
 
 
-class GenerationBody(OtherServersFields, kw_only=True):
+if TYPE_CHECKING:
+    _CommonFields = Struct
+else:
+    _CommonFields = with_fields("_CommonFields", REFUSED, ACCEPTED_OF_OTHERS | ACCEPTED)
+
+
+class GenerationBody(_CommonFields, kw_only=True):
     """Fields of all OpenAI bodies. `FIELDS` in `quire/server/routes.py` describes them."""
 
     model: str | None = None
@@ -278,6 +252,11 @@ class GenerationBody(OtherServersFields, kw_only=True):
     no_stop_trim: bool | None = None  # SGLang's
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    thinking_budget: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
+    thinking_token_budget: Budget | None = None
+    reasoning_budget: Budget | None = None
+    user: Annotated[Any, Meta(description="Accepted, without effect: requests are not stored.")] = None
     service_tier: Annotated[str, _within(enum=list(SERVICE_TIERS))] | None = None
     priority: str | int | None = None  # overrides service_tier
     prompt_cache_key: Annotated[str, _within(minLength=1, maxLength=MAX_NAME_CHARS)] | None = None
@@ -297,15 +276,6 @@ class GenerationBody(OtherServersFields, kw_only=True):
     grammar: str | None = None
     ebnf: str | None = None
     allowed_token_ids: Annotated[list[int], _within(minItems=1, maxItems=MAX_LISTED_TOKENS)] | None = None
-
-    prompt_logprobs: Annotated[Any, refused("prompt_logprobs")] = None
-    bad_words: Annotated[Any, refused("bad_words")] = None
-    use_beam_search: Annotated[Any, refused("use_beam_search")] = None
-    truncate_prompt_tokens: Annotated[Any, refused("truncate_prompt_tokens")] = None
-    user: Annotated[Any, accepted("user")] = None
-    safety_identifier: Annotated[Any, accepted("safety_identifier")] = None
-    store: Annotated[Any, accepted("store")] = None
-    metadata: Annotated[Any, accepted("metadata")] = None
 
 
 class PromptCacheBreakpoint(Struct, kw_only=True):
@@ -336,7 +306,15 @@ class MessageToolCall(Struct, kw_only=True):
     function: CalledFunction | None = None
 
 
-class ChatMessage(Struct, kw_only=True):
+if TYPE_CHECKING:
+    _MessageFields = Struct
+else:
+    _MessageFields = with_fields(
+        "_MessageFields", {name: CHAT_UNSUPPORTED[name] for name in ("function_call", "audio")}
+    )
+
+
+class ChatMessage(_MessageFields, kw_only=True):
     role: Annotated[str, _within(enum=["system", "developer", "user", "assistant", "tool"])]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -344,8 +322,6 @@ class ChatMessage(Struct, kw_only=True):
     reasoning_content: Annotated[str | None, Meta(description="The assistant's reasoning before its answer.")] = None
     tool_calls: Annotated[list[MessageToolCall] | None, Meta(description="The assistant's tool calls.")] = None
     tool_call_id: Annotated[str | None, Meta(description="In a tool's message: the call it answers.")] = None
-    function_call: Annotated[Any, refused("function_call")] = None
-    audio: Annotated[Any, refused("audio")] = None
 
 
 class FunctionDefinition(Struct, kw_only=True):
@@ -383,7 +359,13 @@ class NamedToolChoice(Struct, kw_only=True):
     allowed_tools: AllowedTools | None = None
 
 
-class ChatCompletionRequest(GenerationBody, kw_only=True):
+if TYPE_CHECKING:
+    _ChatFields = GenerationBody
+else:
+    _ChatFields = with_fields("_ChatFields", CHAT_UNSUPPORTED, {"verbosity": "a hint"}, GenerationBody)
+
+
+class ChatCompletionRequest(_ChatFields, kw_only=True):
     messages: Annotated[list[ChatMessage], _within(minItems=1, maxItems=MAX_MESSAGES)]
     max_completion_tokens: TokenCount | None = None  # overrides max_tokens
     logprobs: bool | None = None
@@ -406,25 +388,19 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
         str | None,
         Meta(description="none: no reasoning, if the template supports it. Others: a hint to the template."),
     ] = None
-    functions: Annotated[Any, refused("functions")] = None
-    function_call: Annotated[Any, refused("function_call")] = None
-    modalities: Annotated[Any, refused("modalities")] = None
-    audio: Annotated[Any, refused("audio")] = None
-    web_search_options: Annotated[Any, refused("web_search_options")] = None
-    moderation: Annotated[Any, refused("moderation")] = None
-    documents: Annotated[Any, refused("documents")] = None
-    chat_template: Annotated[Any, refused("chat_template")] = None
-    echo: Annotated[Any, refused("echo", CHAT_UNSUPPORTED)] = None
-    add_special_tokens: Annotated[Any, refused("add_special_tokens", CHAT_UNSUPPORTED)] = None
-    return_token_ids: Annotated[Any, refused("return_token_ids", CHAT_UNSUPPORTED)] = None
     prediction: Annotated[
         Prediction | None,
         Meta(description="Text that the answer is expected to contain. It only speeds up the answer."),
     ] = None
-    verbosity: Annotated[Any, accepted("verbosity")] = None
 
 
-class CompletionRequest(GenerationBody, kw_only=True):
+if TYPE_CHECKING:
+    _CompletionFields = GenerationBody
+else:
+    _CompletionFields = with_fields("_CompletionFields", COMPLETION_UNSUPPORTED, base=GenerationBody)
+
+
+class CompletionRequest(_CompletionFields, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]],
         Meta(description=f"A text, token ids, or up to {MAX_PROMPTS} of both kinds. max_tokens is 16 unless given."),
@@ -435,8 +411,6 @@ class CompletionRequest(GenerationBody, kw_only=True):
     return_token_ids: Annotated[
         bool | None, Meta(description="Also return the token ids of the answer, as in vLLM.")
     ] = None
-    suffix: Annotated[Any, refused("suffix")] = None
-    add_special_tokens: Annotated[Any, refused("add_special_tokens", COMPLETION_UNSUPPORTED)] = None
 
 
 # Answers

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -22,6 +22,7 @@ from quire.engine.outputs import Delta, TokenLogprob
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
+from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.openai import (
     NAMES,
@@ -44,7 +45,6 @@ from quire.server.protocols.openai import (
     unknown_format,
 )
 from quire.server.protocols.openai import shape_field as body_shape_field
-from quire.server.protocols.openai_types import UNSUPPORTED as OPENAI_UNSUPPORTED
 from quire.server.protocols.openai_types import (
     Alternatives,
     ChatTokenLogprob,
@@ -59,10 +59,9 @@ from quire.server.protocols.support import (
     CacheView,
     Unsupported,
     answer_in_shape,
-    describe_accepted,
-    describe_refused,
     refuse_unsupported,
     unsupported,
+    with_fields,
     with_unenforced,
 )
 from quire.server.request_context import RequestContext
@@ -105,14 +104,6 @@ ACCEPTED = {
     "truncation": "a conversation that is too long is refused",
 }
 LOGPROBS = "message.output_text.logprobs"  # in `include`; other values are for tools and stores that quire lacks
-
-
-def _refused(field: str) -> Meta:
-    return describe_refused(UNSUPPORTED[field])
-
-
-def _accepted(field: str) -> Meta:
-    return describe_accepted(ACCEPTED[field])
 
 
 def _within(**schema: Any) -> Meta:
@@ -205,7 +196,13 @@ class ReasoningConfig(Struct, kw_only=True):
     mode: Annotated[Any, Meta(description="Accepted, without effect.")] = None
 
 
-class ResponsesRequest(GenerationBody, kw_only=True):
+if TYPE_CHECKING:
+    _ResponsesFields = GenerationBody
+else:
+    _ResponsesFields = with_fields("_ResponsesFields", UNSUPPORTED, ACCEPTED, GenerationBody)
+
+
+class ResponsesRequest(_ResponsesFields, kw_only=True):
     input: str | Annotated[list[InputItem], _within(minItems=1, maxItems=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None  # overrides max_tokens
@@ -225,20 +222,6 @@ class ResponsesRequest(GenerationBody, kw_only=True):
     ] = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Returned in the response.")] = None
     reasoning: ReasoningConfig | None = None
-
-    truncation: Annotated[Any, _accepted("truncation")] = None
-    max_tool_calls: Annotated[Any, _accepted("max_tool_calls")] = None
-    access_programs: Annotated[Any, _accepted("access_programs")] = None
-    client_metadata: Annotated[Any, _accepted("client_metadata")] = None
-    image: Annotated[Any, _accepted("image")] = None
-    previous_response_id: Annotated[Any, _refused("previous_response_id")] = None
-    conversation: Annotated[Any, _refused("conversation")] = None
-    prompt: Annotated[Any, _refused("prompt")] = None
-    background: Annotated[Any, _refused("background")] = None
-    context_management: Annotated[Any, _refused("context_management")] = None
-    moderation: Annotated[Any, _refused("moderation")] = None
-    n: Annotated[Any, _refused("n")] = None
-    response_format: Annotated[Any, _refused("response_format")] = None
 
 
 # Answers
@@ -588,99 +571,53 @@ def _given(value: str | None, path: str) -> str:
 Logprobs = tuple[ChatTokenLogprob, ...]
 
 
-class _Growing(Protocol):
-    """An item under construction."""
+class _TextItem:
+    """A message or reasoning under construction."""
 
-    def begin(self) -> list[Event]: ...
-    def grow(self, text: str, logprobs: Logprobs) -> list[Event]: ...
-    def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
-        """Return the events before the item's done event, and the item."""
-
-
-class _Message:
-    def __init__(self, answer_id: str, index: int) -> None:
-        self._id, self._index = f"msg_{answer_id}_{index}", index
-        self._texts: list[str] = []
+    def __init__(self, answer_id: str, index: int, *, is_message: bool) -> None:
+        self._id, self._index = f"{'msg' if is_message else 'rs'}_{answer_id}_{index}", index
+        self.is_message = is_message
+        self.texts: list[str] = []
         self._logprobs: list[ChatTokenLogprob] = []
 
     def begin(self) -> list[Event]:
-        added = OutputItemAdded(output_index=self._index, item=OutputMessage(id=self._id, status="in_progress"))
-        return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=OutputText(""))]
+        item, part = self._item("in_progress"), self._part()
+        added = OutputItemAdded(output_index=self._index, item=item)
+        return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=part)]
 
     def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
-        self._texts.append(text)
+        self.texts.append(text)
+        if not self.is_message:  # the protocol has no field for logprobs here
+            return [ReasoningTextDelta(item_id=self._id, output_index=self._index, delta=text)]
         self._logprobs += logprobs
         return [OutputTextDelta(item_id=self._id, output_index=self._index, delta=text, logprobs=logprobs)]
 
     def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
-        part = OutputText("".join(self._texts), tuple(self._logprobs))
-        item = OutputMessage(id=self._id, status=status, content=(part,))
-        done = OutputTextDone(item_id=self._id, output_index=self._index, text=part.text, logprobs=part.logprobs)
-        return [done, ContentPartDone(item_id=self._id, output_index=self._index, part=part)], item
+        """Return the events before the item's done event, and the item."""
+        place: dict[str, Any] = {"item_id": self._id, "output_index": self._index}
+        part, done = self._part(), ContentPartDone(**place, part=self._part())
+        if isinstance(part, OutputText):
+            return [OutputTextDone(**place, text=part.text, logprobs=part.logprobs), done], self._item(status, part)
+        return [ReasoningTextDone(**place, text=part.text), done], self._item(status, part)
 
-    def extend(self, text: str) -> None:
-        """Add text whose event the caller makes."""
-        self._texts.append(text)
+    def _part(self) -> OutputText | ReasoningText:
+        text = "".join(self.texts)
+        return OutputText(text, tuple(self._logprobs)) if self.is_message else ReasoningText(text)
 
-
-class _Reasoning:
-    def __init__(self, answer_id: str, index: int) -> None:
-        self._id, self._index = f"rs_{answer_id}_{index}", index
-        self._texts: list[str] = []
-
-    def begin(self) -> list[Event]:
-        added = OutputItemAdded(output_index=self._index, item=ReasoningItem(id=self._id, status="in_progress"))
-        return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=ReasoningText(""))]
-
-    def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
-        del logprobs  # the protocol has no field for them here
-        self._texts.append(text)
-        return [ReasoningTextDelta(item_id=self._id, output_index=self._index, delta=text)]
-
-    def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
-        part = ReasoningText("".join(self._texts))
-        item = ReasoningItem(id=self._id, status=status, content=(part,))
-        done = ReasoningTextDone(item_id=self._id, output_index=self._index, text=part.text)
-        return [done, ContentPartDone(item_id=self._id, output_index=self._index, part=part)], item
+    def _item(self, status: ItemStatus, *content: OutputText | ReasoningText) -> OutputItem:
+        kind: type[Any] = OutputMessage if self.is_message else ReasoningItem
+        item: OutputItem = kind(id=self._id, status=status, content=content)
+        return item
 
 
-class _FunctionCall:
-    def __init__(self, answer_id: str, index: int, call_id: str, tool: ClientTool) -> None:
-        self._id, self._index = f"fc_{answer_id}_{index}", index
-        self._call_id, self._tool = call_id, tool
-        self._texts: list[str] = []
+class _CallItem:
+    """A call under construction.
 
-    def begin(self) -> list[Event]:
-        return [OutputItemAdded(output_index=self._index, item=self._item("in_progress"))]
-
-    def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
-        del logprobs
-        self._texts.append(text)
-        return [FunctionCallArgumentsDelta(item_id=self._id, output_index=self._index, delta=text)]
-
-    def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
-        item = self._item(status)
-        done = FunctionCallArgumentsDone(
-            item_id=self._id, output_index=self._index, name=item.name, arguments=item.arguments
-        )
-        return [done], item
-
-    def _item(self, status: ItemStatus) -> FunctionCallItem:
-        return FunctionCallItem(
-            id=self._id,
-            status=status,
-            call_id=self._call_id,
-            name=self._tool.name,
-            arguments="".join(self._texts),
-            namespace=UNSET if self._tool.namespace is None else self._tool.namespace,
-        )
-
-
-class _CustomCall:
-    """A custom tool call. The model writes its text as JSON, so it is sent as a whole when the JSON is complete."""
+    The model writes the text of a custom tool as JSON, so it is sent as a whole when the JSON is complete.
+    """
 
     def __init__(self, answer_id: str, index: int, call_id: str, tool: ClientTool) -> None:
-        self._id, self._index = f"ctc_{answer_id}_{index}", index
+        self._id, self._index = f"{'ctc' if tool.is_custom else 'fc'}_{answer_id}_{index}", index
         self._call_id, self._tool = call_id, tool
         self._texts: list[str] = []
 
@@ -690,23 +627,31 @@ class _CustomCall:
     def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
         del logprobs
         self._texts.append(text)
-        return []
+        if self._tool.is_custom:
+            return []
+        return [FunctionCallArgumentsDelta(item_id=self._id, output_index=self._index, delta=text)]
 
     def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
-        text = _input("".join(self._texts))
-        delta = CustomToolCallInputDelta(item_id=self._id, output_index=self._index, delta=text)
-        done = CustomToolCallInputDone(item_id=self._id, output_index=self._index, input=text)
-        return [delta, done], self._item(status, text)
+        text = "".join(self._texts)
+        place: dict[str, Any] = {"item_id": self._id, "output_index": self._index}
+        if not self._tool.is_custom:
+            done = FunctionCallArgumentsDone(**place, name=self._tool.name, arguments=text)
+            return [done], self._item(status, text)
+        text = _input(text)
+        delta, ended = CustomToolCallInputDelta(**place, delta=text), CustomToolCallInputDone(**place, input=text)
+        return [delta, ended], self._item(status, text)
 
-    def _item(self, status: ItemStatus, text: str) -> CustomToolCallItem:
-        return CustomToolCallItem(
+    def _item(self, status: ItemStatus, text: str) -> OutputItem:
+        kind: type[Any] = CustomToolCallItem if self._tool.is_custom else FunctionCallItem
+        item: OutputItem = kind(
             id=self._id,
             status=status,
             call_id=self._call_id,
             name=self._tool.name,
-            input=text,
             namespace=UNSET if self._tool.namespace is None else self._tool.namespace,
+            **{"input" if self._tool.is_custom else "arguments": text},
         )
+        return item
 
 
 def _input(arguments: str) -> str:
@@ -727,7 +672,7 @@ class AnswerItems:
         self.done: list[OutputItem] = []
         self._answer_id = answer_id
         self._tools = tools or {}
-        self._open: _Growing | None = None
+        self._open: _TextItem | _CallItem | None = None
         self._held: Logprobs = ()  # of tokens whose text has not arrived yet
 
     def take(self, pieces: Sequence[Piece], logprobs: Logprobs = ()) -> list[Event]:
@@ -736,45 +681,44 @@ class AnswerItems:
         self._held += logprobs
         for piece in pieces:
             match piece:
-                case Words(text):
-                    if not isinstance(self._open, _Message):
-                        events += self._begin(_Message(self._answer_id, self._next_index()))
-                    events += self._grow(text)
-                case Thought(text):
-                    if not isinstance(self._open, _Reasoning):
-                        events += self._begin(_Reasoning(self._answer_id, self._next_index()))
+                case Words(text) | Thought(text):
+                    is_message = isinstance(piece, Words)
+                    if not isinstance(self._open, _TextItem) or self._open.is_message is not is_message:
+                        events += self._begin(_TextItem(self._answer_id, self._next_index(), is_message=is_message))
                     events += self._grow(text)
                 case CallStart():
                     tool = self._tools.get(piece.name, ClientTool(piece.name))
-                    kind = _CustomCall if tool.is_custom else _FunctionCall
-                    events += self._begin(kind(self._answer_id, self._next_index(), piece.call_id, tool))
+                    events += self._begin(_CallItem(self._answer_id, self._next_index(), piece.call_id, tool))
                 case CallArguments(_, text):
-                    assert isinstance(self._open, _FunctionCall | _CustomCall), (
-                        "arguments follow the start of their call"
-                    )
+                    assert isinstance(self._open, _CallItem), "arguments follow the start of their call"
                     events += self._grow(text)
         return events
 
     def extend_message(self, text: str) -> bool:
         """Add text to the open message, without an event. False: no message is open, or log probabilities are held."""
-        if self._held or not isinstance(self._open, _Message):
+        if self._held or (message := self._message) is None:
             return False
-        self._open.extend(text)
+        message.texts.append(text)
         return True
 
     def finish(self, *, is_whole: bool) -> list[Event]:
         """End the answer. An answer without items gets one empty message."""
         events: list[Event] = []
         if self._open is None:
-            events += self._begin(_Message(self._answer_id, 0))
-        if self._held and isinstance(self._open, _Message):  # every token has logprobs, also one without text
+            events += self._begin(_TextItem(self._answer_id, 0, is_message=True))
+        if self._held and self._message is not None:  # every token has logprobs, also one without text
             events += self._grow("")
         return [*events, *self._end("completed" if is_whole else "incomplete")]
+
+    @property
+    def _message(self) -> _TextItem | None:
+        """The open message."""
+        return self._open if isinstance(self._open, _TextItem) and self._open.is_message else None
 
     def _next_index(self) -> int:
         return len(self.done) + (self._open is not None)
 
-    def _begin(self, item: _Growing) -> list[Event]:
+    def _begin(self, item: _TextItem | _CallItem) -> list[Event]:
         events = self._end("completed")
         self._open = item
         return [*events, *item.begin()]
@@ -807,7 +751,6 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 def parse_responses(body: ResponsesRequest) -> InferenceRequest:
     """Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
     refuse_unsupported(body, UNSUPPORTED)
-    refuse_unsupported(body, OPENAI_UNSUPPORTED)
     with protocol_field_names(names_of(body)):
         conversation = _Conversation(cache_ttl_s(body))
         conversation.add_all(body)
@@ -1038,8 +981,8 @@ async def _respond(context: RequestContext, body: ResponsesRequest, request: Inf
     return await context.json_of(reply.finished, active.num_values)
 
 
-class Reply:
-    """Encodes the response to one request, as a whole or, as an `EventEncoder`, as a stream."""
+class Reply(EventEncoder):
+    """Encodes the response to one request, as a whole or as a stream."""
 
     waits_for_start = True
 
@@ -1077,9 +1020,6 @@ class Reply:
         if self._is_plain and isinstance(events[-1], OutputTextDelta):
             self._frame = _split(events[-1])
         return self._frames(events)
-
-    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
-        """None: each event has a number."""
 
     def finish(self) -> bytes:
         final = self.finished()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -67,14 +68,6 @@ def unsupported(path: str, message: str, *, is_value: bool = False) -> ApiError:
     return ApiError(Kind.INVALID, message, param=path, reason=reason)
 
 
-def describe_refused(row: Unsupported) -> Meta:
-    return Meta(description=f"Not supported: {row.why}.")
-
-
-def describe_accepted(why: str) -> Meta:
-    return Meta(description=f"Accepted, without effect: {why}.")
-
-
 SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # field -> values that request nothing
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
@@ -89,10 +82,18 @@ SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # field -> values that request not
 }
 
 
-def with_shape_fields(name: str, describe: Callable[[str], Meta], **config: Any) -> type[msgspec.Struct]:
-    """Make a base class of bodies with all these fields and their descriptions."""
-    fields = [(field, Annotated[Any, describe(field)], None) for field in SHAPE_FIELDS]
-    return msgspec.defstruct(name, fields, kw_only=True, module=__name__, **config)
+def with_fields(
+    name: str,
+    refused: Mapping[str, Unsupported],
+    accepted: Mapping[str, str] = MappingProxyType({}),
+    base: type[msgspec.Struct] = msgspec.Struct,
+    **config: Any,
+) -> type[msgspec.Struct]:
+    """Make a base class of bodies with the fields of these tables and their descriptions."""
+    about = {field: f"Not supported: {row.why}." for field, row in refused.items()}
+    about |= {field: f"Accepted, without effect: {why}." for field, why in accepted.items()}
+    fields = [(field, Annotated[Any, Meta(description=text)], None) for field, text in about.items()]
+    return msgspec.defstruct(name, fields, bases=(base,), kw_only=True, module=__name__, **config)
 
 
 T = TypeVar("T")
