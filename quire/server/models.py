@@ -544,7 +544,6 @@ MAX_INLINE_CHARS = (
 )
 MIN_WAIT_S = 1.0  # minimum time in the queue after a request has waited for its model to load
 T = TypeVar("T")
-Connect = Callable[[Callable[[Stepped], None]], ModelClient]  # its argument is called after each step of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,32 +556,28 @@ class ServiceLimits:
 class ModelService:
     """Runs the requests of one loaded model. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        text: ModelText,
-        connect: Connect,
-        names: tuple[str, ...],
-        limits: ServiceLimits,
-        metrics: Metrics,
-        queues: TierQueues,
-        quotas: Quotas,
-        default_max_tokens: int | None = None,
-    ) -> None:
-        """`default_max_tokens`: of requests that set no limit; None: up to the end of the context."""
+    def __init__(self, served: Model, text: ModelText, engine: EngineConfig) -> None:
+        shared = served.shared
+        settings = ClientSettings(
+            served.config,
+            text,
+            engine,
+            shared.hang_limit_s,
+            served.take_progress,
+            self._take_step,
+            served.metrics.tokens,
+        )
         self.text = text
-        self.client = connect(self._take_step)
-        self.names = names
-        self.metrics = metrics
+        self.client = shared.make_client(settings)
+        self.model = served.name
+        self.metrics = served.metrics
         self.activity = ActivityCounters()
-        self.limits = limits
-        self.created = int(time.time())
-        self.queues = queues
-        self.quotas = quotas
-        self._default_max_tokens = default_max_tokens
-        self.is_draining = False
+        self.limits = shared.limits
+        self.queues = served.queues
+        self.quotas = shared.quotas
+        self._default_max_tokens = served.config.default_max_tokens  # of requests that set no limit
         self._is_cut = False
-        self._num_open = 0
-        self._num_encoding = 0
+        self._num_busy = 0  # open requests, and texts in a thread
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._active: set[ActiveRequest] = set()
@@ -592,16 +587,8 @@ class ModelService:
         self._question_slots = FairSlots(1)
 
     @property
-    def model(self) -> str:
-        return self.names[0]
-
-    @property
     def max_model_len(self) -> int:
         return self.client.max_model_len
-
-    @property
-    def num_open(self) -> int:
-        return self._num_open
 
     @property
     def active_requests(self) -> Collection[ActiveRequest]:
@@ -619,10 +606,9 @@ class ModelService:
 
     async def open(self, active: ActiveRequest) -> None:
         """Tokenise the prompts, check the limits and submit the request to the engine."""
-        self._num_open += 1
-        self._is_idle.clear()
+        self._enter()
         active.on_close(self._leave)
-        if self.is_draining:
+        if self._is_cut:
             raise shutting_down()
         request, is_short = active.request, _is_short(active.request.prompts)
         built = [await self._request(active, prompt, is_short=is_short) for prompt in request.prompts]
@@ -712,13 +698,11 @@ class ModelService:
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
         """Run work on text in a thread, when it is the turn of this key."""
-        self._num_encoding += 1
-        self._is_idle.clear()
+        self._enter()
         try:
             return await self._encoder_slots.run(owner, self._encoders, work)
         finally:
-            self._num_encoding -= 1
-            self._note_idle()
+            self._leave()
 
     def question(self, owner: str) -> AbstractAsyncContextManager[None]:
         """The turn of this key to ask the worker for a report, which takes time between two steps."""
@@ -753,7 +737,7 @@ class ModelService:
     def _bounded(self, request: InferenceRequest) -> GenerationParams:
         """The request's params, with the default limit if it sets none. The limit may exceed the context."""
         params, limit = request.params, self._default_max_tokens
-        if params.max_tokens is not None or request.is_unbounded or limit is None:
+        if params.max_tokens is not None or request.is_unbounded or limit == -1:  # the rest of the context
             return params
         return replace(params, max_tokens=max(limit, params.min_tokens))
 
@@ -797,7 +781,7 @@ class ModelService:
 
     def cut(self, error: ApiError | None = None) -> None:
         """End the remaining requests with an error."""
-        self.is_draining = self._is_cut = True
+        self._is_cut = True
         for active in tuple(self._active):
             active.fail(error or shutting_down())
 
@@ -807,12 +791,13 @@ class ModelService:
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self.text.close()
 
-    def _leave(self) -> None:
-        self._num_open -= 1
-        self._note_idle()
+    def _enter(self) -> None:
+        self._num_busy += 1
+        self._is_idle.clear()
 
-    def _note_idle(self) -> None:
-        if not self._num_open and not self._num_encoding:
+    def _leave(self) -> None:
+        self._num_busy -= 1
+        if not self._num_busy:
             self._is_idle.set()
 
 
@@ -870,7 +855,7 @@ class Model:
         self.full_context: int | None = None  # max_model_len if the KV cache had enough memory
         self.on_loading: Progress | None = None
         self.open_s = 0.0  # duration of the last opening of its tokenizer and template
-        self._shared = shared
+        self.shared = shared
         self._supervising: asyncio.Task[None] | None = None
         self._weight_bytes = size_of(config.path)  # size of its files until a worker reports it
         self._token_bytes: float | None = None  # KV bytes per token
@@ -931,7 +916,7 @@ class Model:
     async def measure(self) -> Needs:
         """Read the sizes from the model's files, once."""
         if self._token_bytes is None:
-            await asyncio.get_running_loop().run_in_executor(self._shared.opener, self._measure)
+            await asyncio.get_running_loop().run_in_executor(self.shared.opener, self._measure)
         return self.needs
 
     def _measure(self) -> None:
@@ -955,20 +940,10 @@ class Model:
         if kv_bytes is not None and engine.num_blocks is None:
             engine = replace(engine, kv_memory=kv_bytes)
         opening = partial(ModelText.open, config.path, self.root, engine.load_format, config.tool_format)
-        text = await asyncio.get_running_loop().run_in_executor(self._shared.opener, opening)
+        text = await asyncio.get_running_loop().run_in_executor(self.shared.opener, opening)
         self.open_s = time.monotonic() - began_s
 
-        shared = self._shared
-
-        def connect(on_step: Callable[[Stepped], None]) -> ModelClient:
-            progress, on_gap = self._take_progress, self.metrics.tokens
-            return shared.make_client(
-                ClientSettings(config, text, engine, shared.hang_limit_s, progress, on_step, on_gap)
-            )
-
-        names, limits = self.names, shared.limits
-        max_tokens = None if config.default_max_tokens == -1 else config.default_max_tokens
-        service = ModelService(text, connect, names, limits, self.metrics, self.queues, shared.quotas, max_tokens)
+        service = ModelService(self, text, engine)
         self.metrics.forget_worker()
         await self._start(service)
         self.queues.expect(_intake(service.client))
@@ -1031,7 +1006,7 @@ class Model:
         done = self.progress - first
         return (time.monotonic() - began_s) * (1 - self.progress) / done if done > 0 else None
 
-    def _take_progress(self, num_done: int, num_bytes: int) -> None:
+    def take_progress(self, num_done: int, num_bytes: int) -> None:
         self.progress = num_done / num_bytes if num_bytes else 0.0
         if self._first_report is None:
             self._first_report = time.monotonic(), self.progress

@@ -25,7 +25,6 @@ from quire.server.protocols import ollama as ollama
 from quire.server.protocols import responses
 from quire.server.protocols.openai import (
     OPENAI,
-    AnswerEvents,
     chat_stream,
     completion_stream,
     parse_chat,
@@ -107,12 +106,12 @@ BODY = msgspec.convert({"input": "x"}, ResponsesRequest)
 
 def completions(active: ActiveRequest, **more: Any) -> EventEncoder:
     request = parse_completion(msgspec.convert({"prompt": ["x", "y"], "n": 2}, CompletionRequest))
-    return AnswerEvents(active, completion_stream(HEAD, request, None, **({"include_usage": False} | more)))
+    return completion_stream(HEAD, request, None, active=active, **({"include_usage": False} | more))
 
 
 def chat(active: ActiveRequest, **more: Any) -> EventEncoder:
     options = {"include_usage": True} | more
-    return AnswerEvents(active, chat_stream(HEAD, active.request, new_parser=active.new_parser, **options))
+    return chat_stream(HEAD, active.request, new_parser=active.new_parser, active=active, **options)
 
 
 def anthropic(active: ActiveRequest) -> EventEncoder:

@@ -442,10 +442,10 @@ def test_the_eta_of_a_load_depends_on_the_reading_alone(folder: Path, monkeypatc
     model.progress = 0.0
     assert manager.eta_s(model.managed, model.reading_s) is None
     now_s = 90.0
-    model._take_progress(1, 100)
+    model.take_progress(1, 100)
     assert manager.eta_s(model.managed, model.reading_s) is None  # one report has no speed
     now_s = 92.0
-    model._take_progress(21, 100)
+    model.take_progress(21, 100)
     assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(7.9)
     model.managed.load_s = 95.0  # it was loaded before: the duration of that load counts
     assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(3.0)

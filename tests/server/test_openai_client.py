@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any, cast
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from quire.weights.hub import DEFAULT_MODEL
@@ -127,50 +126,6 @@ def test_token_ids_of_completions(server: Server) -> None:
     assert "token_ids" not in server.post("/v1/completions", body).json["choices"][0]
 
 
-def test_completions(client: OpenAI) -> None:
-    prompt = "The capital of Japan is"
-    whole = client.completions.create(model=DEFAULT_MODEL, prompt=prompt, temperature=0, max_tokens=2)
-    assert whole.choices[0].text == " Tokyo."
-    assert whole.choices[0].finish_reason == "length"
-    assert whole.object == "text_completion"
-    assert whole.usage is not None
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 2)
-    with client.completions.create(
-        model=DEFAULT_MODEL, prompt=prompt, temperature=0, max_tokens=2, stream=True
-    ) as stream:
-        chunks = list(stream)
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == " Tokyo."
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
-def test_async(server: Server) -> None:
-    async def run() -> tuple[str | None, list[str]]:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=NORMAL, max_retries=0) as client:
-
-            async def stream() -> str:
-                text = ""
-                async with await client.chat.completions.create(
-                    model=DEFAULT_MODEL,
-                    messages=[{"role": "user", "content": QUESTION}],
-                    temperature=0,
-                    max_tokens=16,
-                    stream=True,
-                ) as chunks:
-                    async for chunk in chunks:
-                        text += chunk.choices[0].delta.content or ""
-                return text
-
-            whole = client.chat.completions.create(
-                model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
-            )
-            answer, streams = await asyncio.gather(whole, asyncio.gather(*(stream() for _ in range(4))))
-            return answer.choices[0].message.content, streams
-
-    answer, streams = asyncio.run(run())
-    assert answer == ANSWER
-    assert streams == [ANSWER] * 4
-
-
 def test_the_stream_helper(client: OpenAI) -> None:
     with client.chat.completions.stream(
         model=DEFAULT_MODEL,
@@ -192,14 +147,6 @@ def test_the_stream_helper(client: OpenAI) -> None:
     assert len(final.choices[0].logprobs.content or ()) == 8
 
 
-def test_parse_of_plain_text(client: OpenAI) -> None:
-    answer = client.chat.completions.parse(
-        model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
-    )
-    assert answer.choices[0].message.content == ANSWER
-    assert answer.choices[0].message.parsed is None
-
-
 def test_with_streaming_response(client: OpenAI) -> None:
     with client.chat.completions.with_streaming_response.create(
         model=DEFAULT_MODEL,
@@ -214,18 +161,6 @@ def test_with_streaming_response(client: OpenAI) -> None:
     assert lines[-1] == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == ANSWER
-
-
-def test_roles_and_parts(client: OpenAI) -> None:
-    """The role developer equals system, and the parts of a message equal the whole text."""
-    whole = chat(client, messages=[{"role": "system", "content": "Be brief."}, *MESSAGES])
-    parts = [{"type": "text", "text": QUESTION[:10]}, {"type": "text", "text": QUESTION[10:]}]
-    developer = {"role": "developer", "content": "Be brief."}
-    split = chat(client, messages=[developer, {"role": "user", "content": parts, "name": "someone"}])
-    assert split.choices[0].message.content == whole.choices[0].message.content
-    assert split.usage is not None
-    assert whole.usage is not None
-    assert split.usage.prompt_tokens == whole.usage.prompt_tokens
 
 
 def test_characters_spread_over_tokens(client: OpenAI) -> None:
@@ -257,42 +192,6 @@ def test_n_is_3(client: OpenAI) -> None:
     assert [text_of(chunks, i) for i in range(3)] == [choice.message.content for choice in answer.choices]
 
 
-def test_a_seed_gives_the_same_answer_twice(client: OpenAI) -> None:
-    options: dict[str, Any] = {"temperature": 1.5, "max_tokens": 8}
-    texts = [chat(client, seed=seed, **options).choices[0].message.content for seed in (11, 11, 12)]
-    assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize(("stop", "text"), [(" is", "The capital of Japan"), (["Rome", "ital"], "The cap")])
-def test_stop(client: OpenAI, stop: str | list[str], text: str) -> None:
-    answer = chat(client, stop=stop)
-    assert answer.choices[0].message.content == text
-    assert answer.choices[0].finish_reason == "stop"
-    assert text_of(chat_chunks(client, stop=stop)) == text  # also found across chunks
-
-
-def test_max_tokens_under_both_names(client: OpenAI) -> None:
-    ways: list[dict[str, Any]] = [
-        {"max_tokens": 3},
-        {"max_tokens": None, "max_completion_tokens": 3},
-        {"max_tokens": 3, "max_completion_tokens": 3},
-    ]
-    for options in ways:
-        answer = chat(client, **options)
-        assert answer.choices[0].message.content == "The capital of"
-        assert answer.choices[0].finish_reason == "length"
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 3
-
-
-def test_ignore_eos(client: OpenAI) -> None:
-    answer = chat(client, max_tokens=12, extra_body={"ignore_eos": True})
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 12
-    assert answer.choices[0].finish_reason == "length"
-    assert (answer.choices[0].message.content or "").startswith(ANSWER)
-
-
 # Sampling and logprobs
 
 
@@ -314,33 +213,6 @@ def test_logprobs(client: OpenAI) -> None:
     streamed = [entry for part in found for entry in part.content or ()]
     assert [entry.token for entry in streamed] == [entry.token for entry in entries]
     assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in entries], abs=1e-3)
-
-
-def test_logprobs_without_alternatives(client: OpenAI) -> None:
-    answer = chat(client, logprobs=True, max_tokens=2)
-    assert answer.choices[0].logprobs is not None
-    assert [entry.top_logprobs for entry in answer.choices[0].logprobs.content or ()] == [[], []]
-
-
-def test_old_logprobs_and_echo(client: OpenAI) -> None:
-    prompt = "The capital of Japan is"
-    options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 2}
-    plain = client.completions.create(logprobs=2, **options).choices[0]
-    assert plain.text == " Tokyo."
-    assert plain.logprobs is not None
-    assert plain.logprobs.tokens == [" Tokyo", "."]
-    assert plain.logprobs.text_offset == [0, 6]
-    assert [len(tops) for tops in plain.logprobs.top_logprobs or ()] == [2, 2]
-    echoed = client.completions.create(logprobs=2, echo=True, **options).choices[0]
-    assert echoed.text == f"{prompt} Tokyo."
-    assert echoed.logprobs is not None
-    assert echoed.logprobs.tokens == ["The", " capital", " of", " Japan", " is", " Tokyo", "."]
-    assert echoed.logprobs.text_offset == [0, 3, 11, 14, 20, 23, 29]
-    numbers = echoed.logprobs.token_logprobs or []
-    assert numbers[0] is None  # the first token has no prediction
-    assert all(number is not None and number <= 0 for number in numbers[1:])
-    assert numbers[5:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
-    assert client.completions.create(echo=True, **options).choices[0].text == f"{prompt} Tokyo."
 
 
 def test_scoring_a_prompt_generates_nothing(client: OpenAI, server: Server) -> None:
@@ -381,69 +253,6 @@ def test_logprobs_end_where_a_stop_string_cuts_the_text(client: OpenAI) -> None:
     tops = whole.logprobs.top_logprobs or []
     chosen = [{token: number} for token, number in zip(tokens, whole.logprobs.token_logprobs or (), strict=True)]
     assert tops == chosen  # logprobs = 0: the chosen token alone
-
-
-def test_echo_of_control_tokens_and_its_offsets(client: OpenAI, server: Server) -> None:
-    text = "<|im_start|>user\nHi<|im_end|>\n"
-    ids = tokens_of(server, prompt=text)
-    for prompt, skips in ((text, True), (ids, True), (ids, False)):
-        answer = client.completions.create(
-            model=DEFAULT_MODEL,
-            prompt=prompt,
-            max_tokens=0,
-            echo=True,
-            logprobs=1,
-            extra_body={"skip_special_tokens": skips},
-        ).choices[0]
-        assert answer.text == ("user\nHi\n" if prompt is ids and skips else text)
-        assert answer.logprobs is not None
-        offsets = answer.logprobs.text_offset or []
-        for token, offset, end in zip(
-            answer.logprobs.tokens or (), offsets, (*offsets[1:], len(answer.text)), strict=True
-        ):
-            is_hidden = prompt is ids and skips and token.startswith("<|")
-            assert answer.text[offset:end] == ("" if is_hidden else token)
-
-
-def test_answer_formats_in_fields_of_other_servers(client: OpenAI, server: Server) -> None:
-    yes_or_no = 'root ::= answer "."\nanswer ::= "Yes" | "No"'
-    schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    schema["additionalProperties"] = False
-    shape: dict[str, Any]
-    for shape in (
-        {"grammar": yes_or_no},
-        {"ebnf": yes_or_no},
-        {"guided_grammar": yes_or_no},
-        {"grammar": 'start: ("Yes" | "No") "."'},
-        {"regex": r"(Yes|No)\."},
-    ):
-        answer = chat(client, "Is the sky blue?", extra_body=shape)
-        assert answer.choices[0].message.content in ("Yes.", "No.")
-        assert answer.choices[0].finish_reason == "stop"
-    for shape in (
-        {"json_schema": schema},
-        {"json_schema": json.dumps(schema)},
-        {"response_format": {"type": "json_object", "schema": schema}},
-    ):
-        content = chat(client, "Is the sky blue?", extra_body=shape).choices[0].message.content
-        assert set(json.loads(content or "")) == {"ok"}
-    names = {word: tokens_of(server, prompt=word)[0] for word in ("Yes", "No")}
-    answer = chat(client, "Is the sky blue?", max_tokens=1, extra_body={"allowed_token_ids": list(names.values())})
-    assert answer.choices[0].message.content in names
-    with pytest.raises(openai.BadRequestError, match="allowed_token_ids: token id 4000000 is outside") as error:
-        chat(client, extra_body={"allowed_token_ids": [4_000_000]})
-    assert error.value.param == "allowed_token_ids"
-    with pytest.raises(openai.BadRequestError, match=r"ebnf: line 1: there is no rule item; literal text needs quotes"):
-        chat(client, extra_body={"ebnf": "root ::= item"})
-
-
-def test_usage_in_every_chunk(client: OpenAI) -> None:
-    options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
-    found: list[Any] = [chunk.usage for chunk in chat_chunks(client, stream_options=options)]
-    counts = [usage.completion_tokens for usage in found]
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1] == counts[-2]
-    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in found)
 
 
 def test_remote_tokenizer_of_lm_evaluation_harness(server: Server) -> None:
@@ -489,38 +298,7 @@ def test_logit_bias_forces_and_forbids(client: OpenAI, server: Server) -> None:
     assert not (forbidden.choices[0].message.content or "").startswith("The")
 
 
-def test_penalties(client: OpenAI) -> None:
-    def go_on(**options: Any) -> str:
-        given: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_tokens": 8, **options}
-        return cast(str, client.completions.create(prompt="1 2 1 2 1 2 1 2 1 2 1 2", **given).choices[0].text)
-
-    assert go_on() == " 1 2 1 2"
-    assert go_on(frequency_penalty=2).count("1") == 1
-    assert go_on(presence_penalty=2).count("1") == 1
-    assert go_on(frequency_penalty=-2).count("1") > 2  # negative: repetition is favoured
-    assert "1" not in go_on(extra_body={"repetition_penalty": 2})  # applies to the prompt too
-
-
-def test_top_k_top_p_and_min_p_leave_one_token(client: OpenAI) -> None:
-    """At any temperature, the only token left is sampled."""
-    hot: dict[str, Any] = {"temperature": 2, "max_tokens": 4}
-    for options in ({"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}, {"top_p": 1e-6}):
-        assert chat(client, **hot, **options).choices[0].message.content == "The capital of Japan"
-
-
 # The cache
-
-
-def test_usage_in_a_stream(client: OpenAI) -> None:
-    chunks = chat_chunks(client, stream_options={"include_usage": True}, extra_body={"cache": True})
-    *rest, last = chunks
-    assert all(chunk.usage is None and chunk.choices for chunk in rest)
-    assert all("usage" in chunk.model_fields_set for chunk in rest)  # null as in OpenAI's API, not absent
-    assert last.choices == []
-    assert last.usage is not None
-    assert last.usage.completion_tokens == 8
-    assert last.model_extra is not None
-    assert last.model_extra["cache"]["prompt_tokens"] == last.usage.prompt_tokens
 
 
 def test_cached_tokens_are_exact(client: OpenAI, server: Server) -> None:
@@ -578,15 +356,6 @@ def test_a_second_turn_reuses_the_first(client: OpenAI, server: Server) -> None:
     assert cached(second) == first.usage.prompt_tokens + first.usage.completion_tokens - 1
     assert cached(second) > common(tokens_of(server, messages=MESSAGES), tokens_of(server, messages=talk)) - 1
     assert "Rome" in (second.choices[0].message.content or "")
-
-
-def test_continue_final_message(client: OpenAI) -> None:
-    talk = [*MESSAGES, {"role": "assistant", "content": "The capital of"}]
-    answer = chat(client, messages=talk, extra_body={"continue_final_message": True})
-    assert answer.choices[0].message.content == " Japan is Tokyo."
-    with pytest.raises(openai.BadRequestError) as info:
-        chat(client, extra_body={"continue_final_message": True})
-    assert info.value.param == "continue_final_message"
 
 
 def test_prompt_cache_key_pins(client: OpenAI, server: Server) -> None:
@@ -693,12 +462,6 @@ def test_keys(server: Server) -> None:
         urgent.post("/cache/clear", cast_to=object)
 
 
-def test_an_unknown_model(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match=f"this server has {DEFAULT_MODEL}") as info:
-        chat(client, model="gpt-9")
-    assert (info.value.param, info.value.code) == ("model", "model_not_found")
-
-
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "array"}}}
 TOO_LONG = [{"role": "user", "content": "word " * 9000}]
 
@@ -724,20 +487,6 @@ def test_a_bad_request_names_the_field(client: OpenAI, options: dict[str, Any], 
     assert error.response.headers["x-should-retry"] == "false"
     assert error.request_id == error.response.headers["x-request-id"]
     assert error.request_id
-
-
-def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as info:
-        client.completions.create(model=DEFAULT_MODEL, prompt=[1] * 9000)
-    assert (info.value.param, info.value.code) == ("prompt", "context_length_exceeded")
-    assert "9000" in info.value.message
-    assert "8192" in info.value.message
-
-
-def test_unserved_endpoints(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="no endpoint '/v1/embeddings'") as info:
-        client.embeddings.create(model=DEFAULT_MODEL, input="Hi")
-    assert info.value.code == "unknown_url"
 
 
 def test_a_key_over_its_limit(server: Server) -> None:
@@ -812,32 +561,6 @@ def test_an_answer_is_cancelled_when_its_client_times_out(server: Server) -> Non
             chat(client, max_tokens=1, extra_headers={"x-request-id": f"after-{patience_s}"})
             server.wait_for(f"after-{patience_s}")  # the log has been read up to there
             patience_s *= 1.5
-
-
-def test_an_async_task_that_is_cancelled(server: Server) -> None:
-    async def run() -> None:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=NORMAL, max_retries=0) as client:
-            began = asyncio.Event()
-
-            async def read() -> None:
-                async with await client.chat.completions.create(
-                    model=DEFAULT_MODEL,
-                    messages=[{"role": "user", "content": QUESTION}],
-                    max_tokens=TOO_MANY,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                ) as stream:
-                    async for _ in stream:
-                        began.set()
-
-            task = asyncio.create_task(read())
-            await began.wait()
-            task.cancel()
-            await asyncio.wait({task})
-            assert task.cancelled()
-
-    asyncio.run(run())
-    server.wait_free()
 
 
 def test_a_dead_worker_is_reported_and_replaced(server: Server) -> None:

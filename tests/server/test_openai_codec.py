@@ -29,7 +29,6 @@ from quire.server.protocols import openai_types as other_servers
 from quire.server.protocols import openai_types as types
 from quire.server.protocols.openai import (
     OPENAI,
-    AnswerEvents,
     Echo,
     cache_view,
     chat_stream,
@@ -1128,8 +1127,9 @@ class FakeActiveRequest:
 
 def test_events_of_an_active_request() -> None:
     async def collect(work: ActiveRequest) -> list[bytes]:
-        encoder = chat_stream(head_of(work, "chatcmpl", "chat.completion.chunk"), work.request, include_usage=False)
-        return [data async for data in events_of(work, AnswerEvents(work, encoder))]
+        head = head_of(work, "chatcmpl", "chat.completion.chunk")
+        encoder = chat_stream(head, work.request, include_usage=False, active=work)
+        return [data async for data in events_of(work, encoder)]
 
     batches = [[(0, delta())], [(0, delta("Hi"))], [(0, delta("!", FinishReason.STOP))]]
     work = cast("ActiveRequest", FakeActiveRequest(chat(cache=True), batches, Priority.LOW))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -87,37 +85,11 @@ def test_a_stream_has_the_same_text(client: OpenAI) -> None:
     assert last.response.usage is not None
 
 
-def test_the_clients_own_stream(client: OpenAI) -> None:
-    with client.responses.stream(input=QUESTION, **BASICS) as stream:
-        assert stream.get_final_response().output_text == ANSWER
-
-
 def test_a_conversation_continues_with_returned_items(client: OpenAI) -> None:
     question = {"role": "user", "content": QUESTION}
     first = ask(client, [question])
     second = ask(client, [question, *first.output, {"role": "user", "content": "And of Spain?"}])
     assert "Madrid" in second.output_text
-
-
-def test_an_answer_cut_at_its_length(client: OpenAI) -> None:
-    answer = ask(client, max_output_tokens=3)
-    assert answer.status == "incomplete"
-    assert answer.incomplete_details is not None
-    assert answer.incomplete_details.reason == "max_output_tokens"
-    assert answer.usage is not None
-    assert answer.usage.output_tokens == 3
-    assert events_of(client, max_output_tokens=3)[-1].type == "response.incomplete"
-
-
-def test_logprobs(client: OpenAI) -> None:
-    answer = ask(client, include=["message.output_text.logprobs"], top_logprobs=2, max_output_tokens=4)
-    (item,) = answer.output
-    assert item.type == "message"
-    (part,) = item.content
-    assert part.type == "output_text"
-    assert part.logprobs is not None
-    assert "".join(entry.token for entry in part.logprobs) == part.text
-    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * 4
 
 
 class Capital(BaseModel):
@@ -147,17 +119,6 @@ def test_a_call_its_result_and_the_answer(client: OpenAI) -> None:
     assert "22 degrees" in second.output_text
 
 
-def test_a_call_in_a_stream(client: OpenAI) -> None:
-    options = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}}
-    events = events_of(client, "What is the weather in Paris?", parallel_tool_calls=False, **options)
-    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert len(deltas) > 1
-    last = events[-1]
-    assert last.type == "response.completed"
-    assert call_of(last.response).arguments == "".join(deltas)
-    assert set(json.loads("".join(deltas))) == {"city"}
-
-
 # The rules of each field are tested in test_responses_codec.py.
 @pytest.mark.parametrize(
     ("options", "param", "code"),
@@ -175,23 +136,6 @@ def test_a_bad_request_names_the_field(
     with pytest.raises(openai.BadRequestError) as info:
         client.responses.create(**{"input": QUESTION, **BASICS, **options, "stream": is_streaming})
     assert (info.value.param, info.value.code) == (param, code)
-
-
-def test_an_unknown_model(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match=DEFAULT_MODEL) as info:
-        ask(client, model="no-such-model")
-    assert info.value.code == "model_not_found"
-
-
-def test_a_stream_closed_early_frees_its_blocks(client: OpenAI, server: Server) -> None:
-    server.wait_free()
-    stream = client.responses.create(
-        **{**BASICS, "max_output_tokens": 2000, "input": QUESTION, "stream": True}, extra_body={"ignore_eos": True}
-    )
-    for _, _event in zip(range(6), stream, strict=False):
-        assert server.stats()["num_running"] == 1
-    stream.close()
-    assert server.wait_free()["num_in_use"] == 0
 
 
 def test_what_an_agent_like_codex_sends(server: Server) -> None:
@@ -219,24 +163,3 @@ def test_what_an_agent_like_codex_sends(server: Server) -> None:
     assert answer.headers["x-quire-ignored-fields"] == "reasoning.effort"  # this model does not think
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert b"[DONE]" not in answer.body  # this protocol ends with its last event
-
-
-@pytest.mark.nightly
-def test_a_dead_worker_is_reported(client: OpenAI, server: Server) -> None:
-    """Must be the last test of this file: the cache is lost with the worker."""
-    stream = client.responses.create(
-        **{**BASICS, "max_output_tokens": 2000, "input": QUESTION, "stream": True}, extra_body={"ignore_eos": True}
-    )
-    with stream:
-        for event in stream:
-            if event.type == "response.output_text.delta":
-                break
-        os.kill(server.worker_pid, signal.SIGKILL)
-        *_, last = stream
-    assert last.type == "response.failed"
-    assert last.response.status == "failed"
-    assert last.response.error is not None
-    assert last.response.error.code == "server_error"
-    assert "SIGKILL" in last.response.error.message
-    server.wait_for(r"endpoint=/v1/responses .*error")
-    assert ask(client).output_text == ANSWER

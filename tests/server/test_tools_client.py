@@ -113,12 +113,6 @@ def test_endless_arguments_are_cut_by_max_tokens(client: OpenAI) -> None:
     assert set(arguments.removeprefix('{"values": [').split(", ")) <= {"0", "", "0,"}
 
 
-def test_only_allowed_tools_are_called(client: OpenAI) -> None:
-    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "add_one"}}]}
-    calls = ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}).choices[0].message.tool_calls
-    assert {call.function.name for call in calls} == {"add_one"}
-
-
 def test_streamed_parallel_calls_equal_those_of_the_whole_answer(client: OpenAI) -> None:
     """This model does not stop calling by itself; only `max_tokens` stops it."""
     whole = ask(client, tool_choice="required", seed=1).choices[0]
@@ -186,23 +180,6 @@ def test_an_immediately_repeated_call_ends_the_turn_in_all_protocols(client: Ope
     assert message.usage.output_tokens < 100
 
 
-def test_a_call_that_is_cut_off(client: OpenAI) -> None:
-    (choice,) = ask(client, tool_choice="required", max_tokens=24).choices
-    assert choice.finish_reason == "length"
-    whole = ask(client, tool_choice="required").choices[0].message.tool_calls[0].function.arguments
-    cut = choice.message.tool_calls[0].function.arguments
-    assert whole.startswith(cut)
-    assert 0 < len(cut) < len(whole)
-
-
-def test_text_without_a_call(client: OpenAI) -> None:
-    """This model does not call a tool without being forced; with tool_choice none it cannot."""
-    for options in ({}, {"tool_choice": "none"}):
-        (choice,) = ask(client, max_tokens=16, **options).choices
-        assert choice.message.tool_calls is None
-        assert choice.message.content
-
-
 def test_a_schema_that_cannot_be_enforced_is_refused_by_name(client: OpenAI) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tool = {"type": "function", "function": {"name": "odd", "parameters": odd, "strict": True}}
@@ -234,25 +211,6 @@ def test_an_answer_by_schema(client: OpenAI) -> None:
     )
     assert parsed.choices[0].message.parsed is not None
     assert parsed.choices[0].message.parsed.continent == "Europe"
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ({"structured_outputs": {"choice": ["yes", "no/maybe"]}}, ("yes", "no/maybe")),
-        ({"guided_regex": "[0-9]{2}:[0-9]{2}"}, None),
-        ({"guided_grammar": 'start: "a" /[0-9]/ "b"'}, None),
-        ({"guided_json": {"enum": ["x", "y"]}}, ('"x"', '"y"')),
-    ],
-)
-def test_other_answer_formats(client: OpenAI, shape: dict[str, Any], expected: tuple[str, ...] | None) -> None:
-    answer = ask(client, tools=[], extra_body=shape, max_tokens=20).choices[0]
-    assert answer.finish_reason == "stop"
-    assert expected is None or answer.message.content in expected
-    plain = client.completions.create(
-        model=DEFAULT_MODEL, prompt="It is", max_tokens=20, temperature=0, extra_body=shape
-    )
-    assert plain.choices[0].finish_reason == "stop"
 
 
 def test_tools_with_an_answer_format_leave_the_choice(client: OpenAI) -> None:
@@ -296,20 +254,6 @@ def test_a_round_trip_with_anthropics_client(claude: Anthropic) -> None:
     assert final.content[0].text
 
 
-def test_a_named_tool_with_anthropics_client(claude: Anthropic) -> None:
-    message = claude.messages.create(
-        model=DEFAULT_MODEL,
-        max_tokens=100,
-        messages=[QUESTION],
-        tools=CLAUDE_TOOLS,
-        tool_choice={"type": "tool", "name": "add_one"},
-    )
-    (use,) = message.content
-    assert isinstance(use, ToolUseBlock)
-    assert use.name == "add_one"
-    jsonschema_rs.validate(ADD, use.input)
-
-
 def test_count_tokens_includes_tools(claude: Anthropic) -> None:
     def count(**options: Any) -> int:
         counted = claude.messages.count_tokens(model=DEFAULT_MODEL, messages=[QUESTION], **options)
@@ -320,11 +264,3 @@ def test_count_tokens_includes_tools(claude: Anthropic) -> None:
     usage = message.usage
     billed = usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
     assert count(tools=CLAUDE_TOOLS) == billed
-
-
-def test_an_answer_format_with_anthropics_client(claude: Anthropic) -> None:
-    form: Any = {"format": {"type": "json_schema", "schema": {"enum": ["sunny", "rainy"]}}}
-    message = claude.messages.create(model=DEFAULT_MODEL, max_tokens=20, messages=[QUESTION], output_config=form)
-    assert message.stop_reason == "end_turn"
-    assert message.content[0].type == "text"
-    assert json.loads(message.content[0].text) in ("sunny", "rainy")

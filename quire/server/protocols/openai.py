@@ -22,6 +22,7 @@ from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS, GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.http import EventEncoder
 from quire.server.models import (
     MAX_BREAKPOINTS,
     MAX_PROMPTS,
@@ -519,24 +520,6 @@ _MARK = "<text>"
 _encode = msgspec.json.Encoder().encode
 
 
-class Choices(Protocol):
-    """Makes the chunks of choice `index` for one kind of answer."""
-
-    def begin(self, index: int) -> Struct | None: ...
-    def grow(self, index: int, delta: Delta) -> Sequence[Struct]:
-        """Chunks of this delta; with the last delta, also of text that was held back."""
-
-    def grow_pieces(self, index: int, pieces: Sequence[Piece]) -> Sequence[Struct]:
-        """Chunks of what the choice's parser returned."""
-
-    def end(self, index: int, finish_reason: str, stop: str | None) -> Struct: ...
-    def parser(self, index: int) -> AnswerParser | None:
-        """The parser that `grow` uses for this choice. None: text is content as it is."""
-
-    def text(self, index: int, piece: Words | Thought) -> Struct:
-        """The chunk of such a piece of text, without log probabilities."""
-
-
 class TextFrames(NamedTuple):
     """The chunks of one choice that are only text: the bytes around the text, which is a JSON string."""
 
@@ -545,7 +528,7 @@ class TextFrames(NamedTuple):
     thoughts: tuple[bytes, bytes]
 
 
-class StreamEncoder:
+class StreamEncoder(EventEncoder):
     """Encodes the chunks of one stream as server-sent events. The index of a choice is prompt * n + sample.
 
     The chunk that ends the last choice is held until last(): it may carry the cache explanation.
@@ -554,14 +537,16 @@ class StreamEncoder:
     def __init__(
         self,
         head: AnswerHead,
-        choices: Choices,
+        choices: ChatChoices | CompletionChoices,
         *,
         n: int,
         num_prompts: int,
         include_usage: bool,
         has_running_usage: bool = False,  # in every chunk
         has_ids: bool = False,  # chunks have token ids, also without text
+        active: ActiveRequest | None = None,  # of `feed` and `finish`
     ) -> None:
+        self._active = active
         self._head = head
         self._choices = choices
         self._n = n
@@ -576,6 +561,14 @@ class StreamEncoder:
         self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._frames: dict[int, TextFrames] = {}  # of the choices that have begun, if their chunks have only text
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        assert self._active is not None
+        return self.chunks(batch, self._active.usage)
+
+    def finish(self) -> bytes:
+        assert self._active is not None
+        return self.last(self._active.usage, cache_view(self._active), self._active.num_thought_tokens)
 
     def chunks(self, batch: Sequence[tuple[int, Delta]], usage: Usage | None = None) -> bytes:
         """Encode a batch of deltas; empty if there is nothing to send yet.
@@ -607,9 +600,9 @@ class StreamEncoder:
                     self._held = end
         return b"".join(events)
 
-    def text_event(self, prompt: int, sample: int, text: str) -> bytes | None:
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
         """Encode a token that is plain text, as `chunks` does. None: it needs `chunks`."""
-        index = prompt * self._n + sample
+        index += prompt * self._n
         frames = self._frames.get(index)
         if frames is None:
             return None
@@ -625,8 +618,8 @@ class StreamEncoder:
             events.append(start + _encode(piece.text) + end)
         return b"".join(events)
 
-    def text_frame(self, prompt: int, sample: int) -> tuple[bytes, bytes] | None:
-        frames = self._frames.get(prompt * self._n + sample)
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        frames = self._frames.get(prompt * self._n + index)
         return None if frames is None or frames.parser is not None else frames.words
 
     def last(self, usage: Usage, cache: CacheView | None, num_thought_tokens: int = 0) -> bytes:
@@ -658,32 +651,6 @@ class StreamEncoder:
         if cache is not None:
             chunk["cache"] = cache
         return b"data: " + _encode(chunk) + b"\n\n"
-
-
-class AnswerEvents:
-    """The `EventEncoder` of chat and completions."""
-
-    waits_for_start = False
-
-    def __init__(self, active: ActiveRequest, encoder: StreamEncoder) -> None:
-        self._active = active
-        self._encoder = encoder
-        self.text_event = encoder.text_event
-        self.text_frame = encoder.text_frame
-
-    def begin(self) -> bytes:
-        return b""
-
-    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        return self._encoder.chunks(batch, self._active.usage)
-
-    def finish(self) -> bytes:
-        active = self._active
-        return self._encoder.last(active.usage, cache_view(active), active.num_thought_tokens)
-
-    def fail(self, error: ApiError) -> bytes | None:
-        del error
-        return None
 
 
 def head_of(active: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:
@@ -822,8 +789,9 @@ async def _respond_chat(context: RequestContext, body: ChatCompletionRequest, re
             include_usage=includes_usage(body),
             has_running_usage=has_continuous_usage(body),
             new_parser=active.new_parser,
+            active=active,
         )
-        return await context.stream(active, AnswerEvents(active, encoder))
+        return await context.stream(active, encoder)
     outputs = await context.result(active)
     head = head_of(active, "chatcmpl", "chat.completion")
 
@@ -1014,21 +982,9 @@ class ChatChoices:
 
 
 def chat_stream(
-    head: AnswerHead,
-    request: InferenceRequest,
-    *,
-    include_usage: bool,
-    has_running_usage: bool = False,
-    new_parser: NewParser = PlainAnswer,
+    head: AnswerHead, request: InferenceRequest, *, new_parser: NewParser = PlainAnswer, **options: Any
 ) -> StreamEncoder:
-    return StreamEncoder(
-        head,
-        ChatChoices(new_parser),
-        n=request.params.n,
-        num_prompts=len(request.prompts),
-        include_usage=include_usage,
-        has_running_usage=has_running_usage,
-    )
+    return StreamEncoder(head, ChatChoices(new_parser), n=request.params.n, num_prompts=len(request.prompts), **options)
 
 
 def whole_chat(
@@ -1132,8 +1088,9 @@ async def _respond_completion(context: RequestContext, body: CompletionRequest, 
             include_usage=includes_usage(body),
             has_running_usage=has_continuous_usage(body),
             has_ids=bool(body.return_token_ids),
+            active=active,
         )
-        return await context.stream(active, AnswerEvents(active, encoder))
+        return await context.stream(active, encoder)
     outputs = await context.result(active)
 
     def make() -> Completion:
@@ -1281,24 +1238,11 @@ class CompletionChoices:
 
 
 def completion_stream(
-    head: AnswerHead,
-    request: InferenceRequest,
-    echoes: Sequence[Echo] | None,
-    *,
-    include_usage: bool,
-    has_running_usage: bool = False,
-    has_ids: bool = False,
+    head: AnswerHead, request: InferenceRequest, echoes: Sequence[Echo] | None, *, has_ids: bool = False, **options: Any
 ) -> StreamEncoder:
     n = request.params.n
-    return StreamEncoder(
-        head,
-        CompletionChoices(n, echoes, has_ids=has_ids),
-        n=n,
-        num_prompts=len(request.prompts),
-        include_usage=include_usage,
-        has_running_usage=has_running_usage,
-        has_ids=has_ids,
-    )
+    choices = CompletionChoices(n, echoes, has_ids=has_ids)
+    return StreamEncoder(head, choices, n=n, num_prompts=len(request.prompts), has_ids=has_ids, **options)
 
 
 def whole_completion(
