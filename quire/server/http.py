@@ -577,7 +577,9 @@ _encode = msgspec.json.Encoder().encode
 class EventEncoder(Protocol):
     """Makes the bytes of one stream: `begin`, then `feed` and `text_event` in any order, then `finish`."""
 
-    waits_for_start = False  # the first events need the cache explanation of the prompt, which is known when it starts
+    waits_for_start: bool = (
+        False  # the first events need the cache explanation of the prompt, which is known when it starts
+    )
 
     def begin(self) -> bytes:
         """Events before the first delta, possibly none."""
@@ -594,6 +596,7 @@ class EventEncoder(Protocol):
 
         None: they are not constant, or not yet; `text_event` is used.
         """
+        del prompt, index
         return None
 
     def finish(self) -> bytes:
@@ -601,6 +604,7 @@ class EventEncoder(Protocol):
 
     def fail(self, error: ApiError) -> bytes | None:
         """The event of a failure after `begin`. None: that of the dialect."""
+        del error
         return None
 
 

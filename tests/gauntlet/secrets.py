@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from quire.server.app import ENDPOINTS, Access
+from quire.server.app import ENDPOINTS
+from quire.server.routes import Access
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.watch import family, idle_base, left_over
 from tests.server import corpus

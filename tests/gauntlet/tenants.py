@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
-from quire.server.app import ENDPOINTS, Access
+from quire.server.app import ENDPOINTS
 from quire.server.limits import Key
 from quire.server.models import ModelService
+from quire.server.routes import Access
 from tests.engine.subscriber import Subscriber, routed
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.watch import idle_base, left_over

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.app import ENDPOINTS, Access, Endpoint
+from quire.server.app import ENDPOINTS
+from quire.server.routes import Access, Endpoint
 from tests.cli.runs import quire
 from tests.server.corpus import CHAT, EXPLAIN, GOOD, MESSAGES
 from tests.server.rig import FAKE, Answer, Server, put_away, serving, spawn

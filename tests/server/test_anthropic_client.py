@@ -29,6 +29,8 @@ QUESTION = "What is the capital of Japan?"
 ANSWER = "The capital of Japan is Tokyo."
 ASKED = {"role": "user", "content": QUESTION}
 FACTS = "You know these facts. " + " ".join(f"Fact {i}: after {i} comes {i + 1}." for i in range(10))
+
+
 @pytest.fixture(scope="module")
 def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     del default_model  # is here now

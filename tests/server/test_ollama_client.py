@@ -26,6 +26,8 @@ CITY = {
     "required": ["city", "people"],
     "additionalProperties": False,
 }
+
+
 @pytest.fixture(scope="module")
 def server(default_model: Path) -> Iterator[Server]:
     del default_model  # is here now

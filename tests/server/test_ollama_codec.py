@@ -635,7 +635,7 @@ def pulled(
 
     async def read() -> bytes:
         assert pull._is_pulling.acquire(blocking=False)
-        return b"".join([line async for line in pull.Pulling(name).lines()])
+        return b"".join([line async for line in pull._lines(pull.Pulling(name).progress())])
 
     data = asyncio.run(read())
     assert eventually(lambda: not pull._is_pulling.locked(), "the next one may begin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any, cast
 
 import openai
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from quire.weights.hub import DEFAULT_MODEL
@@ -124,6 +125,34 @@ def test_token_ids_of_completions(server: Server) -> None:
     chunks = [json.loads(one.removeprefix("data: ")) for one in stream.split("\n\n") if one.startswith("data: {")]
     assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == whole
     assert "token_ids" not in server.post("/v1/completions", body).json["choices"][0]
+
+
+def test_async(server: Server) -> None:
+    async def run() -> tuple[str | None, list[str]]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=NORMAL, max_retries=0) as client:
+
+            async def stream() -> str:
+                text = ""
+                async with await client.chat.completions.create(
+                    model=DEFAULT_MODEL,
+                    messages=[{"role": "user", "content": QUESTION}],
+                    temperature=0,
+                    max_tokens=16,
+                    stream=True,
+                ) as chunks:
+                    async for chunk in chunks:
+                        text += chunk.choices[0].delta.content or ""
+                return text
+
+            whole = client.chat.completions.create(
+                model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
+            )
+            answer, streams = await asyncio.gather(whole, asyncio.gather(*(stream() for _ in range(4))))
+            return answer.choices[0].message.content, streams
+
+    answer, streams = asyncio.run(run())
+    assert answer == ANSWER
+    assert streams == [ANSWER] * 4
 
 
 def test_the_stream_helper(client: OpenAI) -> None:

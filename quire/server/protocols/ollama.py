@@ -115,7 +115,9 @@ KeepAlive = Annotated[
 
 
 if TYPE_CHECKING:
-    _Options = _Message = _Body = Struct
+    _Options = Struct
+    _Message = Struct
+    _Body = Struct
 else:
     _Options = with_fields("_Options", UNSUPPORTED_OPTIONS, IGNORED_OPTIONS)
     _Message = with_fields("_Message", IMAGES)
