@@ -20,19 +20,18 @@ from quire.server import admin, cache, catalog, web
 from quire.server import tokenization as tokens
 from quire.server.batches import endpoints as batches
 from quire.server.batches import store as stored
-from quire.server.batches.service import BatchService
+from quire.server.config import is_loopback
 from quire.server.decoding import build_decoders
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.limits import KeyRing, presented
-from quire.server.models import Models
 from quire.server.protocols import anthropic, ollama, openai, responses
 from quire.server.protocols import openai_types as openai_bodies
 from quire.server.protocols.anthropic import ANTHROPIC
 from quire.server.protocols.ollama import OLLAMA
 from quire.server.protocols.openai import OPENAI
-from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
+from quire.server.request_context import Handler, RequestContext, Served, answer
 from quire.server.routes import Access, Endpoint, advice, find_meant, openapi_document, why_unserved
-from quire.server.watch import BlocksAnswer, HeldAnswer, Watch, WatchSnapshot
+from quire.server.watch import BlocksAnswer, HeldAnswer, WatchSnapshot
 from quire.version import __version__
 
 _ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # served or not
@@ -279,7 +278,8 @@ class Gate:
             text = f"requests from the origin {origin!r:.80} are not allowed; see --allowed-origins"
             raise ApiError(Kind.PERMISSION, text, reason="origin")
         name = _split(f"//{host}").hostname or ""
-        is_known = _is_local(name) or (not self.is_local and _is_private(name))
+        is_here = not name or name.endswith(".localhost") or is_loopback(name)
+        is_known = is_here or (not self.is_local and _is_private(name))
         if not self.keys and not {"*", name} & {*self.allowed_hosts} and not is_known:
             text = f"Host = {host!r:.80} is not a name of this machine, and no API key is set: "
             hint = f"start the server with --allowed-hosts {name:.80}, or with --api-key"
@@ -291,15 +291,6 @@ def _split(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError:
         return urlsplit("//unknown.invalid")
-
-
-def _is_local(name: str) -> bool:
-    if name in ("localhost", "") or name.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_private(name: str) -> bool:
@@ -320,30 +311,16 @@ def _is_private(name: str) -> bool:
 class Path:
     """All methods of one path, as an ASGI application."""
 
-    def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        models: Models,
-        watch: Watch,
-        gate: Gate,
-        limits: RequestLimits,
-        batches: BatchService | None = None,
-    ) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], served: Served, gate: Gate) -> None:
         self._endpoints = {endpoint.method: endpoint for endpoint in endpoints}
         if "GET" in self._endpoints:
             self._endpoints.setdefault("HEAD", self._endpoints["GET"])
         self._first = endpoints[0]
-        self._models = models
-        self._watch = watch
+        self._served = served
         self._gate = gate
-        self._limits = limits
-        self._batches = batches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = RequestContext(
-            scope, receive, send,
-            models=self._models, watch=self._watch, limits=self._limits, batches=self._batches,
-        )  # fmt: skip
+        call = RequestContext(scope, receive, send, self._served)
         endpoint = self._endpoints.get(scope["method"])
         call.endpoint = self._first.path  # the route, not the requested path: it is a metrics label
         call.dialect = self._dialect(call)
@@ -383,21 +360,13 @@ async def not_found(context: RequestContext) -> Response:
     raise ApiError(Kind.NOT_FOUND, f"there is no endpoint {path!r:.200}; {advice(path, meant)}")
 
 
-def make_batches(
-    served: Models, watch: Watch, gate: Gate, limits: RequestLimits, store: stored.StateDir
-) -> BatchService:
-    return BatchService(store, batches.Sender(served, watch, limits), gate.keys)
-
-
-def make_app(
-    served: Models, watch: Watch, gate: Gate, limits: RequestLimits, batches: BatchService | None = None
-) -> ASGIApp:
+def make_app(served: Served, gate: Gate) -> ASGIApp:
     paths: dict[str, list[Endpoint]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, []).append(endpoint)
-    routes = [Route(path, Path(rows, served, watch, gate, limits, batches)) for path, rows in paths.items()]
+    routes = [Route(path, Path(rows, served, gate)) for path, rows in paths.items()]
     methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
-    fallback = Path([Endpoint(method, "*", not_found, "") for method in methods], served, watch, gate, limits)
+    fallback = Path([Endpoint(method, "*", not_found, "") for method in methods], served, gate)
     app: ASGIApp = Router(routes, redirect_slashes=False, default=fallback)
     if gate.allowed_origins:
         app = CORSMiddleware(

@@ -33,6 +33,14 @@ def _check_seconds(name: str, value: float, low_s: float = 0.01) -> None:
         raise InvalidRequest(f"{name} = {value!r} is not a number of seconds above 0 and at most 86400 (one day)")
 
 
+def is_loopback(name: str) -> bool:
+    """Whether a host name or address is that of this machine."""
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model of a server."""
@@ -136,12 +144,7 @@ class ServeConfig:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def url(self) -> str:

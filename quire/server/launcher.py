@@ -19,14 +19,16 @@ from quire.engine.model_manager import default_budget
 from quire.engine.tuning import calm_collector
 from quire.engine.worker.kv_events import check_free
 from quire.engine.worker.protocol import Ready
-from quire.server.app import Gate, make_app, make_batches
+from quire.server.app import Gate, make_app
+from quire.server.batches.endpoints import Sender
+from quire.server.batches.service import BatchService
 from quire.server.batches.store import StateDir
 from quire.server.config import ServeConfig
 from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.limits import make_keyring
 from quire.server.metrics import Exposition
 from quire.server.models import MakeClient, Models, ServiceLimits, SharedResources, make_local_client
-from quire.server.request_context import RequestLimits
+from quire.server.request_context import RequestLimits, Served
 from quire.server.watch import Watch
 
 CUT_DRAIN_S = 5.0  # for cut streams to send their error event; a busy machine needs longer
@@ -130,12 +132,12 @@ class Launcher:
         config = self._config
         self._models = self._make_models()
         call_limits = RequestLimits(config.max_body_size, config.body_timeout, config.keep_alive_interval)
-        watch = Watch(self._models)
+        served = Served(self._models, Watch(self._models), call_limits)
         self._batches = None
         if config.state_dir is not None:
             store = StateDir(config.state_dir, config.max_file_size, config.max_file_storage)
-            self._batches = make_batches(self._models, watch, self._gate, call_limits, store)
-        app = make_app(self._models, watch, self._gate, call_limits, self._batches)
+            self._batches = BatchService(store, Sender(served), self._gate.keys)
+        app = make_app(replace(served, batches=self._batches), self._gate)
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
         HttpProtocol.header_s = config.header_timeout
         HttpProtocol.slow_reader_s = config.slow_client_timeout

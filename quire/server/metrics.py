@@ -23,7 +23,6 @@ from prometheus_client.registry import Collector
 from quire.core.values import Priority
 from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped
-from quire.errors import InvalidRequest
 from quire.server.errors import Kind
 
 
@@ -124,7 +123,6 @@ def _percentile(ordered: list[float], share: float) -> float:
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they double every counter's series
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-COMPAT = ("vllm",)
 _PREFIX = "quire:"
 _ENGINE = "0"  # vLLM numbers its data-parallel engines; here there is one
 _LABELS = ("model_name", "engine")
@@ -364,8 +362,6 @@ class Exposition:
     """The metric families of the server, each with one series per model."""
 
     def __init__(self, compat: str | None = None) -> None:
-        if compat is not None and compat not in COMPAT:
-            raise InvalidRequest(f"metrics_compat = {compat!r} is not one of {', '.join(COMPAT)}")
         registry = CollectorRegistry()
         self._registry = registry
         self._mirror = CollectorRegistry() if compat else None

@@ -72,22 +72,22 @@ class RequestLimits:
     max_all_bytes: int = 256 * MIB  # of all bodies being read
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the requests of a server share."""
+
+    models: Models
+    watch: Watch
+    limits: RequestLimits
+    batches: BatchService | None = None  # None: this server stores nothing
+
+
 class RequestContext:
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        models: Models,
-        watch: Watch,
-        limits: RequestLimits,
-        batches: BatchService | None = None,
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, served: Served) -> None:
         self.request = Request(scope, receive, send)
-        self.models = models
-        self.watch = watch
-        self.batches = batches  # None: this server stores nothing
+        self.models = served.models
+        self.watch = served.watch
+        self.batches = served.batches
         self.arrived_s = time.monotonic()
         self.endpoint = str(scope["path"])
         self.dialect: Dialect
@@ -105,12 +105,12 @@ class RequestContext:
         self.fields: frozenset[str] = frozenset()  # field names of the body
         self._is_slow = False  # the body takes long to decode and to parse
         self._receive = receive
-        self._limits = limits
+        self._limits = served.limits
         self.has_body = _announces_body(self.request.headers)  # an unread body
         self._gone: asyncio.Task[None] | None = None
         self._active: ActiveRequest | None = None
         self.is_accepted = False  # it was submitted to a model
-        self.model = models.default  # the model whose metrics count this request
+        self.model = self.models.default  # the model whose metrics count this request
         self._unknown: dict[str, list[str]] = {}  # unknown fields of the body
         self._held: set[Model] = set()  # kept loaded until the request ends
         self.on_finish: list[Callable[[], object]] = []

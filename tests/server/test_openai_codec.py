@@ -38,13 +38,12 @@ from quire.server.protocols.openai import (
     parse_chat,
     parse_completion,
     parse_messages,
-    protocol_field_names,
     token_offsets,
     whole_chat,
     whole_completion,
 )
 from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
-from quire.server.protocols.support import view
+from quire.server.protocols.support import protocol_field_names, view
 from quire.text.answers import AnswerParser
 from quire.text.excerpt import Excerpt
 from quire.text.gbnf import gbnf_to_lark

@@ -39,13 +39,11 @@ from quire.server.batches.store import (
 )
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.limits import Key
-from quire.server.models import Models
 from quire.server.protocols import openai as chat
 from quire.server.protocols import openai as completions
 from quire.server.protocols import responses
 from quire.server.protocols.openai import OPENAI
-from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
-from quire.server.watch import Watch
+from quire.server.request_context import Handler, RequestContext, Served, answer
 
 HANDLERS: dict[str, tuple[Handler, Dialect]] = {
     "/v1/chat/completions": (chat.chat_completions, OPENAI),
@@ -56,23 +54,18 @@ RETRIED = (429, 503)
 
 
 class Sender:
-    def __init__(self, models: Models, watch: Watch, limits: RequestLimits) -> None:
-        self._models = models
-        self._watch = watch
-        self._limits = limits
+    def __init__(self, served: Served) -> None:
+        self._served = served
 
     @property
     def max_num_seqs(self) -> int:
         """Requests that the default model runs in one step."""
-        facts = self._models.default.facts
+        facts = self._served.models.default.facts
         return 64 if facts is None else facts.capacity.max_num_seqs
 
     async def send(self, key: Key, url: str, body: bytes, request_id: str) -> Reply:
         """Answer one request as this key. Cancelling it cancels the generation."""
-        context = RequestContext(
-            _scope(url, body, request_id), _Body(body), _refuse_send,
-            models=self._models, watch=self._watch, limits=self._limits,
-        )  # fmt: skip
+        context = RequestContext(_scope(url, body, request_id), _Body(body), _refuse_send, self._served)
         handler, context.dialect = HANDLERS[url]
         context.endpoint, context.key = url, key
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar
 
@@ -37,9 +37,11 @@ from quire.server.models import (
 from quire.server.protocols.support import (
     SHAPE_FIELDS,
     CacheView,
+    Turn,
     Unsupported,
     answer_in_shape,
     check_supported,
+    protocol_field_names,
     shape_error,
     unsupported,
     view,
@@ -722,29 +724,9 @@ def _tool(tool: ToolParam, path: str) -> Tool:
     )
 
 
-@dataclass(slots=True)
-class _Turn:
-    """A message under construction."""
-
-    role: Role
-    parts: list[Part] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    call_id: str | None = None
-
-    def message(self) -> Message:
-        return Message(
-            self.role,
-            tuple(self.parts),
-            thought="".join(self.thoughts),
-            tool_calls=tuple(self.calls),
-            tool_call_id=self.call_id,
-        )
-
-
 class _Turns:
     def __init__(self) -> None:
-        self.turns: list[_Turn] = []
+        self.turns: list[Turn] = []
         self.breakpoints: list[Breakpoint] = []
         self.references: set[str] = set()  # deferred tools that results reference
 
@@ -772,10 +754,10 @@ class _Turns:
         parts = block.content if isinstance(block.content, list) else ()
         self.references |= {part.tool_name for part in parts if part.type == "tool_reference" and part.tool_name}
 
-    def _begin(self, role: Role, *, has_text: bool) -> _Turn:
+    def _begin(self, role: Role, *, has_text: bool) -> Turn:
         """Return the last turn if it has this role, else a new one."""
         if not self.turns or self.turns[-1].role is not role:
-            self.turns.append(_Turn(role))
+            self.turns.append(Turn(role))
         elif self.turns[-1].parts and has_text and _BETWEEN[role]:
             self.turns[-1].parts.append(Part(_BETWEEN[role]))
         return self.turns[-1]
@@ -796,7 +778,7 @@ class _Turns:
             self.breakpoints.append(Breakpoint(0, -1, TTL_S[control.ttl]))
 
 
-def _fill(turn: _Turn, block: Block, path: str) -> None:
+def _fill(turn: Turn, block: Block, path: str) -> None:
     is_assistant = turn.role is Role.ASSISTANT
     match block.type:
         case "thinking" if is_assistant:
@@ -819,7 +801,7 @@ def _call(block: Block, path: str) -> ToolCall:
     return call
 
 
-def _result(block: Block, path: str) -> _Turn:
+def _result(block: Block, path: str) -> Turn:
     call_id = _given(block.tool_use_id, f"{path}.tool_use_id")
     content = block.content or ""
     if isinstance(content, list):
@@ -827,7 +809,7 @@ def _result(block: Block, path: str) -> _Turn:
         content = "\n".join(_result_text(part, f"{path}.content.{i}") for i, part in enumerate(content))
     if block.is_error:
         content = f"Error: {content}"
-    return _Turn(Role.TOOL, [Part(content)], call_id=call_id)
+    return Turn(Role.TOOL, [Part(content)], call_id=call_id)
 
 
 def _result_text(part: ResultPart, path: str) -> str:
@@ -872,7 +854,7 @@ def _schema_grammar(given: OutputFormat, path: str) -> Grammar:
 
 def _params(body: MessagesRequest) -> GenerationParams:
     check_temperature(body.temperature, MAX_TEMPERATURE)
-    try:
+    with protocol_field_names({"stop": "stop_sequences"}):
         return GenerationParams(
             temperature=body.temperature,
             top_k=body.top_k,
@@ -885,11 +867,6 @@ def _params(body: MessagesRequest) -> GenerationParams:
             ignore_eos=bool(body.ignore_eos),
             grammar=grammar_of(body),
         )
-    except InvalidRequest as error:
-        text = str(error)
-        if text.startswith("stop"):
-            text = text.replace("stop", "stop_sequences", 1)
-        raise InvalidRequest(text) from None
 
 
 class BlockWriter:

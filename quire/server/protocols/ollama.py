@@ -27,12 +27,13 @@ from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest, Model, Models, ModelService, Prompt, priority_of
-from quire.server.protocols.openai import cache_view, finish_reason, finite, protocol_field_names, token_text
+from quire.server.protocols.openai import cache_view, finish_reason, finite, token_text
 from quire.server.protocols.support import (
     SHAPE_FIELDS,
     CacheView,
     Unsupported,
     answer_in_shape,
+    protocol_field_names,
     refuse_unsupported,
     shape_error,
     with_fields,

@@ -6,12 +6,10 @@ Clients act on the status of an error. `type` and `code` are OpenAI's own string
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -33,12 +31,14 @@ from quire.server.models import (
     ThinkingField,
     priority_of,
 )
-from quire.server.protocols import openai_types as other_servers
 from quire.server.protocols.openai_types import (
+    ACCEPTED_OF_OTHERS,
+    BUDGETS,
     CHAT_UNSUPPORTED,
     COMPLETION_UNSUPPORTED,
     DEFAULT_COMPLETION_TOKENS,
     OLD_MESSAGE_FIELDS,
+    REFUSED,
     RETENTIONS_S,
     SERVICE_TIERS,
     TTLS_S,
@@ -79,6 +79,7 @@ from quire.server.protocols.support import (
     Unsupported,
     answer_in_shape,
     check_supported,
+    protocol_field_names,
     refuse_unsupported,
     shape_error,
     unsupported,
@@ -329,19 +330,6 @@ NAMES = {
 }
 
 
-@contextmanager
-def protocol_field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field at the beginning of an InvalidRequest to the protocol's name."""
-    try:
-        yield
-    except InvalidRequest as error:
-        text = str(error)
-        found = re.match(r"[a-z_]+", text)
-        if found is None or found[0] not in names:
-            raise
-        raise type(error)(names[found[0]] + text[found.end() :]) from None
-
-
 def params_of(
     body: GenerationBody,
     *,
@@ -354,7 +342,7 @@ def params_of(
 
     `max_tokens`: the value of the newest field that sets it, except n_predict. `may_be_empty`: it may be 0.
     """
-    refuse_unsupported(body, other_servers.REFUSED)
+    refuse_unsupported(body, REFUSED)
     _refuse_contradictions(body)
     names: dict[str, str] = {}
     if body.repeat_last_n is not None and body.repeat_last_n < -1:
@@ -423,31 +411,28 @@ def make_request(
 def _ignored(body: GenerationBody) -> Iterator[str]:
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         yield "repeat_last_n"  # penalties always apply to the whole prompt and answer, as with -1
-    for name in other_servers.BUDGETS:
+    for name in BUDGETS:
         if getattr(body, name) not in (None, 0, -1):
             yield name
-    for name in other_servers.ACCEPTED_OF_OTHERS:
+    for name in ACCEPTED_OF_OTHERS:
         if getattr(body, name) is not None:
             yield name
 
 
-class _ThinkingBody(Protocol):
-    @property
-    def enable_thinking(self) -> bool | None: ...
-
-
-def thinking_fields(body: _ThinkingBody, effort_field: str, effort: str | None) -> tuple[ThinkingField, ...]:
+def thinking_fields(
+    body: GenerationBody, wants: bool | None, effort_field: str, effort: str | None
+) -> tuple[ThinkingField, ...]:
     """The fields of the body that set whether, or how much, to think."""
     found = [] if effort is None else [ThinkingField(effort_field, False if effort == "none" else None)]
-    if body.enable_thinking is not None:
-        found.append(ThinkingField("enable_thinking", body.enable_thinking))
-    found += [ThinkingField(name, False) for name in other_servers.BUDGETS if getattr(body, name) == 0]
+    if wants is not None:
+        found.append(ThinkingField("enable_thinking", wants))
+    found += [ThinkingField(name, False) for name in BUDGETS if getattr(body, name) == 0]
     return tuple(found)
 
 
 def has_no_budget(body: GenerationBody) -> bool:
     """Whether thinking is switched off by a budget of 0 tokens."""
-    return any(getattr(body, name) == 0 for name in other_servers.BUDGETS)
+    return any(getattr(body, name) == 0 for name in BUDGETS)
 
 
 def _refuse_contradictions(body: GenerationBody) -> None:
@@ -817,7 +802,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
         request = replace(
             request,
             ignored=(*request.ignored, *ignored),
-            thinking_fields=thinking_fields(body, "reasoning_effort", body.reasoning_effort),
+            thinking_fields=thinking_fields(body, body.enable_thinking, "reasoning_effort", body.reasoning_effort),
         )
         return with_unenforced(request, shape_field(body))
 

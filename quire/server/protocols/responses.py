@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -38,7 +38,6 @@ from quire.server.protocols.openai import (
     make_grammar,
     make_request,
     params_of,
-    protocol_field_names,
     thinking_fields,
     token_text,
     ttl_s,
@@ -57,8 +56,10 @@ from quire.server.protocols.openai_types import (
 )
 from quire.server.protocols.support import (
     CacheView,
+    Turn,
     Unsupported,
     answer_in_shape,
+    protocol_field_names,
     refuse_unsupported,
     unsupported,
     with_fields,
@@ -773,7 +774,7 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
             params = replace(params, grammar=make_grammar(*shape))
         request = make_request(body, (chat,), params, tuple(conversation.breakpoints))
         ignored = (*request.ignored, *ignored)
-        thinking = thinking_fields(body, "reasoning.effort", effort)
+        thinking = thinking_fields(body, body.enable_thinking, "reasoning.effort", effort)
         request = replace(request, ignored=ignored, unenforced=unenforced, thinking_fields=thinking)
         return with_unenforced(request, shape_field(body))
 
@@ -792,42 +793,22 @@ def _logprobs(body: ResponsesRequest) -> int | None:
 # The conversation
 
 
-@dataclass(slots=True)
-class _Turn:
-    """A message under construction."""
-
-    role: Role
-    parts: list[Part] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    call_id: str | None = None
-
-
 class _Conversation:
     """Converts items to messages. Consecutive reasoning, text and calls of an assistant become one message."""
 
     def __init__(self, default_ttl_s: float) -> None:
-        self._turns: list[_Turn] = []
+        self._turns: list[Turn] = []
         self._default_ttl_s = default_ttl_s
         self.breakpoints: list[Breakpoint] = []
 
     def messages(self) -> tuple[Message, ...]:
-        return tuple(
-            Message(
-                turn.role,
-                tuple(turn.parts),
-                thought="".join(turn.thoughts),
-                tool_calls=tuple(turn.calls),
-                tool_call_id=turn.call_id,
-            )
-            for turn in self._turns
-        )
+        return tuple(turn.message() for turn in self._turns)
 
     def add_all(self, body: ResponsesRequest) -> None:
         if body.instructions is not None:
-            self._turns.append(_Turn(Role.SYSTEM, [Part(_checked(body.instructions, "instructions"))]))
+            self._turns.append(Turn(Role.SYSTEM, [Part(_checked(body.instructions, "instructions"))]))
         if isinstance(body.input, str):
-            self._turns.append(_Turn(Role.USER, [Part(_checked(body.input, "input"))]))
+            self._turns.append(Turn(Role.USER, [Part(_checked(body.input, "input"))]))
             return
         if not 1 <= len(body.input) <= MAX_MESSAGES:
             raise InvalidRequest(f"input has {len(body.input)} entries, not 1 to {MAX_MESSAGES}")
@@ -845,7 +826,7 @@ class _Conversation:
                 turn = self._assistant(is_later=True)
                 turn.calls.append(_call(item, path))
             case "function_call_output" | "custom_tool_call_output":
-                turn = _Turn(Role.TOOL, call_id=_call_id(item, path))
+                turn = Turn(Role.TOOL, call_id=_call_id(item, path))
                 self._turns.append(turn)
                 self._fill(turn, item.output, f"{path}.output")
             case "item_reference":
@@ -861,19 +842,19 @@ class _Conversation:
         if item.role == "assistant":
             turn = self._assistant()
         else:
-            turn = _Turn(_ROLES[item.role])
+            turn = Turn(_ROLES[item.role])
             self._turns.append(turn)
         self._fill(turn, item.content, f"{path}.content")
 
-    def _assistant(self, *, is_later: bool = False) -> _Turn:
+    def _assistant(self, *, is_later: bool = False) -> Turn:
         """Return the assistant turn to add to. `is_later`: the addition may follow text and calls of the same turn."""
         last = self._turns[-1] if self._turns else None
         if last is None or last.role is not Role.ASSISTANT or ((last.parts or last.calls) and not is_later):
-            last = _Turn(Role.ASSISTANT)
+            last = Turn(Role.ASSISTANT)
             self._turns.append(last)
         return last
 
-    def _fill(self, turn: _Turn, content: str | list[InputPart] | None, path: str) -> None:
+    def _fill(self, turn: Turn, content: str | list[InputPart] | None, path: str) -> None:
         if isinstance(content, str):
             turn.parts.append(Part(_checked(content, path)))
             return

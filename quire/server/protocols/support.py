@@ -11,8 +11,9 @@ Anthropic's and Ollama's protocols have their own fields for this and refuse the
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.models import InferenceRequest
 from quire.text.excerpt import Excerpt
-from quire.text.messages import ChatRequest, Tool
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from quire.text.schema_mistakes import SchemaProblem
 from quire.text.schemas import SchemaNotHeld
 from quire.text.tool_grammars import ToolsNotHeld, guilty_tool, held_parameters
@@ -52,8 +53,8 @@ def refuse_unsupported(
 
     `prefix`: the path of the part. `shown`: types of values that the message repeats; a prompt must not be repeated.
     """
-    for field, row in table.items():
-        check_supported(f"{prefix}{field}", getattr(part, field, None), row, shown=shown)
+    for name, row in table.items():
+        check_supported(f"{prefix}{name}", getattr(part, name, None), row, shown=shown)
 
 
 def check_supported(path: str, value: Any, row: Unsupported, *, shown: tuple[type, ...] = ()) -> None:
@@ -201,6 +202,39 @@ def _freed_of(request: InferenceRequest, freed: Sequence[Tool]) -> InferenceRequ
     tools = tuple(replace(tool, is_free=True) if tool in freed else tool for tool in chat.tools)
     names = (*request.unenforced, *(_indexed(tool.schema_path) for tool in freed))
     return replace(request, prompts=(replace(chat, tools=tools),), unenforced=names)
+
+
+@contextmanager
+def protocol_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the field at the beginning of an InvalidRequest to the protocol's name."""
+    try:
+        yield
+    except InvalidRequest as error:
+        text = str(error)
+        found = re.match(r"[a-z_]+", text)
+        if found is None or found[0] not in names:
+            raise
+        raise type(error)(names[found[0]] + text[found.end() :]) from None
+
+
+@dataclass(slots=True)
+class Turn:
+    """A message under construction."""
+
+    role: Role
+    parts: list[Part] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    call_id: str | None = None
+
+    def message(self) -> Message:
+        return Message(
+            self.role,
+            tuple(self.parts),
+            thought="".join(self.thoughts),
+            tool_calls=tuple(self.calls),
+            tool_call_id=self.call_id,
+        )
 
 
 # Follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
