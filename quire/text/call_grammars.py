@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.text.grammar import lark_json, lark_regex, lark_text, schema_text
 from quire.text.literal_calls import GEMMA_QUOTE
-from quire.text.schema_logic import KINDS
+from quire.text.schemas import KINDS
 from quire.text.tool_formats import Syntax
 from quire.text.xml_calls import END_OF_VALUE, FUNCTION, PARAMETER, Known, value_kinds
 

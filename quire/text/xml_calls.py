@@ -19,7 +19,7 @@ from enum import Enum, auto
 from typing import Any
 
 from quire.text.messages import Tool
-from quire.text.schema_logic import KINDS, kind_of, kinds_of
+from quire.text.schemas import KINDS, kind_of, kinds_of
 
 FUNCTION = "<function="
 PARAMETER = "<parameter="

@@ -25,8 +25,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.model_service import InferenceRequest
 from quire.text.excerpt import Excerpt
 from quire.text.messages import ChatRequest, Tool
-from quire.text.schema_mistakes import SchemaProblem
-from quire.text.schemas import SchemaNotHeld
+from quire.text.schemas import SchemaNotHeld, SchemaProblem
 from quire.text.tool_grammars import ToolsNotHeld, guilty_tool, held_parameters
 
 
