@@ -51,9 +51,9 @@ from quire.server.limits import (
 )
 from quire.server.observability.logs import log_request
 from quire.server.observability.metrics import ActivityCounters, Metrics, RequestRecord
-from quire.text.answers import AnswerParser
 from quire.text.excerpt import Excerpt, stopped_text
 from quire.text.messages import ChatRequest, Message, Part, Role
+from quire.text.stream import AnswerParser
 
 log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from quire.server.protocols.anthropic.encoding import ANTHROPIC
 from quire.server.protocols.anthropic.messages import MessageEvents, Reply
 from quire.server.protocols.anthropic.parsing import conversation, to_inference_request
 from quire.server.protocols.anthropic.types import UNSUPPORTED, CountTokensRequest, MessagesRequest, refuse_unsupported
-from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.stream import AnswerParser, PlainAnswer
 from quire.text.tool_formats import PROMPTED, CallParser
 from tests.server.streams import events_of
 

@@ -29,8 +29,8 @@ from quire.server.protocols.openai.completions import completion_stream, parse_c
 from quire.server.protocols.openai.encoding import OPENAI, AnswerEvents
 from quire.server.protocols.openai.responses_types import ResponsesRequest
 from quire.server.protocols.openai.types import AnswerHead, ChatCompletionRequest, CompletionRequest
-from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.stream import AnswerParser, PlainAnswer
 
 HEAD = AnswerHead(
     id="x-1",

@@ -39,7 +39,6 @@ from quire.server.protocols.openai.encoding import OPENAI, AnswerEvents, cache_v
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.types import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.server.protocols.support import view
-from quire.text.answers import AnswerParser
 from quire.text.excerpt import Excerpt
 from quire.text.gbnf import gbnf_to_lark
 from quire.text.grammar import (
@@ -53,6 +52,7 @@ from quire.text.grammar import (
 )
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.stream import AnswerParser
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
 from tests.server.streams import events_of

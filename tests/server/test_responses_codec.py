@@ -34,9 +34,9 @@ from quire.server.protocols.openai.responses_parsing import (
     qualified_name,
 )
 from quire.server.protocols.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
-from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
+from quire.text.stream import CallArguments, CallStart, Piece, Thought, Words
 from tests.server.streams import events_of
 
 FIELDS = frozenset(ResponsesRequest.__struct_fields__)

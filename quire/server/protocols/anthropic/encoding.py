@@ -24,7 +24,7 @@ from quire.server.protocols.anthropic.types import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
+from quire.text.stream import CallArguments, CallStart, Piece, Thought, Words
 
 
 class BlockWriter:

@@ -52,8 +52,8 @@ from quire.server.protocols.anthropic.types import (
 )
 from quire.server.protocols.support import CacheView, answer_in_shape, view
 from quire.server.request_context import IGNORED
-from quire.text.answers import Piece, PlainAnswer, Thought, Words
 from quire.text.messages import ChatRequest
+from quire.text.stream import Piece, PlainAnswer, Thought, Words
 
 if TYPE_CHECKING:
     from starlette.responses import Response

@@ -45,7 +45,7 @@ from quire.server.protocols.openai.encoding import cache_view, finish_reason, fi
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.support import answer_in_shape
 from quire.server.request_context import IGNORED
-from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
+from quire.text.stream import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 
 if TYPE_CHECKING:
     from starlette.responses import Response

@@ -63,8 +63,8 @@ from quire.server.protocols.openai.types import (
     TopLogprob,
 )
 from quire.server.protocols.support import CacheView, answer_in_shape, refuse_unsupported, unsupported, with_unenforced
-from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
+from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 
 if TYPE_CHECKING:
     from starlette.responses import Response

@@ -45,8 +45,7 @@ from quire.server.protocols.openai.types import (
     CompletionRequest,
 )
 from quire.server.protocols.support import CacheView, answer_in_shape, refuse_unsupported, unsupported, with_unenforced
-from quire.text.answers import Piece, Thought, Words
-from quire.text.stream import Detokenizer
+from quire.text.stream import Detokenizer, Piece, Thought, Words
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from quire.server.protocols.openai.types import (
     PromptTokensDetails,
 )
 from quire.server.protocols.support import CacheView, view
-from quire.text.answers import AnswerParser, Piece, Thought, Words
+from quire.text.stream import AnswerParser, Piece, Thought, Words
 
 if TYPE_CHECKING:
     from quire.server.model_service import ActiveRequest

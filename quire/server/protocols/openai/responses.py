@@ -42,7 +42,7 @@ from quire.server.protocols.openai.responses_types import (
 )
 from quire.server.protocols.openai.types import ChatTokenLogprob, TopLogprob
 from quire.server.protocols.support import answer_in_shape
-from quire.text.answers import PlainAnswer
+from quire.text.stream import PlainAnswer
 
 if TYPE_CHECKING:
     from starlette.responses import Response

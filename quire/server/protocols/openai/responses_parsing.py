@@ -70,7 +70,6 @@ from quire.server.protocols.openai.responses_types import (
 from quire.server.protocols.openai.types import UNSUPPORTED as OPENAI_UNSUPPORTED
 from quire.server.protocols.openai.types import ChatTokenLogprob
 from quire.server.protocols.support import refuse_unsupported, unsupported, with_unenforced
-from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import (
     MAX_CALL_ID_CHARS,
@@ -87,6 +86,7 @@ from quire.text.messages import (
     check_call,
     check_parts,
 )
+from quire.text.stream import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.tokenizer import check_text
 
 INPUT = "input"  # the argument that holds a custom tool's text
