@@ -247,35 +247,21 @@ class LiteralCall:
         return True
 
 
-class _InJson(Enum):
-    BEGIN = auto()
-    KEY = auto()  # before a key or the end
-    IN_KEY = auto()
-    COLON = auto()
-    VALUE = auto()  # before a value
-    IN_VALUE = auto()
-    MORE = auto()  # after a value: a comma or the end
-    END = auto()
-
-
 class JsonCall:
-    """Parses the JSON object of one call. See `CallReader` in `quire/text/tool_formats.py`."""
+    """Parses the JSON object of one call: its keys in any order. The text of the arguments is passed on unchanged."""
 
     def __init__(self, arguments_name: str, names: Collection[str]) -> None:
         self._arguments_name = arguments_name
         self._names = names
         self.name: str | None = None
-        self._at = _InJson.BEGIN
-        self._text: list[str] = []  # of the current key or value
-        self._key = ""
+        self.is_over = False
+        self._text = ""  # of the current key or value
+        self._key: str | None = None  # of the current value; None: a key or the end follows
         self._due: list[str] = []  # expected closing brackets
         self._is_string = False
         self._is_escaped = False
+        self._is_closed = False  # the current key or value has ended: a delimiter follows
         self._arguments: list[str] | None = None  # read and not taken yet
-
-    @property
-    def is_over(self) -> bool:
-        return self._at is _InJson.END
 
     @property
     def is_ready(self) -> bool:
@@ -288,100 +274,55 @@ class JsonCall:
 
     def read(self, char: str) -> bool:
         """Read a character. False: this is not a call, or not valid any more."""
-        match self._at:
-            case _InJson.IN_KEY:
-                return self._read_key(char)
-            case _InJson.IN_VALUE:
-                return self._read_value(char)
-            case _ if char in _BLANK:
-                return True
-            case _InJson.BEGIN:
-                self._at = _InJson.KEY
-                return char == "{"
-            case _InJson.KEY:
-                self._at, self._text = _InJson.IN_KEY, [char]
-                return char == '"'
-            case _InJson.COLON:
-                self._at = _InJson.VALUE
-                return char == ":"
-            case _InJson.VALUE:
-                return self._begin_value(char)
-            case _InJson.MORE:
-                return self._read_more(char)
-            case _:
-                return False
-
-    def _read_key(self, char: str) -> bool:
-        self._text.append(char)
-        if not self._ends_string(char):
-            return True
-        key = _decoded("".join(self._text))
-        self._key, self._at = key if isinstance(key, str) else "", _InJson.COLON
-        return isinstance(key, str)
-
-    def _begin_value(self, char: str) -> bool:
-        self._at, self._text = _InJson.IN_VALUE, []
-        self._is_string = self._is_escaped = False
-        self._due = []
-        if self._key == self._arguments_name:
-            if self._arguments is not None or char not in '{"n':
-                return False  # a duplicate, or neither an object, an object in a string, nor null
-            if char == "{":
-                self._arguments = []
-        return self._read_value(char)
-
-    def _read_value(self, char: str) -> bool:
         if self._is_string:
-            self._keep(char)
-            if self._ends_string(char):
-                self._is_string = False
-                return bool(self._due) or self._end_value()
-            return True
-        if not self._due and self._text and char in ",}]" + _BLANK:  # a number or literal ends at the next delimiter
-            return self._end_value() and (char in _BLANK or self._read_more(char))
-        if char in "}]" and (not self._due or self._due.pop() != char):
+            self._is_string = self._is_escaped or char != '"'
+            self._is_escaped = char == "\\" and not self._is_escaped
+        elif not self._due:
+            self._due = ["}"]
+            return char == "{"
+        elif len(self._due) == 1 and char in f":,}}{_BLANK}":
+            return char in _BLANK or (self._begin_value() if char == ":" else self._end_value(char))
+        elif self._is_closed or (self._key is None and char != '"') or (char in "}]" and self._due.pop() != char):
             return False
-        self._keep(char)
-        if char == '"':
-            self._is_string = True
         elif char in "{[":
             self._due.append("}" if char == "{" else "]")
-        elif char in "}]":
-            return bool(self._due) or self._end_value()
-        return True
-
-    def _keep(self, char: str) -> None:
-        if self._key == self._arguments_name and self._arguments is not None:
-            self._arguments.append(char)
         else:
-            self._text.append(char)
+            self._is_string = char == '"'
+        self._is_closed = not self._is_string and len(self._due) == 1 and char in '"}]'
+        return self._keep(char)
 
-    def _end_value(self) -> bool:
-        self._at = _InJson.MORE
-        if self._key == "name":
-            name = _decoded("".join(self._text))
-            self.name = name if isinstance(name, str) and name in self._names else None
-            return self.name is not None
-        if self._key == self._arguments_name and self._arguments is None:
-            value = _decoded("".join(self._text))
-            self._arguments = [value if isinstance(value, str) and value else "{}"]
+    def _keep(self, char: str) -> bool:
+        if self._key != self._arguments_name:
+            self._text += char
+        elif self._arguments is not None:
+            self._arguments.append(char)
+        elif char == "{" and not self._text:
+            self._arguments = [char]
+        else:
+            self._text += char
+            return self._text[0] in '"n'  # an object in a string, or null
         return True
 
-    def _read_more(self, char: str) -> bool:
-        if char == "}":
-            self._at = _InJson.END
-            if self._arguments is None:
-                self._arguments = ["{}"]
-            return self.name is not None
-        self._at = _InJson.KEY
-        return char == ","
+    def _begin_value(self) -> bool:
+        key, self._text = _decoded(self._text), ""
+        is_key = self._key is None and isinstance(key, str)
+        self._key, self._is_closed = key if isinstance(key, str) else "", False
+        return is_key and (key != self._arguments_name or self._arguments is None)
 
-    def _ends_string(self, char: str) -> bool:
-        if self._is_escaped:
-            self._is_escaped = False
-            return False
-        self._is_escaped = char == "\\"
-        return char == '"'
+    def _end_value(self, char: str) -> bool:
+        """Read what follows a value: a comma, or the end of the object."""
+        key, text, has_value = self._key, self._text, self._is_closed or bool(self._text)
+        self._key, self._text, self._is_closed = None, "", False
+        if key == "name":
+            name = _decoded(text)
+            self.name = name if isinstance(name, str) and name in self._names else None
+        elif key == self._arguments_name and self._arguments is None:
+            value = _decoded(text)
+            self._arguments = [value if isinstance(value, str) and value else "{}"]
+        self.is_over = char == "}"
+        if self.is_over and self._arguments is None:
+            self._arguments = ["{}"]
+        return key is not None and has_value and (self.name is not None or not (self.is_over or key == "name"))
 
 
 def _decoded(text: str) -> object:
