@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 
 from first_examples import RIGHT, Example, distinct, examples
 
-from quire import LLM, GenerationOutput, GenerationParams
 from quire.backends.native.library import choose_kernels, kernels_available
 from quire.cli.serve import QUESTION
-from quire.engine.llm import as_chat
-from quire.engine.outputs import Completion, TokenLogprob
+from quire.engine.llm import LLM, as_chat
+from quire.engine.outputs import Completion, GenerationOutput, TokenLogprob
+from quire.engine.params import GenerationParams
 from quire.text.grammar import regex_grammar
 
 BAR = 0.95

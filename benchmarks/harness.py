@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
-from quire import __version__
+from quire.version import __version__
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]

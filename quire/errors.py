@@ -117,6 +117,14 @@ class TemplateError(QuireError):
     """A chat template is missing, invalid, or exceeded its limits while rendering."""
 
 
+class TemplateFailure(TemplateError):
+    """The template cannot render this conversation, now or later."""
+
+
+class TemplateRefusal(TemplateFailure):
+    """The template called raise_exception: it does not accept the conversation. The message is the template's."""
+
+
 class RequestFailed(QuireError):
     """One request failed in its sampler, detokenizer or callback.
 

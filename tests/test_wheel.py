@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from quire import __version__
 from quire.backends.native.library import ABI
+from quire.version import __version__
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = (".so", ".dylib")

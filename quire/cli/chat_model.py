@@ -24,7 +24,7 @@ from quire.cli.server_client import (
 from quire.cli.terminal import bytes_bar, download_bar, echo
 from quire.engine.params import GenerationParams
 from quire.errors import ModelNotFound, QuireError, RequestFailed
-from quire.text.answers import AnswerParser, PlainAnswer, Thought, Words
+from quire.text.stream import AnswerParser, PlainAnswer, Thought, Words
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 if TYPE_CHECKING:

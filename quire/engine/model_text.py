@@ -9,14 +9,12 @@ from pathlib import Path
 from quire.core.values import PackedPrompt, Priority
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
-from quire.text.answers import AnswerParser, PlainAnswer, Thought
-from quire.text.boundaries import find_boundaries
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import ChatTemplate, find_boundaries
 from quire.text.grammar import Grammar, GrammarKind
 from quire.text.harmony import MARKERS, HarmonyParser
 from quire.text.messages import ChatRequest
 from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
-from quire.text.stream import Detokenizer
+from quire.text.stream import AnswerParser, Detokenizer, PlainAnswer, Thought
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.text.tool_grammars import answer_grammar

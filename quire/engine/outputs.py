@@ -16,8 +16,7 @@ from quire.engine.engine import EngineOutput
 from quire.engine.guesses import Predicted
 from quire.engine.params import GenerationRequest
 from quire.errors import RequestFailed
-from quire.text.answers import AnswerParser
-from quire.text.stream import TextStream
+from quire.text.stream import AnswerParser, TextStream
 from quire.text.tokenizer import Tokenizer
 
 

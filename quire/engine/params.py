@@ -13,9 +13,8 @@ from typing import TypeVar
 
 from quire.core.values import PackedPrompt, Priority, SamplingParams, check_salt, check_tenant, check_tokens
 from quire.errors import InvalidRequest
-from quire.text.answers import AnswerParser
 from quire.text.grammar import Grammar, GrammarKind
-from quire.text.stream import StopStrings
+from quire.text.stream import AnswerParser, StopStrings
 from quire.weights.spec import GenerationDefaults
 
 T = TypeVar("T", int, float)

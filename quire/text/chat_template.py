@@ -1,21 +1,24 @@
 """A model's chat template: turns a conversation into token ids.
 
 Only the template may write control tokens. `<|im_end|>` in a message is encoded as plain text: see ChatTemplate.
+`Renderer` runs the template in a child process that can be killed. Short trial conversations find out which turns it
+accepts (`find_rules`), and which tokens start a message (`find_starters`): recurrent states are stored at these
+positions, because the next request of a conversation often has the same tokens up to one of them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from quire.errors import InvalidRequest, RequestFailed, TemplateError
-from quire.text.boundaries import find_starters
-from quire.text.messages import ChatRequest, Message, Role, Tool, ToolMode
+from quire.errors import InvalidRequest, RequestFailed, TemplateError, TemplateFailure, TemplateRefusal
+from quire.text.child_process import LimitedChild, NoAnswer
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolMode
 from quire.text.reasoning import SWITCHES, find_reasoning
-from quire.text.rendering import Renderer, TemplateFailure, TemplateRefusal
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import Syntax, ToolFormat, named_tool_format
 from quire.text.tool_prompts import (
@@ -27,7 +30,6 @@ from quire.text.tool_prompts import (
     template_tool,
     tools_as_text,
 )
-from quire.text.turns import STRICTEST, TurnRules, find_rules, is_plain, merge_turns
 from quire.text.vocab_spec import AddedToken
 
 # How a template reads the reasoning of an earlier message, if not from `reasoning_content`.
@@ -347,3 +349,241 @@ def _strings(value: Any) -> Iterator[str]:
         case list() | tuple():
             for item in value:
                 yield from _strings(item)
+
+
+RENDER_LIMIT_S = 1.0  # CPU time
+COMPILE_LIMIT_S = 1.0  # CPU time; with a trial render, a hostile template takes 2 s at most
+MAX_SOURCE_CHARS = 1024 * 1024
+_WORKER = Path(__file__).with_name("template_worker.py")
+
+
+class Renderer:
+    """One template and the child process that renders it. Thread-safe: renders are serialized."""
+
+    def __init__(self, source: str, *, render_limit_s: float = RENDER_LIMIT_S) -> None:
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE_CHARS}")
+        self._render_limit_s = render_limit_s
+        names = ("the process that renders chat templates", "the chat template")
+        self._child = LimitedChild(
+            _WORKER, {"source": source}, COMPILE_LIMIT_S, names=names, failure=TemplateError, check=_check_rendering
+        )
+        self.warm_up = self._child.warm_up  # raises TemplateError if the template does not compile
+        self.close = self._child.close
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads and does not set itself."""
+        if not self._child.first_answer:
+            self.warm_up()
+        return frozenset(map(str, self._child.first_answer.get("variables", ())))
+
+    def check(self, variables: Mapping[str, Any]) -> str:
+        """Render a trial at load. The template may refuse the conversation; any other failure raises TemplateError."""
+        try:
+            return self.render(variables)
+        except TemplateRefusal:
+            return ""
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The rendered text. Raises TemplateError, or RequestFailed if other processes end the child twice."""
+        return str(self._child.request({"variables": dict(variables)}, self._render_limit_s)["text"])
+
+
+def _check_rendering(order: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    """Check an answer without trusting it: a template that escaped its sandbox could write anything."""
+    error, kind = answer.get("error"), answer.get("kind")
+    if isinstance(error, str) and kind == "refused":
+        raise TemplateRefusal(error)
+    if isinstance(error, str) and kind == "failed":
+        raise TemplateFailure(f"the chat template failed: {error}")
+    if isinstance(error, str):
+        raise NoAnswer(f"failed: {error}")  # after a MemoryError the state of the process is undefined
+    name, expected = ("text", str) if "variables" in order else ("variables", list)
+    if error is not None or not isinstance(answer.get(name), expected):
+        raise NoAnswer("wrote an invalid answer")
+
+
+_BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": ""}  # an assistant's text is continued without a break
+
+Entry = dict[str, Any]  # a message as a template variable
+RenderTurns = Callable[[Sequence[Entry]], str]  # raises TemplateFailure
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRules:
+    """The turns a template accepts and writes into the prompt."""
+
+    takes_system: bool = True  # a system turn at the start
+    keeps_system: bool = True  # that turn, if the conversation ends with a tool's result or an answer
+    takes_late_system: bool = True  # a system turn that is not at the start, or a second one
+    takes_neighbours: bool = True  # two turns of one role in a row
+    takes_user_after_tool: bool = True  # a user turn directly after a tool's result
+    puts_system_last: bool = False  # the system text becomes part of the last user turn
+
+
+STRICTEST = TurnRules(False, False, False, False, False)
+
+
+def find_rules(render: RenderTurns) -> TurnRules:
+    """Find the rules by trials. Rules about turns that the template never renders, such as tool results, stay True.
+
+    Raises TemplateError if a trial is inconclusive because the rendering process ended or took too long.
+    """
+
+    def rendered(*turns: Entry) -> str:
+        try:
+            return render(turns)
+        except TemplateFailure:
+            return ""
+
+    def takes(*turns: Entry) -> bool:
+        text = rendered(*turns)
+        return all(turn["content"] in text for turn in turns)
+
+    def turn(role: str, number: str, **more: Any) -> Entry:
+        return {"role": role, "content": f"trial{number}", **more}
+
+    first, answer, last = turn("user", "one"), turn("assistant", "two"), turn("user", "three")
+    system, late = turn("system", "four"), turn("system", "five")
+    call = {"id": "trialcall", "type": "function", "function": {"name": "trial", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = turn("tool", "six", tool_call_id="trialcall", name="trial")
+    if not takes(first):
+        return TurnRules()  # trials are inconclusive
+    takes_system = takes(system, first)
+    talk = rendered(system, first, called, result, answer, last) or rendered(system, first, answer, last)
+    ends = [turns for turns in ((first, called, result), (first, answer)) if takes(*turns)]
+    return TurnRules(
+        takes_system,
+        not takes_system or all(takes(system, *end) for end in ends),
+        takes_system and takes(system, late, first) and takes(first, late, answer, last) and takes(first, late),
+        takes(first, last) and takes(first, answer, turn("assistant", "seven"), last),
+        (first, called, result) not in ends or takes(first, called, result, last),
+        system["content"] in talk.partition(answer["content"])[2],
+    )
+
+
+def is_plain(messages: Sequence[Message]) -> bool:
+    """Whether user and assistant alternate, which every template accepts."""
+    roles = [message.role.value for message in messages]
+    return all(role == ("assistant" if i % 2 else "user") for i, role in enumerate(roles))
+
+
+def merge_turns(messages: Sequence[Message], rules: TurnRules) -> list[Message]:
+    """The same conversation in turns that the rules allow. No text is omitted."""
+    turns, has_moved = _without_late_systems(messages, rules)
+    if not rules.takes_user_after_tool:
+        turns = _joined(turns, lambda last, turn: last.role == "tool" and turn.role == "user")
+    num_leading = _num_leading_systems(turns)
+    if num_leading and not _keeps_system(turns, rules):
+        systems = [replace(turn, role=Role.USER) for turn in turns[:num_leading]]
+        at = num_leading
+        if rules.puts_system_last:
+            at = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=at)
+        turns, has_moved = [*turns[num_leading:at], *systems, *turns[at:]], True
+    if has_moved or not rules.takes_neighbours:
+        turns = _joined(turns, lambda last, turn: last.role == turn.role != "tool" and not last.tool_calls)
+    return turns
+
+
+def _without_late_systems(messages: Sequence[Message], rules: TurnRules) -> tuple[list[Message], bool]:
+    """Merge system turns that are not allowed into the first one, or make them user turns.
+
+    Also returns whether any of them became a user turn.
+    """
+    num_leading = _num_leading_systems(messages)
+    turns = list(messages[:num_leading])
+    if num_leading > 1 and not rules.takes_late_system:
+        turns = _joined(turns, lambda last, turn: last.role == turn.role)
+    has_moved = False
+    for message in messages[num_leading:]:
+        if message.role == "system" and not rules.takes_late_system:
+            message, has_moved = replace(message, role=Role.USER), True
+        turns.append(message)
+    return turns, has_moved
+
+
+def _num_leading_systems(turns: Sequence[Message]) -> int:
+    return next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
+
+
+def _keeps_system(turns: Sequence[Message], rules: TurnRules) -> bool:
+    """Whether the template writes a system turn at the start of these turns."""
+    if not rules.takes_system or rules.keeps_system:
+        return rules.takes_system
+    has_results = any(turn.role == "tool" for turn in turns)
+    return turns[-1].role == "user" and (rules.puts_system_last or not has_results)
+
+
+def _joined(turns: Sequence[Message], belong: Callable[[Message, Message], bool]) -> list[Message]:
+    """The turns, each merged into the previous one if it belongs to it."""
+    joined: list[Message] = []
+    for turn in turns:
+        if not joined or not belong(joined[-1], turn):
+            joined.append(turn)
+            continue
+        last = joined[-1]
+        between = _BETWEEN[turn.role] if last.text and turn.text else ""
+        joined[-1] = replace(
+            last,
+            parts=(*last.parts, *((Part(between),) if between else ()), *turn.parts),
+            thought=last.thought + turn.thought,
+            tool_calls=(*last.tool_calls, *turn.tool_calls),
+        )
+    return joined
+
+
+MAX_BOUNDARIES = 64
+_TRIAL_TEXTS = ("trialone", "trialtwo", "trialthree")
+NUM_FIRST = 4  # of the kept boundaries: the end of the system text is among them
+
+RenderMessages = Callable[[Sequence[Mapping[str, Any]], bool], str]  # messages, add_generation_prompt -> text
+
+
+def find_boundaries(tokens: Sequence[int], starters: Collection[int]) -> tuple[int, ...]:
+    """The positions of tokens that start a message, ascending. At most MAX_BOUNDARIES: the first 4 and the last 60.
+
+    The start of the first message is left out: nothing is before it, or only one token such as BOS.
+    """
+    found: list[int] = []
+    for starter in starters:
+        at = 1
+        try:
+            while True:
+                at = tokens.index(starter, at + 1)
+                found.append(at)
+        except ValueError:  # no further one
+            pass
+    found.sort()
+    if len(found) > MAX_BOUNDARIES:
+        found = [*found[:NUM_FIRST], *found[NUM_FIRST - MAX_BOUNDARIES :]]
+    return tuple(found)
+
+
+def find_starters(render: RenderMessages, control: Mapping[str, int]) -> tuple[int, ...]:
+    """The control tokens that start a message, found by rendering a short trial conversation. Empty: there are none.
+
+    `control`: the control strings and their ids. After a message's text comes the control token that ends it, if there
+    is one; the next one starts the following message. Raises TemplateError.
+    """
+    user, answer = {"role": "user", "content": _TRIAL_TEXTS[0]}, {"role": "assistant", "content": _TRIAL_TEXTS[1]}
+    strings = re.compile("|".join(re.escape(one) for one in sorted(control, key=len, reverse=True)) or "(?!)")
+    endings: set[str] = set()
+    for messages in ([user], [user, answer]):
+        tail = render(messages, False).rpartition(messages[-1]["content"])[2]
+        endings |= set(strings.findall(tail)[:1])
+    rest = render([user, answer, {"role": "user", "content": _TRIAL_TEXTS[2]}], True)
+    starters: dict[str, None] = {}
+    for i, text in enumerate(_TRIAL_TEXTS):
+        before, found, rest = rest.partition(text)
+        if not found:
+            return ()
+        if i > 0:
+            starters |= dict.fromkeys(_first_other(strings.findall(before), endings))
+    starters |= dict.fromkeys(_first_other(strings.findall(rest), endings))  # the start of the answer
+    return tuple(control[one] for one in starters)
+
+
+def _first_other(found: list[str], endings: Collection[str]) -> list[str]:
+    return [one for one in found if one not in endings][:1]

@@ -7,27 +7,33 @@ compiles it. A thread cannot be killed and a crash ends the whole process, so th
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from quire.errors import RequestFailed
 
 # The child inherits no secrets: only the variables Python needs to start, and the time zone for dates in prompts.
 ENVIRONMENT = (
     "PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL",
     "TZ", "TZDIR", "SYSTEMROOT",
 )  # fmt: skip
+WAIT_LIMIT_S = 60.0  # wall-clock time of a LimitedChild: on a busy machine its CPU time takes longer
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 END_LIMIT_S = 5.0
 IDLE_LIMIT_S = 5.0  # a child that is idle for this long before it answers was stopped, or hangs
 LOOK_S = 0.5  # interval of the checks whether it is idle
+log = logging.getLogger(__name__)
 
 
 class NoAnswer(Exception):
@@ -107,6 +113,91 @@ class Child:
         if self._end is not None:
             self._end()
         self._process = self._end = None
+
+
+class LimitedChild(Child):
+    """A child that gets a first order when it starts, and a limit of CPU time for each order. Thread-safe.
+
+    A child that exceeds its limit is killed, and the next order starts a new one. If another process ends the child,
+    the order is sent once more. The limit is CPU time, so that a busy machine refuses nothing that an idle one accepts.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        first: Mapping[str, Any],
+        first_limit_s: float,
+        *,
+        names: tuple[str, str],
+        failure: Callable[[str], Exception],
+        check: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
+    ) -> None:
+        """`names`: of the process and of what it runs, for errors. `check`: raises for a bad answer to an order."""
+        super().__init__(script)
+        self._first, self._first_limit_s = first, first_limit_s
+        self._names = names
+        self._failure = failure
+        self._check = check
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.first_answer: Mapping[str, Any] = {}
+
+    def request(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
+        """The answer to an order. Raises the given failure, or RequestFailed if other processes end the child twice."""
+        with self._lock:
+            try:
+                return self._try(order, max_cpu_s)
+            except Interrupted as error:
+                log.warning("%s %s; trying again in a new process", self._names[0], error)
+            try:
+                return self._try(order, max_cpu_s)
+            except Interrupted as error:
+                raise RequestFailed(f"{self._names[0]} {error}") from None
+
+    def warm_up(self) -> None:
+        """Start the child and send the first order."""
+        with self._lock:
+            try:
+                self._prepare()
+            except Interrupted as error:
+                raise self._failure(f"{self._names[0]} {error}") from None
+
+    def close(self) -> None:
+        """End the child. Later calls raise the failure."""
+        with self._lock:
+            self._is_closed = True
+            self.kill()
+
+    def _try(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
+        self._prepare()
+        return self._exchange(order, max_cpu_s)
+
+    def _prepare(self) -> None:
+        if self._is_closed:
+            raise self._failure(f"{self._names[1]} was closed")
+        try:
+            is_new = self.start()
+        except NoAnswer as error:
+            raise self._failure(f"{self._names[0]} {error}") from None
+        if is_new:
+            try:
+                self.first_answer = self._exchange(self._first, self._first_limit_s)
+            except BaseException:
+                self.kill()  # a running child must have carried out its first order
+                raise
+
+    def _exchange(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
+        try:
+            answer = self.ask({**order, "max_cpu_s": max_cpu_s}, WAIT_LIMIT_S)
+            self._check(order, answer)
+            return answer
+        except Interrupted:
+            raise
+        except NoAnswer as error:
+            self.kill()
+            is_too_slow = isinstance(error, Died) and error.returncode == -signal.SIGPROF
+            why = f"did not finish within {max_cpu_s:.3g} s of CPU time" if is_too_slow else error
+            raise self._failure(f"{self._names[1]} {why}") from None
 
 
 def _exchange(process: subprocess.Popen[bytes], order: bytes, limit_s: float) -> bytes:

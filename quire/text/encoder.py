@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
-import signal
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire.errors import RequestFailed
-from quire.text.child_process import Child, Died, Interrupted, NoAnswer
+from quire.text.child_process import LimitedChild, NoAnswer
 from quire.text.encoder_child import Encoder as InlineEncoder
-from quire.text.tokenizer_bounds import Bounds
-from quire.text.vocab_spec import AddedToken
+from quire.text.vocab_spec import AddedToken, Bounds
 
 # CPU time. Building takes 0.13 s for each MB of JSON, encoding 1.5 s for a million characters (ARM Neoverse-N1).
 BUILD_LIMIT_S, BUILD_LIMIT_S_PER_MB = 1.0, 0.5
 ENCODE_LIMIT_S, ENCODE_LIMIT_S_PER_CHAR = 1.0, 1e-5
 MEMORY_BYTES, MEMORY_BYTES_PER_BYTE = 512 << 20, 16  # of address space, and more for each byte of JSON
-WAIT_LIMIT_S = 60.0  # wall-clock time: on a busy machine the CPU time above takes longer
 MAX_IDS_PER_CHAR = 32
 # Encoded at load. Runs of letters, digits and spaces find the most common patterns that backtrack without end.
 TRIAL = f"{'a' * 64}! {'aB' * 32}\n{'1' * 64}.{' ' * 64}x\t{'é日' * 16}🎉 The quick brown fox's 3.14\r\n\r\n"
-log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("encoder_child.py")
 _EMPTY: Mapping[str, Any] = {
     "version": "1.0",
@@ -61,19 +53,15 @@ class EncoderError(Exception):
 
 
 class ChildEncoder:
-    """Tokenizers in a child process. Thread-safe: texts are encoded one after the other.
-
-    A child that exceeds its limits is killed, and the next text starts a new one. The limits are CPU time and memory,
-    so that a busy machine refuses no text that an idle one encodes.
-    """
+    """Tokenizers in a child process. Thread-safe: texts are encoded one after the other."""
 
     def __init__(self, spec: str, inside: str | None, plain_added: list[tuple[str, bool]]) -> None:
         max_bytes = MEMORY_BYTES + MEMORY_BYTES_PER_BYTE * len(spec)
-        self._description = {"spec": spec, "inside": inside, "plain_added": plain_added, "max_bytes": max_bytes}
-        self._build_limit_s = BUILD_LIMIT_S + BUILD_LIMIT_S_PER_MB * len(spec) / 1e6
-        self._lock = threading.Lock()
-        self._child = Child(_CHILD)
-        self._is_closed = False
+        description = {"spec": spec, "inside": inside, "plain_added": plain_added, "max_bytes": max_bytes}
+        build_limit_s = BUILD_LIMIT_S + BUILD_LIMIT_S_PER_MB * len(spec) / 1e6
+        names = ("the process that runs the tokenizer", "the tokenizer")
+        self._child = LimitedChild(_CHILD, description, build_limit_s, names=names, failure=EncoderError, check=_check)
+        self.close = self._child.close
         try:
             for form in ("special", "start", "inside"):
                 self.encode(form, TRIAL)
@@ -89,54 +77,16 @@ class ChildEncoder:
         found = self._ask("spans", text)
         return found["ids"], [(begin, end) for begin, end in found["offsets"]]
 
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._child.kill()
-
     def _ask(self, form: str, text: str) -> dict[str, Any]:
-        with self._lock:
-            with suppress(Interrupted):
-                return self._try(form, text)
-            log.warning("the process that runs the tokenizer was stopped; encoding again in a new process")
-            try:
-                return self._try(form, text)
-            except Interrupted as error:
-                raise RequestFailed(f"the process that runs the tokenizer {error}") from None
-
-    def _try(self, form: str, text: str) -> dict[str, Any]:
-        if self._is_closed:
-            raise EncoderError("the tokenizer was closed")
-        try:
-            is_new = self._child.start()
-        except NoAnswer as error:
-            raise EncoderError(f"the process of the tokenizer {error}") from None
-        if is_new:
-            try:
-                self._exchange(self._description, self._build_limit_s)
-            except BaseException:
-                self._child.kill()  # a running child must have its tokenizers
-                raise
-        limit_s = ENCODE_LIMIT_S + ENCODE_LIMIT_S_PER_CHAR * len(text)
         order = {"form": form, "text": text, "max_ids": MAX_IDS_PER_CHAR * (len(text) + 32)}
-        found = self._exchange(order, limit_s)
-        if not _is_valid(found, has_offsets=form == "spans"):
-            self._child.kill()
-            raise EncoderError("the process of the tokenizer wrote an invalid answer")
-        return found
+        return self._child.request(order, ENCODE_LIMIT_S + ENCODE_LIMIT_S_PER_CHAR * len(text))
 
-    def _exchange(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
-        try:
-            found = self._child.ask({**order, "max_cpu_s": max_cpu_s}, WAIT_LIMIT_S)
-        except Interrupted:
-            raise
-        except NoAnswer as error:
-            is_too_slow = isinstance(error, Died) and error.returncode == -signal.SIGPROF
-            why = f"did not finish within {max_cpu_s:.3g} s of CPU time" if is_too_slow else error
-            raise EncoderError(f"the tokenizer {why}") from None
-        if "error" in found:
-            raise EncoderError(str(found["error"])[:300])
-        return found
+
+def _check(order: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    if "error" in answer:
+        raise EncoderError(str(answer["error"])[:300])
+    if "form" in order and not _is_valid(answer, has_offsets=order["form"] == "spans"):
+        raise NoAnswer("wrote an invalid answer")
 
 
 def _is_valid(answer: Mapping[str, Any], *, has_offsets: bool) -> bool:

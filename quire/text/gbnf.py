@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,22 +62,17 @@ def gbnf_to_lark(source: str) -> str:
         raise InvalidRequest(f"grammar: {len(source)} characters are more than {MAX_SOURCE_CHARS}")
     rules = _Parser(source).parse()
     used = list(_reachable(rules, "root"))
-    is_regular = not _has_cycle(rules, used) and not any(_has_token(rules[name].body) for name in used)
-    writer = _Writer({name: i for i, name in enumerate(used)}, is_lexeme=is_regular)
+    has_tokens = any(isinstance(piece, Token) for name in used for piece in rules[name].body)
+    writer = _Writer({name: i for i, name in enumerate(used)}, is_lexeme=not has_tokens and not _has_cycle(rules, used))
     lines = [f"{writer.name(name)}: {writer.expression(rules[name].body)}" for name in used]
     return "\n".join(("%llguidance {}", f"start: {writer.name('root')}", *lines))
 
 
-# Syntax tree
+# The body of a rule is a list of pieces: operators, brackets and classes as in Lark, and these.
 
 
 class Literal(NamedTuple):
     text: str
-
-
-class Chars(NamedTuple):
-    ranges: tuple[tuple[int, int], ...]  # code points, both ends included
-    is_negated: bool = False
 
 
 class Reference(NamedTuple):
@@ -89,27 +84,13 @@ class Token(NamedTuple):
     text: str  # <[id]> or <name>, which Lark writes in the same way
 
 
-class Sequence(NamedTuple):
-    items: tuple[Node, ...]
-
-
-class Choice(NamedTuple):
-    options: tuple[Node, ...]
-
-
-class Repeat(NamedTuple):
-    item: Node
-    low: int
-    high: int | None  # None: any number
-
-
-Node = Literal | Chars | Reference | Token | Sequence | Choice | Repeat
-ANY = Chars((), is_negated=True)
+Body = list[str | Literal | Reference | Token]
+ANY = "/(?s:.)/"
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    body: Node
+    body: Body
     line: int
 
 
@@ -140,45 +121,45 @@ class _Parser:
             rules[name] = _Rule(self._choice(), line)
         if "root" not in rules:
             raise InvalidRequest(f"grammar: there is no rule root, the start of a GBNF grammar, as in {EXAMPLE}")
-        for rule in rules.values():
-            for reference in _references(rule.body):
-                if reference.name not in rules:
-                    text = f"grammar: line {reference.line}: there is no rule {reference.name}"
-                    raise InvalidRequest(f"{text}; literal text needs quotes, as in {EXAMPLE}")
+        for reference in (piece for rule in rules.values() for piece in rule.body if isinstance(piece, Reference)):
+            if reference.name not in rules:
+                text = f"grammar: line {reference.line}: there is no rule {reference.name}"
+                raise InvalidRequest(f"{text}; literal text needs quotes, as in {EXAMPLE}")
         return rules
 
-    def _choice(self) -> Node:
-        options = [self._sequence()]
+    def _choice(self) -> Body:
+        body = self._sequence()
         while self._next() == "|":
             self._at += 1
             self._skip()
-            options.append(self._sequence())
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+            body += ["|", *self._sequence()]
+        return body
 
-    def _sequence(self) -> Node:
-        items: list[Node] = []
+    def _sequence(self) -> Body:
+        body: Body = []
         while (char := self._next()) and char not in "|)" and not _HEAD.match(self._source, self._at):
-            items.append(self._repeated(self._item(char)))
-        return items[0] if len(items) == 1 else Sequence(tuple(items))
+            body += self._repeated(self._item(char))
+        return body or ['""']
 
-    def _item(self, char: str) -> Node:
+    def _item(self, char: str) -> Body:
         if char == '"':
-            return Literal(self._literal())
+            literal = Literal(self._literal())
+            return [literal] if len(literal.text) == 1 else ["(", literal, ")"]
         if char == "[":
-            return self._chars()
+            return [self._chars()]
         if char == "(":
-            return self._group()
+            return ["(", *self._group(), ")"]
         if char == ".":
             self._at += 1
-            return ANY
+            return [ANY]
         if char == "<":
-            return Token(self._take(_TOKEN, "a token, as in <[17]> or <think>"))
+            return [Token(self._take(_TOKEN, "a token, as in <[17]> or <think>"))]
         if char == "!":
             raise self._wrong("! before a token is not supported: describe the characters that are allowed")
         line = self._line()
-        return Reference(self._take(_NAME, 'text in quotes, a class as in [a-z], "(" or the name of a rule'), line)
+        return [Reference(self._take(_NAME, 'text in quotes, a class as in [a-z], "(" or the name of a rule'), line)]
 
-    def _group(self) -> Node:
+    def _group(self) -> Body:
         if self._num_open == MAX_NESTED:
             raise self._wrong(f"parentheses are nested more than {MAX_NESTED} deep")
         if self._source.startswith("(=", self._at):
@@ -194,16 +175,17 @@ class _Parser:
         self._num_open -= 1
         return inner
 
-    def _repeated(self, item: Node) -> Node:
+    def _repeated(self, item: Body) -> Body:
         """The item with the operators that follow it, of which there may be several."""
         for _ in range(MAX_OPERATORS):
             self._skip()
             char = self._next()
             if char in ("*", "+", "?"):
                 self._at += 1
-                item = Repeat(item, int(char == "+"), 1 if char == "?" else None)
+                item = ["(", *item, char, ")"]
             elif char == "{":
-                item = Repeat(item, *self._bounds())
+                low, high = self._bounds()
+                item = ["(", *item, f"{{{low},{'' if high is None else high}}}", ")"]
             else:
                 return item
         self._skip()
@@ -233,12 +215,12 @@ class _Parser:
         self._at += 1
         return "".join(chars)
 
-    def _chars(self) -> Node:
+    def _chars(self) -> str:
         line = self._line()
         self._at += 1
         is_negated = self._next() == "^"
         self._at += is_negated
-        ranges: list[tuple[int, int]] = []
+        ranges: list[str] = []
         while (char := self._next()) != "]":
             if not char or char == "\n":
                 raise self._wrong(f"the class opened in line {line} has no closing bracket")
@@ -248,11 +230,11 @@ class _Parser:
                 last = self._char()
             if last < first:
                 raise self._wrong(f"the range {chr(first)!r} to {chr(last)!r} is empty")
-            ranges.append((first, last))
+            ranges.append(f"\\x{{{first:x}}}" + (f"-\\x{{{last:x}}}" if last > first else ""))
         self._at += 1
         if not ranges and not is_negated:
             raise self._wrong("the class [] has no characters")
-        return Chars(tuple(ranges), is_negated)
+        return f"/[{'^' if is_negated else ''}{''.join(ranges)}]/" if ranges else ANY
 
     def _char(self) -> int:
         """The code point at this position, which may be an escape."""
@@ -304,30 +286,8 @@ class _Parser:
 # Analysis
 
 
-def _children(node: Node) -> tuple[Node, ...]:
-    match node:
-        case Sequence(items) | Choice(items):
-            return items
-        case Repeat(item):
-            return (item,)
-        case _:
-            return ()
-
-
-def _walk(node: Node) -> Iterator[Node]:
-    todo = [node]
-    while todo:
-        one = todo.pop()
-        yield one
-        todo += _children(one)
-
-
-def _references(node: Node) -> Iterator[Reference]:
-    return (one for one in _walk(node) if isinstance(one, Reference))
-
-
-def _has_token(node: Node) -> bool:
-    return any(isinstance(one, Token) for one in _walk(node))
+def _names(rule: _Rule) -> set[str]:
+    return {piece.name for piece in rule.body if isinstance(piece, Reference)}
 
 
 def _reachable(rules: Mapping[str, _Rule], start: str) -> dict[str, None]:
@@ -335,15 +295,15 @@ def _reachable(rules: Mapping[str, _Rule], start: str) -> dict[str, None]:
     found = {start: None}
     todo = [start]
     while todo:
-        new = {one.name: None for one in _references(rules[todo.pop()].body) if one.name not in found}
+        new = {piece.name: None for piece in rules[todo.pop()].body if isinstance(piece, Reference)}
+        todo += [name for name in new if name not in found]
         found |= new
-        todo += new
     return found
 
 
 def _has_cycle(rules: Mapping[str, _Rule], names: Iterable[str]) -> bool:
     """Whether a rule refers to itself, directly or not. Removes rules without references until none is left."""
-    needs = {name: {one.name for one in _references(rules[name].body)} for name in names}
+    needs = {name: _names(rules[name]) for name in names}
     users = defaultdict[str, list[str]](list)
     for name, others in needs.items():
         for other in others:
@@ -373,40 +333,16 @@ class _Writer:
         slug = re.sub(r"\W", "_", rule, flags=re.ASCII)
         return f"T{self._numbers[rule]}_{slug.upper()}" if self._is_lexeme else f"r{self._numbers[rule]}_{slug.lower()}"
 
-    def expression(self, node: Node) -> str:
-        match node:
+    def expression(self, body: Body) -> str:
+        return " ".join(self._written(piece) for piece in body)
+
+    def _written(self, piece: str | Literal | Reference | Token) -> str:
+        match piece:
             case Literal(text):
-                return self._literal(text)
-            case Chars():
-                return _chars(node)
+                parts = [text] if self._is_lexeme or not text else list(text)
+                return " ".join(json.dumps(part, ensure_ascii=False) for part in parts)
             case Reference(name):
                 return self.name(name)
             case Token(text):
                 return text
-            case Sequence(items):
-                return " ".join(self._part(item) for item in items) or '""'
-            case Choice(options):
-                return " | ".join(self.expression(option) for option in options)
-            case Repeat(item, low, high):
-                return self._part(item) + _operator(low, high)
-
-    def _part(self, node: Node) -> str:
-        written = self.expression(node)
-        is_alone = isinstance(node, Chars | Reference | Token) or (isinstance(node, Literal) and len(node.text) == 1)
-        return written if is_alone else f"({written})"
-
-    def _literal(self, text: str) -> str:
-        pieces = [text] if self._is_lexeme or not text else list(text)
-        return " ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
-
-
-def _operator(low: int, high: int | None) -> str:
-    known = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-    return known.get((low, high)) or f"{{{low},{'' if high is None else high}}}"
-
-
-def _chars(node: Chars) -> str:
-    if node == ANY:
-        return "/(?s:.)/"
-    ranges = [f"\\x{{{first:x}}}" + (f"-\\x{{{last:x}}}" if last > first else "") for first, last in node.ranges]
-    return f"/[{'^' if node.is_negated else ''}{''.join(ranges)}]/"
+        return piece

@@ -16,9 +16,7 @@ from typing import Any
 
 from quire.core.values import check_tokens
 from quire.errors import InvalidRequest
-from quire.text.schema_mistakes import check_mistakes
-from quire.text.schema_sizes import MAX_HELD_CHARS
-from quire.text.schemas import hold_schema
+from quire.text.schemas import MAX_HELD_CHARS, check_mistakes, hold_schema
 
 MAX_SOURCE_CHARS = MAX_HELD_CHARS
 MAX_DEPTH = 32  # of a schema, braces and brackets

@@ -16,8 +16,8 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.reasoning import num_held
+from quire.text.stream import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.tool_formats import new_call_id
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.errors import InvalidRequest
 from quire.text.grammar import check_schema
-from quire.text.schema_mistakes import SchemaProblem
+from quire.text.schemas import SchemaProblem
 from quire.text.tokenizer import check_text
 
 MAX_TOOLS = 128

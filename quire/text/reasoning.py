@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from quire.text.answers import AnswerParser, Piece, Thought
+from quire.text.stream import AnswerParser, Piece, Thought
 
 # Template variables that switch reasoning on or off, in search order.
 SWITCHES = ("enable_thinking", "thinking")

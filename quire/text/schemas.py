@@ -1,63 +1,68 @@
-"""Rewrites a JSON schema so that the grammar compiler can enforce it, and reports what it cannot. Pure.
+"""JSON Schema: which keywords are enforced, mistakes in a schema, and the schema that the grammar compiler gets. Pure.
 
-`hold_schema` uses only keywords that the grammar compiler enforces exactly. Other keywords are rewritten if an
-equivalent form exists (`not`, `if`, `contains` and `uniqueItems` in small cases, syntax of older drafts); otherwise
-they are omitted and reported. The result is called the held schema: a value that matches it matches the given schema
-in every keyword that is not reported.
+`KEYWORDS` is the table: what a keyword's value must be, which schemas it contains, and how it is enforced. llguidance
+enforces the keywords that are passed on. It refuses most others, and some values it would not enforce exactly. A
+keyword that cannot be enforced is omitted and reported: a value that matches the held schema matches the given one in
+every keyword that is not reported.
 
 Objects that list `properties` without `additionalProperties` are closed, so that a model cannot invent names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import functools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urldefrag, urljoin
 
-from quire.text.patterns import HeldPattern, hold_pattern, start_apart
-from quire.text.schema_closing import LEFT_OPEN, PropertyNames
-from quire.text.schema_keywords import (
-    BOUNDS,
-    TOO_LONG,
-    Draft,
-    Held,
-    hold_contains,
-    hold_numbers,
-    hold_property_counts,
-    hold_strings,
-    hold_type,
-    hold_unique,
-    hold_values,
-)
-from quire.text.schema_logic import (
-    ANNOTATIONS,
-    KINDS,
-    Budget,
-    Side,
-    are_discriminated,
-    are_disjoint,
-    canonical,
-    kinds_of,
-    negated,
-)
-from quire.text.schema_mistakes import SchemaProblem
-from quire.text.schema_refs import Place, References
-from quire.text.schema_sizes import MAX_HELD_CHARS, Room, num_chars
+from quire.errors import InvalidRequest
+from quire.text.patterns import hold_pattern
 
+KINDS = ("null", "boolean", "number", "string", "array", "object")  # integers are numbers
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+MAX_HELD_CHARS = 64 * 1024  # of a rewritten schema: the limit of a grammar
+MAX_GROWTH_CHARS = 32_000  # by patterns, formats and names
 MAX_SCHEMAS = 5_000  # subschemas of a rewritten schema
+MAX_STEPS = 10_000  # schemas looked at, or names copied, to find out which objects are closed
 MAX_DEPENDENCIES = 6  # each doubles the number of variants of the object
-MAX_PATTERNS = 64  # of the names of one object: all pairs are compared
-MIN_SHARED_CHARS = 40  # of a schema that becomes a definition: a reference to it has about half as many
-MAX_EXCLUSIVE = 4  # branches of a oneOf that are made disjoint by negation
+MAX_EXACT = 2**53  # up to here every JSON parser reads integers exactly
+LEAST_BOUND = 1e-15  # smaller ones have more digits than the compiler accepts
+MAX_COUNT = 2**31 - 1  # of minLength and similar keywords
+MAX_MULTIPLE = 10_000  # of a multipleOf without its decimal point: its automaton has as many states
+MAX_SHARED_MULTIPLE = 500  # if a schema has several: the compiler multiplies their states
+MAX_SHOWN_CHARS = 80
+MAX_ADDRESS_CHARS = 2_000  # of an $id or a $ref
+MAX_ADDRESS_STEPS = 32  # slashes of an address: joining two addresses takes time per slash
 
 WHOLE = "$"  # reported as the path if only the type of the schema is enforced
-_UNKNOWN_REFERENCE = "it is not in this schema, and nothing is fetched"
-_UNKNOWN_NAMES = "too many schemas list properties, so other names are not excluded"
+_NOWHERE = "nowhere:"  # replaces addresses that are too long; never resolved
+_BRANCHES = ("anyOf", "oneOf")
+_PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # apply to the same value
+_SAME_VALUE = (*_PARTS, *_BRANCHES)
+_DEPENDENT = ("if", "not", "dependentSchemas", "dependencies", *_BRANCHES)  # may allow more names in some cases
+_STATES_OTHERS = ("additionalProperties", "propertyNames", "patternProperties")
+
+Held = Any  # a schema for the compiler: a boolean or a dict
+_TOO_LONG = "it would make the schema too long"
+_LIMITED_SIZES = "its properties are optional, or others are allowed"
 
 
-class Unenforced(NamedTuple):
-    path: str  # of the keyword, inside the schema
-    why: str
+class SchemaProblem(InvalidRequest):
+    """A keyword of a schema is refused. `path`: its location in the schema; `what`: the rest of the message."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"grammar: {path or 'the schema'} {what}")
+        self.path = path
+        self.what = what
+
+    def at(self, field: str) -> str:
+        """The keyword's location in a request whose field holds the schema."""
+        return f"{field}.{self.path}" if self.path else field
 
 
 class SchemaNotHeld(SchemaProblem):
@@ -67,20 +72,281 @@ class SchemaNotHeld(SchemaProblem):
         super().__init__(path, f"cannot be enforced: {why}")
 
 
+class Unenforced(NamedTuple):
+    path: str  # of the keyword, inside the schema
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class HeldSchema:
     schema: dict[str, Any]
     unenforced: tuple[Unenforced, ...] = ()
 
 
+class _TooLarge(Exception):
+    pass
+
+
+# Places and references
+
+
+class Place(NamedTuple):
+    """A subschema and its location in the given schema."""
+
+    schema: Any
+    path: str  # as in errors and headers: properties.email, anyOf[1]
+    base: str  # the base address of its references
+
+    def child(self, *keys: str | int) -> Place:
+        schema, path, base = self
+        for key in keys:
+            schema = schema[key]
+            path = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}" if path else key
+            base = _base(schema, base)
+        return Place(schema, path, base)
+
+    def at(self, keyword: str) -> str:
+        return f"{self.path}.{keyword}" if self.path else keyword
+
+    def inner(self, keyword: str) -> list[Place]:
+        """The schemas under a keyword of the table. Lists of names among them are left out."""
+        value = self.schema[keyword]
+        inner = KEYWORDS[keyword].inner
+        if inner == "map":
+            is_mixed = keyword == "dependencies"
+            names = [name for name, one in value.items() if not (is_mixed and isinstance(one, list))]
+            return [self.child(keyword, name) for name in names]
+        if inner == "list" or (keyword == "items" and isinstance(value, list)):
+            return [self.child(keyword, i) for i in range(len(value))]
+        return [self.child(keyword)] if inner else []
+
+    def given(self) -> Iterator[tuple[str, Any]]:
+        """The keywords of the table. One that is null is absent: some clients write those."""
+        for keyword, value in self.schema.items():
+            if keyword in KEYWORDS and (value is not None or keyword == "const"):
+                yield keyword, value
+
+
+class References:
+    """Resolves references within a schema: pointers, anchors and ids. Fetches nothing."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.root = Place(root, "", _base(root, ""))
+        self._found: dict[tuple[str, str], Place | None] = {}
+        self._documents: dict[str, Place] = {"": self.root, self.root.base: self.root}
+        self._anchors: dict[str, Place] = {}
+        self._has_old_ids = False  # ids of drafts 4 to 7 that are not resolved
+        self._is_scanned = False  # a schema without references needs no scan
+
+    def _scan(self) -> None:
+        self._is_scanned = True
+        level = [self.root]
+        while level:  # level by level, so that depth needs no stack
+            for place in level:
+                self._note(place)
+            level = [child for place in level for child in _children(place)]
+
+    def find(self, reference: str, base: str) -> Place | None:
+        key = (reference, base)
+        if not self._is_scanned:
+            self._scan()
+        if key not in self._found:
+            self._found[key] = self._find(*_joined(base, reference))
+        return self._found[key]
+
+    def is_dangling(self, reference: str, base: str) -> bool:
+        """Whether a reference that was not found names a part of this schema, and not another document."""
+        address = _joined(base, reference)[0]
+        return address in self._documents and address != _NOWHERE and not self._has_old_ids
+
+    def _find(self, address: str, fragment: str) -> Place | None:
+        if address == _NOWHERE:
+            return None
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get(f"{address}#{fragment}")
+        place = self._documents.get(address)
+        try:
+            for step in fragment.split("/")[1:] if place is not None else ():
+                assert place is not None
+                name = unquote(step).replace("~1", "/").replace("~0", "~")
+                place = place.child(_index(name) if isinstance(place.schema, list) else name)
+        except (LookupError, TypeError, ValueError):
+            return None
+        return place
+
+    def _note(self, place: Place) -> None:
+        if not isinstance(place.schema, Mapping):
+            return
+        if isinstance(place.schema.get("$id"), str):
+            self._documents.setdefault(place.base, place)
+        self._has_old_ids |= isinstance(place.schema.get("id"), str) or str(place.schema.get("$id")).startswith("#")
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := place.schema.get(keyword), str):
+                self._anchors.setdefault(f"{place.base}#{anchor}", place)
+
+
+def _index(name: str) -> int:
+    """The number in a pointer to an item of a list. Python's `int` also reads signs, spaces and other digits."""
+    if not (name.isascii() and name.isdigit()):
+        raise ValueError
+    return int(name)
+
+
+def _base(schema: Any, base: str) -> str:
+    address = schema.get("$id") if isinstance(schema, Mapping) else None
+    return _joined(base, address)[0] if isinstance(address, str) else base
+
+
+@functools.lru_cache(maxsize=4096)
+def _joined(base: str, reference: str) -> tuple[str, str]:
+    """An address and its fragment; _NOWHERE if it is invalid or too long."""
+    if base == _NOWHERE or _is_long(reference) or _is_long(base):
+        return _NOWHERE, ""
+    if reference.startswith("#"):  # urljoin drops the base if it is a URN
+        return base, reference[1:]
+    try:
+        address, fragment = urldefrag(urljoin(base, reference))
+    except ValueError:
+        return _NOWHERE, ""
+    return (_NOWHERE, "") if _is_long(address) else (address, fragment)
+
+
+def _is_long(address: str) -> bool:
+    return len(address) > MAX_ADDRESS_CHARS or address.partition("#")[0].count("/") > MAX_ADDRESS_STEPS
+
+
+def _children(place: Place) -> list[Place]:
+    if isinstance(place.schema, Mapping):
+        values = ("const", "enum", "default", "examples")  # contain values, not schemas
+        return [place.child(str(name)) for name in place.schema if name not in values]
+    if isinstance(place.schema, list):
+        return [place.child(i) for i in range(len(place.schema))]
+    return []
+
+
+# Mistakes
+
+
+def check_mistakes(schema: Mapping[str, Any]) -> None:
+    """Raise SchemaProblem for the first mistake: an impossible value of a keyword, or a reference to nothing.
+
+    A mistake is refused whether or not the request is strict.
+    """
+    references = References(schema)
+    ending: set[str] = set()  # paths of schemas whose references are known to end
+    seen: set[int] = set()
+    rest = [references.root]
+    while rest:
+        place = rest.pop()
+        if isinstance(place.schema, bool) or id(place.schema) in seen:
+            continue
+        if not isinstance(place.schema, Mapping):
+            raise SchemaProblem(place.path, f"= {_shown(place.schema)} is not a schema")
+        seen.add(id(place.schema))
+        children: list[Place] = []
+        for keyword, value in place.given():
+            if rule := KEYWORDS[keyword].rule(value):
+                raise SchemaProblem(place.at(keyword), f"= {_shown(value)} {rule}")
+            children += place.inner(keyword)
+            if keyword == "$ref" and (target := _target(place, references, ending)) is not None:
+                children.append(target)
+        rest += reversed(children)  # the first mistake in the schema's order is reported
+
+
+def _target(place: Place, references: References, ending: set[str]) -> Place | None:
+    """The schema that `$ref` names; None: it is outside of this schema. Raises SchemaProblem."""
+    first = references.find(place.schema["$ref"], place.base)
+    if first is None:
+        if references.is_dangling(place.schema["$ref"], place.base):
+            raise SchemaProblem(place.at("$ref"), f"= {_shown(place.schema['$ref'])} is not in this schema")
+        return None
+    passed: set[str] = set()
+    one: Place | None = place
+    while one is not None and one.path not in ending and isinstance(one.schema, Mapping):
+        if one.path in passed:
+            raise SchemaProblem(place.at("$ref"), f"= {_shown(place.schema['$ref'])} leads back to itself")
+        passed.add(one.path)
+        reference = one.schema.get("$ref")
+        one = references.find(reference, one.base) if isinstance(reference, str) else None
+    ending |= passed
+    return first
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+
+
+# Rules for the values of keywords. Each returns what is wrong with a value, or an empty text.
+
+Rule = Callable[[Any], str]
+
+
+def _rule(what: str, is_right: Callable[[Any], bool]) -> Rule:
+    def rule(value: Any) -> str:
+        return "" if is_right(value) else f"is not {what}"
+
+    return rule
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_type(value: Any) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return bool(listed) and all(one in TYPES for one in listed)
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _pattern_rule(value: Any) -> str:
+    if not isinstance(value, str):
+        return "is not a string"
+    held = hold_pattern(value)
+    return f"is not a regular expression: {held.problem}" if held.is_invalid else ""
+
+
+def _patterns_rule(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return "is not an object"
+    return next((f"has a name that {rule}" for name in value if (rule := _pattern_rule(name))), "")
+
+
+def _are_lists_of_names(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_list_of_names, value.values()))
+
+
+def _are_schemas_or_names(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_list_of_names(one) for one in value.values() if isinstance(one, list))
+
+
+_NUMBER = _rule("a number", _is_number)
+_NUMBER_OR_FLAG = _rule("a number", lambda value: isinstance(value, int | float))  # a boolean in draft 4
+_POSITIVE = _rule("a number above 0", lambda value: _is_number(value) and value > 0)
+_COUNT = _rule("a non-negative integer", lambda value: _is_number(value) and value >= 0 and value % 1 == 0)
+_FLAG = _rule("true or false", lambda value: isinstance(value, bool))
+_TEXT = _rule("a string", lambda value: isinstance(value, str))
+_MAP = _rule("an object", lambda value: isinstance(value, Mapping))
+_LIST = _rule("a list", lambda value: isinstance(value, list))
+_SCHEMAS = _rule("a list of one or more schemas", lambda value: isinstance(value, list) and bool(value))
+_VALUES = _rule("a list of one or more values", lambda value: isinstance(value, list) and bool(value))
+_ANY = _rule("", lambda _: True)
+
+
+# The held schema
+
+
 def hold_schema(schema: Mapping[str, Any], *, strict: bool = False) -> HeldSchema:
-    """Rewrite a schema. If strict, raises SchemaNotHeld for the first keyword that cannot be enforced."""
+    """Rewrite a schema without mistakes. If strict, raises SchemaNotHeld for the first unenforceable keyword."""
     holder = _Holder(schema)
     try:
         held = holder.whole()
-        if num_chars(held, MAX_HELD_CHARS) > MAX_HELD_CHARS:
+        if len(json.dumps(held, ensure_ascii=False)) > MAX_HELD_CHARS:
             raise _TooLarge
-    except (RecursionError, _TooLarge):  # references can nest deeply, and one schema can expand to many
+    except (RecursionError, _TooLarge):  # references can nest deeply, and one schema can have two forms
         held = {"type": schema["type"]} if schema.get("type") in KINDS else {}
         holder.problems = {WHOLE: "the schema is too large, or its references nest too deeply"}
     if strict and holder.problems:
@@ -88,450 +354,598 @@ def hold_schema(schema: Mapping[str, Any], *, strict: bool = False) -> HeldSchem
     return HeldSchema(held, tuple(Unenforced(*item) for item in holder.problems.items()))
 
 
-class _TooLarge(Exception):
-    pass
+class _Closing(NamedTuple):
+    """How one schema is closed."""
+
+    names: frozenset[str] | None = None  # the only allowed properties; None: unchanged
+    for_branches: frozenset[str] | None = None  # properties allowed in its branches besides their own; None: unchanged
 
 
 class _Holder:
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._references = References(root)
-        self._names_of = PropertyNames(self._references)
+        self.references = References(root)
         self._definitions: dict[str, Held] = {}
         self._names: dict[tuple[str, bool, frozenset[str]], str] = {}  # of definitions, keyed by what they depend on
-        self._shared: frozenset[str] = frozenset()  # properties of the current value that several schemas describe
-        text = str(root)
-        self._has_many_multiples = text.count("'multipleOf'") > 1
-        self._has_many_formats = text.count("'format'") > 1
-        self._room = Room(len(text))
-        self._steps = self._all_steps()
-        self._budget = Budget()
-        self._num_left = MAX_SCHEMAS
+        self.shared: frozenset[str] = frozenset()  # properties of the current value that several schemas describe
+        source = str(root)
+        self.max_multiple = MAX_SHARED_MULTIPLE if source.count("'multipleOf'") > 1 else MAX_MULTIPLE
+        self._room = max(0, min(MAX_GROWTH_CHARS, MAX_HELD_CHARS - len(source)))
+        self._num_steps = 0
+        self._num_schemas = 0
         self.problems: dict[str, str] = {}
 
     def whole(self) -> dict[str, Any]:
-        held = self._hold(self._references.root, frozenset())
-        if not isinstance(held, dict):
-            held = {} if held else {"enum": []}
+        held = self.hold(self.references.root, frozenset())
         return {**held, "$defs": self._definitions} if self._definitions else held
 
-    def _hold(self, place: Place, outer: frozenset[str] | None) -> Held:
+    def hold(self, place: Place, outer: frozenset[str] | None = frozenset()) -> Held:
         """Rewrite a schema.
 
         `outer`: names listed by enclosing schemas of the same value. None: those schemas close the object.
         """
-        self._num_left -= 1
-        if self._num_left < 0:
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
             raise _TooLarge
         if isinstance(place.schema, bool):
             return place.schema
-        if not isinstance(place.schema, Mapping):
-            self.problems.setdefault(place.path, "it is not a schema")
-            return True
-        if not outer and isinstance(place.schema.get("$ref"), str) and _is_only("$ref", place.schema):
-            target = self._references.find(place.schema["$ref"], place.base)
+        if not outer and _is_reference(place.schema):
+            target = self.references.find(place.schema["$ref"], place.base)
             if target is not None:
-                return self._defined(target, is_closed=outer is not None)
-        enclosing = self._shared
-        self._shared = self._names_of.shared(place, outer) | (enclosing if outer is None else frozenset())
-        closing = self._names_of.closing(place, outer)
-        if not closing.is_known:
-            self.problems.setdefault(place.at("additionalProperties"), _UNKNOWN_NAMES)
-        draft = Draft(place, kinds_of(place.schema), self.problems, closing, self._room)
-        # In the schema's order, which is the order of an object's fields. One step handles all of its keywords.
-        for step in dict.fromkeys(self._steps[key] for key in place.schema if key in self._steps):
-            step(draft)
+                return self.defined(target, is_closed=outer is not None)
+        enclosing = self.shared
+        try:
+            self.shared = self._shared_names(place, outer) | (enclosing if outer is None else frozenset())
+            closing = self._closing(place, outer)
+        except _TooLarge:
+            closing, self.shared = _Closing(), frozenset()
+            self.problems.setdefault(
+                place.at("additionalProperties"), "too many schemas list properties, so other names are not excluded"
+            )
+        draft = _Draft(self, place, kinds_of(place.schema), closing)
+        for keyword, value in place.given():  # in the schema's order, which is the order of an object's fields
+            row = KEYWORDS[keyword]
+            if row.kind and row.kind not in draft.kinds:
+                continue
+            if isinstance(row.hold, str):
+                draft.drop(keyword, row.hold)
+            elif row.hold is not None:
+                row.hold(draft, keyword, value)
         _close(draft)
-        if "object" in draft.kinds:
-            hold_property_counts(draft, is_whole=outer is not None and self._names_of.is_whole(place))
+        _limit_properties(draft, is_whole=outer is not None and not any(key in place.schema for key in _SAME_VALUE))
         if draft.extra:
             draft.out["allOf"] = [*draft.out.get("allOf", ()), *draft.extra]
-        self._shared = enclosing
+        self.shared = enclosing
         return draft.out
 
-    def _all_steps(self) -> dict[str, Callable[[Draft], None]]:
-        return {
-            "type": hold_type,
-            **dict.fromkeys(("enum", "const"), hold_values),
-            **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), self._strings),
-            **dict.fromkeys((*BOUNDS, "multipleOf"), self._numbers),
-            **dict.fromkeys(("items", "prefixItems", "additionalItems", "minItems", "maxItems"), self._arrays),
-            **dict.fromkeys(("uniqueItems", "contains"), self._arrays),
-            **dict.fromkeys(("properties", "patternProperties", "additionalProperties", "required"), self._objects),
-            **dict.fromkeys(("propertyNames", "unevaluatedProperties"), self._objects),
-            "unevaluatedItems": self._unevaluated_items,
-            "allOf": self._all_of,
-            "anyOf": self._any_of,
-            "oneOf": self._one_of,
-            "not": self._not,
-            "if": self._if,
-            "$ref": self._ref,
-            **dict.fromkeys(("$dynamicRef", "$recursiveRef"), self._dynamic_ref),
-            **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), self._dependencies),
-        }
+    def defined(self, target: Place, *, is_closed: bool) -> Held:
+        """A reference to the rewritten target. It has two forms, because an object is closed in some places only."""
+        return self._share(
+            (target.path, is_closed, frozenset() if is_closed else self.shared),
+            lambda: self.hold(target, frozenset() if is_closed else None),
+        )
 
-    # References
+    def format(self, name: str) -> Held:
+        """A reference to the schema of a format, which is long."""
+        parts: list[Held] = [{"pattern": source} for source in hold_pattern(FORMATS[name]).sources]
+        parts += [{"maxLength": MAX_LENGTHS[name]}] if name in MAX_LENGTHS else []
+        return self._share((f" {name}", False, frozenset()), lambda: {"allOf": parts})  # no path starts with a space
 
-    def _defined(self, target: Place, *, is_closed: bool) -> Held:
-        key = (target.path, is_closed, frozenset() if is_closed else self._shared)
+    def _share(self, key: tuple[str, bool, frozenset[str]], make: Callable[[], Held]) -> Held:
         if key not in self._names:
             name = self._names[key] = f"d{len(self._definitions)}"
             self._definitions[name] = True  # placeholder for recursive references
-            self._definitions[name] = self._hold(target, frozenset() if is_closed else None)
+            self._definitions[name] = make()
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
-    def _share(self, held: Held) -> Held:
-        """A reference to the schema, for use in several places. Short schemas are returned unchanged."""
-        if num_chars(held, MIN_SHARED_CHARS) <= MIN_SHARED_CHARS:
-            return held
-        name = f"d{len(self._definitions)}"
-        self._definitions[name] = held
-        return {"$ref": f"#/$defs/{name}"}
+    def fits(self, num_chars: int) -> bool:
+        """Whether there is room for so many characters; if so, they are reserved."""
+        is_small = num_chars <= self._room
+        self._room -= num_chars if is_small else 0
+        return is_small
 
-    def _share_format(self, name: str, held: Held) -> Held | None:
-        key = (f" {name}", False, frozenset[str]())  # no path starts with a space
-        if key not in self._names:
-            if not self._room.takes(held):
-                return None
-            self._names[key] = f"d{len(self._definitions)}"
-            self._definitions[self._names[key]] = held
-        return {"$ref": f"#/$defs/{self._names[key]}"}
+    # Names of objects. Several schemas may apply to one value (`allOf`, `$ref`, the branches of `anyOf`), and a name
+    # listed by one of them is allowed by the others, so names are collected before an object is closed.
 
-    def _ref(self, draft: Draft) -> None:
-        reference = draft.given["$ref"]
-        target = self._references.find(reference, draft.place.base) if isinstance(reference, str) else None
-        if target is None:
-            draft.drop("$ref", _UNKNOWN_REFERENCE)
-        else:
-            draft.out |= self._defined(target, is_closed=False)
+    def _closing(self, place: Place, outer: frozenset[str] | None) -> _Closing:
+        schema = place.schema
+        if is_explicit := schema.get("unevaluatedProperties") is False and not any(key in schema for key in _DEPENDENT):
+            outer = frozenset()
+        if outer is None or "additionalProperties" in schema or "propertyNames" in schema:
+            return _Closing()
+        if not is_explicit and "unevaluatedProperties" in schema:
+            return _Closing()
+        parts = self._same_value(self._inner(place, *_PARTS))
+        names = outer.union(_listed(schema, *parts))
+        if any(key in part for part in parts for key in (*_STATES_OTHERS, *(_DEPENDENT if is_explicit else ()))):
+            return _Closing()
+        branches = {key: self._same_value(self._inner(place, key)) for key in _BRANCHES}
+        adding = [key for key, found in branches.items() if _state(found) or not names.issuperset(_listed(*found))]
+        if len(adding) == 1:
+            self._take(len(names) * len(schema[adding[0]]))
+            return _Closing(None, names)
+        if any(_state(found) for found in branches.values()):
+            return _Closing()
+        every = [schema, *parts, *(one for found in branches.values() for one in found)]
+        names = names.union(_listed(*every))
+        is_object = bool(outer) or is_explicit or any("properties" in one for one in every)
+        self._take(len(names))
+        return _Closing(names if is_object and schema.get("minProperties", 0) <= len(names) else None)
 
-    def _dynamic_ref(self, draft: Draft) -> None:
-        for keyword in ("$dynamicRef", "$recursiveRef"):
-            if keyword in draft.given:
-                draft.drop(keyword, "its target depends on other schemas")
+    def _shared_names(self, place: Place, outer: frozenset[str] | None) -> frozenset[str]:
+        """Properties that several schemas of the value describe. Closing one would exclude names of the others."""
+        if not outer and not any(key in place.schema for key in _SAME_VALUE):
+            return frozenset()
+        groups = [outer or (), place.schema.get("properties") or ()]
+        groups += [_listed(*self._same_value([one])) for one in self._inner(place, *_PARTS)]
+        groups += [_listed(*self._same_value(self._inner(place, keyword))) for keyword in _BRANCHES]
+        counts = Counter(name for group in groups for name in group)
+        self._take(counts.total())
+        return frozenset(name for name, count in counts.items() if count > 1)
 
-    def _target(self, place: Place) -> Place:
+    def _same_value(self, places: Iterable[Place]) -> list[Mapping[str, Any]]:
+        """These schemas, and all others that apply to the same value."""
+        found: dict[int, Mapping[str, Any]] = {}
+        rest = list(places)
+        while rest:
+            place = rest.pop()
+            self._take(1)
+            if isinstance(place.schema, Mapping) and id(place.schema) not in found:
+                found[id(place.schema)] = place.schema
+                rest += self._inner(place, *_SAME_VALUE)
+        return list(found.values())
+
+    def _inner(self, place: Place, *keywords: str) -> list[Place]:
+        """The schemas of the same value under these keywords."""
+        found: list[Place] = []
+        for keyword in keywords:
+            if keyword not in place.schema or place.schema[keyword] is None:
+                continue
+            if keyword == "$ref":
+                target = self.references.find(place.schema["$ref"], place.base)
+                found += [] if target is None else [target]
+            else:
+                found += place.inner(keyword)
+        return found
+
+    def _take(self, num_steps: int) -> None:
+        self._num_steps += num_steps
+        if self._num_steps > MAX_STEPS:
+            raise _TooLarge
+
+    def target(self, place: Place) -> Any:
         """The target of a schema that is only a reference, or the schema itself."""
         for _ in range(8):
-            if not isinstance(place.schema, Mapping) or not isinstance(place.schema.get("$ref"), str):
+            if not _is_reference(place.schema):
                 break
-            if not _is_only("$ref", place.schema):
-                break
-            found = self._references.find(place.schema["$ref"], place.base)
+            found = self.references.find(place.schema["$ref"], place.base)
             if found is None:
                 break
             place = found
-        return place
+        return place.schema
 
-    def _resolver(self, place: Place) -> Callable[[str], Any]:
-        def resolve(reference: str) -> Any:
-            found = self._references.find(reference, place.base)
-            return None if found is None or found.base != place.base else found.schema
 
-        return resolve
+@dataclass(slots=True)
+class _Draft:
+    """A rewritten schema under construction."""
 
-    def _resolve_held(self, reference: str) -> Any:
-        return self._definitions.get(reference.removeprefix("#/$defs/"))
+    holder: _Holder
+    place: Place
+    kinds: frozenset[str]  # of values that `type` allows
+    closing: _Closing
+    out: dict[str, Any] = field(default_factory=dict)
+    extra: list[Held] = field(default_factory=list)  # schemas that must match as well
 
-    # Keywords that contain schemas
+    def drop(self, keyword: str, why: str) -> None:
+        self.holder.problems.setdefault(self.place.at(keyword), why)
 
-    def _strings(self, draft: Draft) -> None:
-        hold_strings(draft, self._share_format if self._has_many_formats else None)
+    def has(self, *keywords: str) -> bool:
+        return any(keyword in self.place.schema for keyword in keywords)
 
-    def _numbers(self, draft: Draft) -> None:
-        hold_numbers(draft, has_many_multiples=self._has_many_multiples)
 
-    def _arrays(self, draft: Draft) -> None:
-        if "array" not in draft.kinds:
-            return
-        schema, place = draft.given, draft.place
-        prefix, items = (
-            ("items", "additionalItems") if isinstance(schema.get("items"), list) else ("prefixItems", "items")
-        )
-        for keyword in ("minItems", "maxItems"):
-            if (size := draft.count(keyword)) is not None:
-                draft.out[keyword] = size
-        if isinstance(schema.get(prefix), list):
-            places = [place.child(prefix, i) for i in range(len(schema[prefix]))]
-            draft.out["prefixItems"] = [self._hold(item, frozenset()) for item in places]
-        elif prefix in schema:
-            draft.drop(prefix, "it is not a list")
-        if items in schema:
-            draft.out["items"] = self._hold(place.child(items), frozenset())
-        if "uniqueItems" in schema:
-            has_one_schema = items in schema and prefix not in schema
-            hold_unique(draft, self._target(place.child(items)).schema if has_one_schema else None)
-        if "contains" in schema:
-            self._contains(draft)
+def _listed(*schemas: Mapping[str, Any]) -> set[str]:
+    """The names that the schemas themselves list."""
+    return {name for schema in schemas for key in ("properties", "required") for name in schema.get(key) or ()}
 
-    def _contains(self, draft: Draft) -> None:
-        before = dict(self._definitions), self._room.num_left, len(draft.extra)
-        place = draft.place.child("contains")
-        item = self._exactly(place.schema, place)
-        if item is None:
-            draft.drop("contains", "not all of its schema can be enforced")
-            return
-        opposite = self._opposite(place) if "maxContains" in draft.given else None
-        hold_contains(draft, self._share(item), None if opposite is None else self._share(opposite))
-        if len(draft.extra) == before[2]:
-            self._definitions, self._room.num_left = before[:2]
 
-    def _unevaluated_items(self, draft: Draft) -> None:
-        others = ("allOf", "$ref", "$dynamicRef", "if", "contains", "not", "anyOf", "oneOf")
-        if draft.given["unevaluatedItems"] is True or "items" in draft.given or "array" not in draft.kinds:
-            return
-        if any(key in draft.given for key in others):
-            draft.drop("unevaluatedItems", "it depends on what other keywords match")
-        else:
-            draft.out["items"] = self._hold(draft.place.child("unevaluatedItems"), frozenset())
+def _state(schemas: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether one of the schemas states if other names are allowed."""
+    return any(key in schema for schema in schemas for key in (*_STATES_OTHERS, "unevaluatedProperties"))
 
-    def _objects(self, draft: Draft) -> None:
-        if "object" not in draft.kinds:
-            return
-        schema, place = draft.given, draft.place
-        if isinstance(schema.get("properties"), Mapping):
-            places = {name: place.child("properties", name) for name in schema["properties"]}
-            draft.out["properties"] = {
-                name: self._hold(one, None if name in self._shared else frozenset()) for name, one in places.items()
-            }
-        elif "properties" in schema:
-            draft.drop("properties", "it is not an object")
-        required = schema.get("required")
-        if isinstance(required, list) and all(isinstance(name, str) for name in required):
-            draft.out["required"] = required
-        elif "required" in schema:
-            draft.drop("required", "it is not a list of names")
-        if "additionalProperties" in schema:
-            draft.out["additionalProperties"] = self._hold(place.child("additionalProperties"), frozenset())
-        if "unevaluatedProperties" in schema:
-            self._unevaluated_properties(draft)
-        if "patternProperties" in schema:
-            self._pattern_properties(draft)
-        if "propertyNames" in schema:
-            self._property_names(draft)
 
-    def _unevaluated_properties(self, draft: Draft) -> None:
-        schema = draft.given
-        others = ("allOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "dependencies", "not", "anyOf", "oneOf")
-        if (
-            schema["unevaluatedProperties"] is True
-            or "additionalProperties" in schema
-            or draft.closing.names is not None
-        ):
-            return
-        if any(key in schema for key in others):
-            draft.drop("unevaluatedProperties", "it depends on what other keywords match")
-        else:
-            place = draft.place.child("unevaluatedProperties")
-            draft.out["additionalProperties"] = self._hold(place, frozenset())
+def _is_reference(schema: Any) -> bool:
+    """Whether a schema is a reference without other keywords that constrain a value."""
+    if not isinstance(schema, Mapping) or "$ref" not in schema:
+        return False
+    return all(keyword not in KEYWORDS or KEYWORDS[keyword].hold in (None, _ref) for keyword in schema)
 
-    def _pattern_properties(self, draft: Draft) -> None:
-        given = draft.given["patternProperties"]
-        if not isinstance(given, Mapping):
-            draft.drop("patternProperties", "it is not an object")
-            return
-        if len(given) > MAX_PATTERNS:
-            draft.drop("patternProperties", f"it has more than {MAX_PATTERNS} patterns")
-            _open_names(draft)
-            return
-        patterns: dict[str, HeldPattern] = {name: hold_pattern(name) for name in given}
-        broken = [name for name, held in patterns.items() if held.problem or len(held.sources) != 1]
-        for name in broken:
-            draft.drop(f"patternProperties.{name}", patterns[name].problem or "a look-ahead is not supported here")
-        if broken:
-            _open_names(draft)
-            return
-        schemas = {name: self._hold(draft.place.child("patternProperties", name), frozenset()) for name in given}
-        held = list(patterns.values())
-        if all(self._budget.take() and start_apart(a, b) for i, a in enumerate(held) for b in held[i + 1 :]):
-            draft.out["patternProperties"] = {patterns[name].sources[0]: schemas[name] for name in given}
-            return
-        either = f"^(?:{'|'.join(one.sources[0][1:-1] for one in held)})$"
-        if len({canonical(schema) for schema in schemas.values()}) == 1:
-            draft.out["patternProperties"] = {either: next(iter(schemas.values()))}
-        else:
-            draft.drop("patternProperties", "its patterns may match the same name")
-            draft.out["patternProperties"] = {either: True}
 
-    def _property_names(self, draft: Draft) -> None:
-        """Rewrite propertyNames as listed names or as a pattern. Values follow the schema of additional properties."""
-        given = draft.given["propertyNames"]
-        others = draft.out.get("additionalProperties", True)
-        if given is False:
-            draft.one_of("propertyNames", "object", [{"type": "object", "maxProperties": 0}])
-            return
-        if given is True or given == {} or others is False:
-            is_free = others is not False or not ({"properties", "patternProperties"} & draft.given.keys())
-            if is_free:
-                return
-        schema = self._target(draft.place.child("propertyNames")).schema
-        known = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"} | ANNOTATIONS
-        is_plain = isinstance(schema, Mapping) and schema.keys() <= known and "patternProperties" not in draft.given
-        place = Place(schema, draft.place.at("propertyNames"), draft.place.base)
-        names = Draft(place, frozenset(("string",)), {}, LEFT_OPEN, self._room)
-        if is_plain:
-            for step in (hold_values, hold_strings):
-                step(names)
-        listed = names.out.get("enum", [names.out["const"]] if "const" in names.out else None)
-        if is_plain and not names.problems and listed is not None and names.out.keys() <= {"enum", "const"}:
-            self._only_names(draft, [name for name in listed if isinstance(name, str)], others)
-        elif is_plain and not names.problems and not draft.out.get("properties") and _pattern_of(names) is not None:
-            draft.out["patternProperties"] = {_pattern_of(names): others}
-            draft.out["additionalProperties"] = False
-        else:
-            draft.drop("propertyNames", "it is not a single enum or pattern, or the object has named properties")
+def kinds_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The kinds of values that `type` allows."""
+    types = schema.get("type") or KINDS
+    return frozenset("number" if one == "integer" else one for one in ([types] if isinstance(types, str) else types))
 
-    def _only_names(self, draft: Draft, names: list[str], others: Held) -> None:
-        allowed = dict.fromkeys(names)
-        properties = {
-            name: schema if name in allowed else False for name, schema in draft.out.get("properties", {}).items()
-        }
-        shared = self._share(others) if len(allowed) > 1 else others
-        added = {name: shared for name in allowed if name not in properties}
-        if draft.fits("propertyNames", added):
-            draft.out["properties"] = properties | added
-            draft.out["additionalProperties"] = False
 
-    # Schemas of the same value
+def kind_of(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
 
-    def _all_of(self, draft: Draft) -> None:
-        if isinstance(draft.given["allOf"], list):
-            draft.out["allOf"] = [self._hold(part, None) for part in self._names_of.parts(draft.place, "allOf")]
-        else:
-            draft.drop("allOf", "it is not a list")
 
-    def _any_of(self, draft: Draft) -> None:
-        if isinstance(draft.given["anyOf"], list):
-            parts = self._names_of.parts(draft.place, "anyOf")
-            draft.out["anyOf"] = [self._hold(part, draft.closing.for_branches) for part in parts]
-        else:
-            draft.drop("anyOf", "it is not a list")
+# How keywords are enforced. Each adds to the draft, or drops the keyword.
 
-    def _one_of(self, draft: Draft) -> None:
-        if not isinstance(draft.given["oneOf"], list):
-            draft.drop("oneOf", "it is not a list")
-            return
-        parts = self._names_of.parts(draft.place, "oneOf")
-        held = [self._hold(part, draft.closing.for_branches) for part in parts]
-        if not self._exclude_each_other(parts, held):
-            opposites = [self._opposite(part) for part in parts] if len(parts) <= MAX_EXCLUSIVE else [None]
-            if None in opposites:
-                draft.drop("oneOf", "more than one of its schemas may match")
-            else:
-                if len(parts) > 2:
-                    opposites = [self._share(opposite) for opposite in opposites]
-                held = [
-                    {"allOf": [one, *(other for j, other in enumerate(opposites) if j != i)]}
-                    for i, one in enumerate(held)
-                ]
-        draft.extra.append({"anyOf": held})
 
-    def _exclude_each_other(self, parts: list[Place], held: list[Held]) -> bool:
-        """Whether no value of a rewritten branch matches another branch as it was given."""
-        if are_discriminated([self._target(part).schema for part in parts]):
+def _keep(draft: _Draft, keyword: str, value: Any) -> None:
+    draft.out[keyword] = value
+
+
+def _values(draft: _Draft, keyword: str, value: Any) -> None:
+    if _is_exact(value):
+        draft.out[keyword] = value
+    else:
+        draft.drop(keyword, f"it has a number beyond {MAX_EXACT} that JSON parsers round")
+
+
+def _is_exact(value: object) -> bool:
+    """Whether the compiler reproduces the value exactly."""
+    match value:
+        case bool():
             return True
-        return all(
-            are_disjoint(
-                Side(one, self._resolve_held, self._budget), Side(part.schema, self._resolver(part), self._budget)
-            )
-            for i, one in enumerate(held)
-            for j, part in enumerate(parts)
-            if i != j
-        )
-
-    def _opposite(self, place: Place) -> Held | None:
-        found = negated(place.schema, self._resolver(place), self._budget)
-        return None if found is None else self._exactly(found, place)
-
-    def _not(self, draft: Draft) -> None:
-        opposite = self._opposite(draft.place.child("not"))
-        if opposite is None:
-            draft.drop("not", "its negation cannot be enforced")
-        else:
-            draft.extra.append(opposite)
-
-    def _if(self, draft: Draft) -> None:
-        if not {"then", "else"} & draft.given.keys():
-            return
-        place = draft.place.child("if")
-        condition, opposite = self._exactly(place.schema, place), self._opposite(place)
-        if condition is None or opposite is None:
-            draft.drop("if", "its negation cannot be enforced")
-            return
-        then, otherwise = (
-            self._hold(draft.place.child(key), None) if key in draft.given else True for key in ("then", "else")
-        )
-        draft.extra.append({"anyOf": [{"allOf": [condition, then]}, {"allOf": [opposite, otherwise]}]})
-
-    def _dependencies(self, draft: Draft) -> None:
-        if "object" not in draft.kinds:
-            return
-        for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-            given = draft.given.get(keyword, {})
-            if not isinstance(given, Mapping) or len(given) > MAX_DEPENDENCIES:
-                draft.drop(keyword, f"it is not an object of at most {MAX_DEPENDENCIES} names")
-                continue
-            for name, value in given.items():
-                if not isinstance(value, list):
-                    then = self._hold(draft.place.child(keyword, name), None)
-                elif all(isinstance(one, str) for one in value):
-                    then = {"required": value}
-                else:
-                    draft.drop(f"{keyword}.{name}", "it is not a list of names")
-                    continue
-                draft.extra.append({"anyOf": [{"properties": {name: False}}, then]})
-
-    def _exactly(self, schema: object, place: Place) -> Held | None:
-        """The rewritten schema of the same value, or None if a keyword cannot be enforced.
-
-        It gets definitions of its own, because existing ones may have omitted keywords.
-        """
-        if self._room.is_used_up:
-            return None
-        before = self.problems, self._names, dict(self._definitions)
-        num_left = self._room.num_left
-        self.problems, self._names = {}, {}
-        held = self._hold(Place(schema, place.path, place.base), None)
-        added = [self._definitions[name] for name in self._definitions.keys() - before[2].keys()]
-        is_exact = not self.problems and self._room.takes([held, *added], num_taken=num_left - self._room.num_left)
-        self.problems, self._names = before[:2]
-        if not is_exact:
-            self._definitions, self._room.num_left = before[2], num_left
-        return held if is_exact else None
+        case int():
+            return abs(value) < 2**63 and int(float(value)) == value
+        case float():
+            return math.isfinite(value)
+        case list():
+            return all(map(_is_exact, value))
+        case Mapping():
+            return all(map(_is_exact, value.values()))
+    return True
 
 
-def _open_names(draft: Draft) -> None:
-    """Leave the object open: without patternProperties it is unknown which names are additional."""
-    for keyword in ("additionalProperties", "unevaluatedProperties"):
-        if draft.given.get(keyword, True) is not True:
-            draft.drop(keyword, "it depends on patternProperties, which cannot be enforced")
-    draft.out.pop("additionalProperties", None)
-    draft.closing = LEFT_OPEN
+def _bound(draft: _Draft, keyword: str, value: Any) -> None:
+    if abs(value) > MAX_EXACT:
+        draft.drop(keyword, f"it is beyond {MAX_EXACT}")
+    elif value and abs(value) < LEAST_BOUND:
+        draft.drop(keyword, f"it is closer to 0 than {LEAST_BOUND:g}")
+    else:
+        draft.out[keyword] = value
 
 
-def _close(draft: Draft) -> None:
+def _multiple(draft: _Draft, keyword: str, value: Any) -> None:
+    _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    if not isinstance(exponent, int) or exponent < -9 or abs(exponent) + len(digits) > 20:
+        draft.drop(keyword, "it has too many digits")
+        return
+    number, num_decimals = int("".join(map(str, digits))) * 10 ** max(0, exponent), max(0, -exponent)
+    limit = draft.holder.max_multiple
+    if number * (10**num_decimals if limit == MAX_SHARED_MULTIPLE else 1) > limit:
+        draft.drop(keyword, "it has too many digits")
+    elif not _survives_tens(value, number, num_decimals):
+        draft.drop(keyword, "it has no exact binary form")
+    else:
+        draft.out[keyword] = value
+
+
+def _survives_tens(value: float, number: int, num_decimals: int) -> bool:
+    """Whether the compiler's conversion is exact: it multiplies by ten until no decimals are left, and may round."""
+    value = float(value)
+    for _ in range(num_decimals):
+        if value.is_integer():
+            return False
+        value *= 10
+    return value == number
+
+
+def _count(draft: _Draft, keyword: str, value: Any) -> None:
+    if value > MAX_COUNT:
+        draft.drop(keyword, f"it is more than {MAX_COUNT}")
+    else:
+        draft.out[keyword] = int(value)  # JSON Schema treats 2.0 as an integer
+
+
+def _pattern(draft: _Draft, keyword: str, value: str) -> None:
+    held = hold_pattern(value)
+    if held.problem:
+        draft.drop(keyword, held.problem)
+    if not draft.holder.fits(max(0, sum(map(len, held.sources)) - len(value) - 10)):
+        draft.drop(keyword, _TOO_LONG)
+        return
+    draft.out |= {keyword: held.sources[0]} if held.sources else {}
+    draft.extra += [{keyword: source} for source in held.sources[1:]]
+
+
+def _format(draft: _Draft, keyword: str, value: str) -> None:
+    if not draft.kinds & {"string", "number"}:
+        return
+    if value in NUMBER_FORMATS:
+        low, high = NUMBER_FORMATS[value]
+        draft.extra += [{"minimum": low, "maximum": high}] if "number" in draft.kinds else []
+    elif value not in FORMATS and value not in NATIVE_FORMATS:
+        draft.drop(keyword, f"{json.dumps(value)[:40]} is not a format this server knows")
+    elif "string" in draft.kinds:  # it applies to strings only
+        draft.out |= {keyword: value} if value in NATIVE_FORMATS else {}
+        draft.extra += [draft.holder.format(value)] if value in FORMATS else []
+
+
+def _schema(draft: _Draft, keyword: str, value: Any) -> None:
+    if isinstance(value, list):
+        draft.out["prefixItems"] = [draft.holder.hold(one) for one in draft.place.inner(keyword)]
+    else:
+        draft.out[keyword] = draft.holder.hold(draft.place.child(keyword))
+
+
+def _additional_items(draft: _Draft, keyword: str, _value: Any) -> None:
+    if isinstance(draft.place.schema.get("items"), list):  # the syntax of draft 7
+        draft.out["items"] = draft.holder.hold(draft.place.child(keyword))
+
+
+def _unique(draft: _Draft, keyword: str, value: bool) -> None:
+    if value and draft.place.schema.get("maxItems", 2) > 1:
+        draft.drop(keyword, "items are not compared with each other")
+
+
+def _properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None:
+    shared = draft.holder.shared
+    draft.out[keyword] = {
+        name: draft.holder.hold(draft.place.child(keyword, name), None if name in shared else frozenset())
+        for name in value
+    }
+
+
+def _pattern_properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None:
+    held = {name: hold_pattern(name) for name in value}
+    broken = [name for name in value if held[name].problem or len(held[name].sources) != 1]
+    for name in broken:
+        draft.drop(f"{keyword}.{name}", held[name].problem or "a look-ahead is not supported here")
+    if broken:  # it is unknown which names are additional
+        for other in ("additionalProperties", "unevaluatedProperties"):
+            if draft.place.schema.get(other, True) is not True:
+                draft.drop(other, "it depends on patternProperties, which cannot be enforced")
+        draft.closing = _Closing()
+        draft.out["additionalProperties"] = True
+        return
+    schemas = [draft.holder.hold(one) for one in draft.place.inner(keyword)]
+    either = f"^(?:{'|'.join(one.sources[0][1:-1] for one in held.values())})$"
+    if any(one != schemas[0] for one in schemas):
+        draft.drop(keyword, "its patterns may match the same name")
+        schemas = [True]
+    draft.out[keyword] = {either: schemas[0]} if value else {}
+
+
+def _additional_properties(draft: _Draft, keyword: str, _value: Any) -> None:
+    draft.out.setdefault(keyword, draft.holder.hold(draft.place.child(keyword)))
+
+
+def _property_names(draft: _Draft, keyword: str, _value: Any) -> None:
+    """Rewrite propertyNames as a pattern. Values follow the schema of additional properties."""
+    schema = draft.holder.target(draft.place.child(keyword))
+    pattern = _names_pattern(schema)
+    if pattern is None or draft.has("properties", "patternProperties"):
+        if schema is not True and schema != {}:
+            draft.drop(keyword, "it is not a single enum or pattern, or the object has named properties")
+    elif draft.holder.fits(len(pattern)):
+        others = draft.place.schema.get("additionalProperties")
+        held = True if others is None else draft.holder.hold(draft.place.child("additionalProperties"))
+        draft.out |= {"patternProperties": {pattern: held}, "additionalProperties": False}
+    else:
+        draft.drop(keyword, _TOO_LONG)
+
+
+def _names_pattern(schema: Any) -> str | None:
+    """A schema of strings as a single pattern, or None."""
+    if schema is False:
+        return r"^[^\x{0}-\x{10FFFF}]$"
+    given = dict(Place(schema, "", "").given()) if isinstance(schema, Mapping) else {}
+    given.pop("type", None)
+    values = [given["const"]] if "const" in given else given.get("enum")
+    if values is not None and len(given) == 1:
+        texts = ["".join(f"\\x{{{ord(char):X}}}" for char in one) for one in values if isinstance(one, str)]
+        return f"^(?:{'|'.join(texts)})$"
+    if given and given.keys() <= {"minLength", "maxLength"}:
+        return f"^(?s:.{{{int(given.get('minLength', 0))},{int(given['maxLength']) if 'maxLength' in given else ''}}})$"
+    held = hold_pattern(given["pattern"]) if given.keys() == {"pattern"} else None
+    return None if held is None or held.problem or len(held.sources) != 1 else held.sources[0]
+
+
+def _unevaluated_properties(draft: _Draft, keyword: str, value: Any) -> None:
+    if value is True or draft.has("additionalProperties") or draft.closing.names is not None:
+        return
+    if draft.has(*_SAME_VALUE, *_DEPENDENT, "$dynamicRef", "propertyNames"):
+        draft.drop(keyword, "it depends on what other keywords match")
+    else:
+        draft.out["additionalProperties"] = draft.holder.hold(draft.place.child(keyword))
+
+
+def _dependencies(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None:
+    if len(value) > MAX_DEPENDENCIES:
+        draft.drop(keyword, f"it has more than {MAX_DEPENDENCIES} names")
+        return
+    for name, one in value.items():
+        is_names = isinstance(one, list)
+        then = {"required": one} if is_names else draft.holder.hold(draft.place.child(keyword, name), None)
+        draft.extra.append({"anyOf": [{"properties": {name: False}}, then]})
+
+
+def _parts(draft: _Draft, keyword: str, _value: Any) -> None:
+    outer = None if keyword == "allOf" else draft.closing.for_branches
+    draft.out[keyword] = [draft.holder.hold(part, outer) for part in draft.place.inner(keyword)]
+
+
+def _one_of(draft: _Draft, keyword: str, _value: Any) -> None:
+    parts = draft.place.inner(keyword)
+    if not _exclude_each_other([draft.holder.target(part) for part in parts]):
+        draft.drop(keyword, "more than one of its schemas may match")
+    draft.extra.append({"anyOf": [draft.holder.hold(part, draft.closing.for_branches) for part in parts]})
+
+
+def _exclude_each_other(schemas: Sequence[Any]) -> bool:
+    """Whether no value matches two of the schemas, by type, by listed values or by those of a required property."""
+    if not all(isinstance(schema, Mapping) for schema in schemas):
+        return False
+    tags = [name for schema in schemas for name in schema.get("required") or ()][:8]
+    return any(_are_marked([_marks(schema, tag) for schema in schemas]) for tag in (None, *tags))
+
+
+def _marks(schema: Mapping[str, Any], tag: str | None) -> set[tuple[str, str]]:
+    """The kinds of a schema's values, each with a value that is listed for it, or with "" for any."""
+    kinds = kinds_of(schema)
+    if kinds == {"object"} and tag is not None and tag in (schema.get("required") or ()):
+        one = (schema.get("properties") or {}).get(tag)
+        return {("object", f"{kind} {value}") for kind, value in _marks(one, None) if value} if one else set()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if values is None:
+        return {(kind, "") for kind in kinds}
+    is_plain = {isinstance(value, str) or (isinstance(value, int) and abs(value) <= MAX_EXACT) for value in values}
+    return {(kind_of(value), json.dumps(value) if is_plain == {True} else "") for value in values}
+
+
+def _are_marked(marks: Sequence[set[tuple[str, str]]]) -> bool:
+    seen = Counter(mark for own in marks for mark in own)
+    whole = {kind for kind, value in seen if not value}
+    is_apart = all(count == 1 for count in seen.values())
+    return all(marks) and is_apart and not any(value and kind in whole for kind, value in seen)
+
+
+def _if(draft: _Draft, keyword: str, _value: Any) -> None:
+    if draft.has("then", "else"):
+        draft.drop(keyword, "the compiler has no conditions")
+
+
+def _ref(draft: _Draft, keyword: str, value: str) -> None:
+    target = draft.holder.references.find(value, draft.place.base)
+    if target is None:
+        draft.drop(keyword, "it is not in this schema, and nothing is fetched")
+    else:
+        draft.out |= draft.holder.defined(target, is_closed=False)
+
+
+def _close(draft: _Draft) -> None:
     if draft.closing.names is None:
         return
     properties = draft.out.get("properties", {})
-    added = draft.closing.names - properties.keys()
-    if not draft.room.takes(["additionalProperties", added]):  # no room: the object stays open
-        if "unevaluatedProperties" in draft.given:
-            draft.drop("unevaluatedProperties", TOO_LONG)
+    added = sorted(draft.closing.names - properties.keys())
+    if draft.holder.fits(sum(len(name) + 10 for name in added) + 25):
+        draft.out |= {"properties": properties | dict.fromkeys(added, True), "additionalProperties": False}
+    elif draft.has("unevaluatedProperties"):  # no room: the object stays open
+        draft.drop("unevaluatedProperties", _TOO_LONG)
+
+
+def _limit_properties(draft: _Draft, *, is_whole: bool) -> None:
+    """Enforce minProperties and maxProperties as far as the compiler can.
+
+    With optional properties it can count one of them. `is_whole`: no other schema of the value lists properties.
+    """
+    schema, properties = draft.place.schema, draft.out.get("properties", {})
+    least, most = schema.get("minProperties"), schema.get("maxProperties")
+    num_required = len(set(draft.out.get("required", ())))
+    num_optional = len(properties.keys() - set(draft.out.get("required", ())))
+    is_closed = draft.out.get("additionalProperties") is False and "patternProperties" not in draft.out
+    if "object" not in draft.kinds:
         return
-    draft.out["properties"] = properties
-    for name in sorted(added):
-        properties[name] = True
-    draft.out["additionalProperties"] = False
+    if least is not None and least > num_required:
+        if is_whole and (not num_optional or (is_closed and least == num_required + 1)):
+            _count(draft, "minProperties", least)
+        else:
+            draft.drop("minProperties", _LIMITED_SIZES)
+    if most is not None and not (is_whole and is_closed and most >= num_required + num_optional):
+        if is_whole and (not num_optional or (is_closed and most == num_required + 1)):
+            _count(draft, "maxProperties", most)
+        else:
+            draft.drop("maxProperties", _LIMITED_SIZES)
 
 
-def _is_only(keyword: str, schema: Mapping[str, Any]) -> bool:
-    return schema.keys() - ANNOTATIONS == {keyword}
+# Formats of `format`. These are enforced by the compiler itself.
+NATIVE_FORMATS = frozenset(("duration", "email", "ipv4", "ipv6", "uuid", "uri"))
+
+_SHORT_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_LEAP_DAY = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
+_DATE = (
+    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_DAY})"
+)
+# A leap second is the last second of a day, and is written in UTC.
+_OFFSET = r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = (
+    rf"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?{_OFFSET}"
+    r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))"
+)
+_POINTER = r"(?:/(?:[^~/]|~[01])*)*"
+# No label has hyphens as third and fourth character: that prefix marks encoded international names.
+_LABEL = (
+    r"[A-Za-z0-9](?:[A-Za-z0-9]|{m}[A-Za-z0-9](?:{m}{{0,59}}[A-Za-z0-9])?|{m}-[A-Za-z0-9](?:{m}{{0,58}}[A-Za-z0-9])?)?"
+)
+_LABEL = _LABEL.format(m="[A-Za-z0-9-]")
+# Enforced by patterns, because the compiler's own date allows February 29 in every year, and its e-mail addresses have
+# mailboxes and labels of any length.
+FORMATS: Mapping[str, str] = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+    "email": rf"^[^@]{{1,64}}@(?:\[.*|{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*)$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
+}
+MAX_LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254}
+# Integer formats of OpenAPI. int64 is missing because its bounds exceed those of the compiler.
+NUMBER_FORMATS: Mapping[str, tuple[int, int]] = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
+}
 
 
-def _pattern_of(names: Draft) -> str | None:
-    """A schema of strings as a single pattern, or None."""
-    if names.extra or "format" in names.out:
-        return None
-    least, most = names.out.get("minLength", 0), names.out.get("maxLength")
-    if "pattern" not in names.out:
-        return f"^(?s:.{{{least},{'' if most is None else most}}})$"
-    return names.out["pattern"] if names.out.keys() <= {"pattern"} else None
+class Keyword(NamedTuple):
+    rule: Rule  # what its value must be
+    hold: Callable[[_Draft, str, Any], None] | str | None = None  # a text: why it is not enforced; None: no constraint
+    kind: str = ""  # of the values that it constrains; empty: all
+    inner: str = ""  # the schemas in its value: one ("schema"), a list, or a map
+
+
+KEYWORDS: Mapping[str, Keyword] = {
+    "type": Keyword(_rule(f"one of {', '.join(TYPES)}", _is_type), _keep),
+    "enum": Keyword(_VALUES, _values),
+    "const": Keyword(_ANY, _values),
+    **dict.fromkeys(("minimum", "maximum"), Keyword(_NUMBER, _bound, "number")),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), Keyword(_NUMBER_OR_FLAG, _bound, "number")),
+    "multipleOf": Keyword(_POSITIVE, _multiple, "number"),
+    **dict.fromkeys(("minLength", "maxLength"), Keyword(_COUNT, _count, "string")),
+    "pattern": Keyword(_pattern_rule, _pattern, "string"),
+    "format": Keyword(_TEXT, _format),
+    "prefixItems": Keyword(_LIST, _schema, "array", "list"),
+    "items": Keyword(_ANY, _schema, "array", "schema"),
+    "additionalItems": Keyword(_ANY, _additional_items, "array", "schema"),
+    **dict.fromkeys(("minItems", "maxItems"), Keyword(_COUNT, _count, "array")),
+    "uniqueItems": Keyword(_FLAG, _unique, "array"),
+    "contains": Keyword(_ANY, "items are not counted", "array", "schema"),
+    **dict.fromkeys(("minContains", "maxContains"), Keyword(_COUNT)),
+    "unevaluatedItems": Keyword(_ANY, "it depends on what other keywords match", "array", "schema"),
+    "properties": Keyword(_MAP, _properties, "object", "map"),
+    "required": Keyword(_rule("a list of names", _is_list_of_names), _keep, "object"),
+    "patternProperties": Keyword(_patterns_rule, _pattern_properties, "object", "map"),
+    "additionalProperties": Keyword(_ANY, _additional_properties, "object", "schema"),
+    "propertyNames": Keyword(_ANY, _property_names, "object", "schema"),
+    "unevaluatedProperties": Keyword(_ANY, _unevaluated_properties, "object", "schema"),
+    **dict.fromkeys(("minProperties", "maxProperties"), Keyword(_COUNT)),  # see _limit_properties
+    "dependentRequired": Keyword(_rule("an object of lists of names", _are_lists_of_names), _dependencies, "object"),
+    "dependentSchemas": Keyword(_MAP, _dependencies, "object", "map"),
+    "dependencies": Keyword(
+        _rule("an object of schemas or lists of names", _are_schemas_or_names), _dependencies, "object", "map"
+    ),
+    "allOf": Keyword(_LIST, _parts, inner="list"),
+    "anyOf": Keyword(_SCHEMAS, _parts, inner="list"),
+    "oneOf": Keyword(_SCHEMAS, _one_of, inner="list"),
+    "not": Keyword(_ANY, "the compiler has no negation", inner="schema"),
+    "if": Keyword(_ANY, _if, inner="schema"),
+    **dict.fromkeys(("then", "else"), Keyword(_ANY, inner="schema")),  # without `if` they constrain nothing
+    "$ref": Keyword(_TEXT, _ref),
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), Keyword(_ANY, "its target depends on other schemas")),
+    **dict.fromkeys(("$defs", "definitions"), Keyword(_MAP, inner="map")),
+}

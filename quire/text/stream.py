@@ -1,17 +1,14 @@
-"""Converts the tokens of one answer to text, up to a stop string.
+"""The text of one answer as it is generated: tokens to text, stop strings, and its parts (`Piece`).
 
 The caller owns the stream and its request: when a delta has a `stop`, the caller must finish the request in the engine
 with `num_tokens` tokens. Tokens already in flight may still be pushed; they are dropped.
-
-A `Detokenizer` knows bytes and characters. `StopStrings` finds stop strings, and holds back text that may be the start
-of one.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.errors import InvalidRequest
 from quire.text.tokenizer import check_text
@@ -209,3 +206,61 @@ class TextStream:
         match = self._stops.push(rest)
         self.stop = match.stop
         return TextDelta(match.text + self._stops.finish(), 0, match.stop)
+
+
+class Thought(NamedTuple):
+    """The next part of the reasoning."""
+
+    text: str
+
+
+class Words(NamedTuple):
+    """The next part of the answer's text, outside of reasoning and tool calls."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    number: int  # index of the call in this answer
+    call_id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    number: int
+    text: str  # the next part of the arguments' JSON
+
+
+Piece = Thought | Words | CallStart | CallArguments
+
+
+class AnswerParser(Protocol):
+    """Splits the text of one sample into pieces.
+
+    Returned pieces are final. Text that may be the start of a marker is held back.
+    """
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the turn has ended. Further text is ignored."""
+
+    def push(self, text: str) -> list[Piece]: ...
+
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Flush at the end of the answer. Text that is not a valid call is returned as Words; this never fails.
+
+        `is_cut`: a length limit ended the answer. The beginning of a call is then dropped: it is not text.
+        """
+
+
+class PlainAnswer:
+    """Parser for answers without reasoning or tool calls."""
+
+    is_over = False
+
+    def push(self, text: str) -> list[Piece]:
+        return [Words(text)] if text else []
+
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        del is_cut
+        return []

@@ -17,12 +17,13 @@ from typing import Any
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QuireError
 from quire.text.encoder import make_encoder
 from quire.text.gguf_vocab import SPACE, ending_ids, gguf_vocab
-from quire.text.tokenizer_bounds import MAX_FRAME_IDS, find_bounds
 from quire.text.vocab_spec import (
+    MAX_FRAME_IDS,
     add_from_config,
     check_spec,
     checked_vocab,
     decoder_kind,
+    find_bounds,
     leading_bos,
     parse,
 )

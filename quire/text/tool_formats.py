@@ -13,12 +13,10 @@ from enum import Enum, auto
 from typing import Protocol
 
 from quire.errors import InvalidRequest
-from quire.text.answers import CallArguments, CallStart, Piece, Words
-from quire.text.json_calls import JsonCall
-from quire.text.literal_calls import GEMMA, GEMMA_QUOTE, PYTHON, LiteralCall
+from quire.text.call_readers import FUNCTION, GEMMA, GEMMA_QUOTE, PYTHON, JsonCall, LiteralCall, XmlCall
 from quire.text.messages import Tool
 from quire.text.reasoning import num_held
-from quire.text.xml_calls import FUNCTION, XmlCall
+from quire.text.stream import CallArguments, CallStart, Piece, Words
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
 _BLANK = " \t\r\n"
@@ -28,9 +26,9 @@ class Syntax(Enum):
     """How one call is written, between the markers."""
 
     JSON = auto()  # an object with a name and arguments
-    XML = auto()  # Qwen3.5 and Qwen3-Coder: see quire/text/xml_calls.py
-    GEMMA = auto()  # Gemma 4: see quire/text/literal_calls.py
-    PYTHON = auto()  # LFM2: see quire/text/literal_calls.py
+    XML = auto()  # Qwen3.5 and Qwen3-Coder: see quire/text/call_readers.py
+    GEMMA = auto()  # Gemma 4: see quire/text/call_readers.py
+    PYTHON = auto()  # LFM2: see quire/text/call_readers.py
     HARMONY = auto()  # gpt-oss: a message to the tool, see quire/text/harmony.py
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.text.answers import AnswerParser, CallArguments, CallStart
+from quire.errors import TemplateFailure
 from quire.text.harmony import CHANNEL, HarmonyParser
 from quire.text.messages import Message, Part, Role, Tool, ToolCall
-from quire.text.rendering import TemplateFailure
+from quire.text.stream import AnswerParser, CallArguments, CallStart
 from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, Syntax, ToolFormat
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}

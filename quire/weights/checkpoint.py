@@ -8,12 +8,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from quire.weights.packed import PackedMatrix
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from quire.weights.packed import PackedMatrix
 
 
 class TensorType(StrEnum):

@@ -15,17 +15,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
 from quire.weights.fields import show
-from quire.weights.gguf_packed import pack_blocks
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
 from quire.weights.names import gguf_layer, gguf_targets, in_halves, is_left_over
-from quire.weights.packed import PackedMatrix
 from quire.weights.recurrence import restore_a_log
 from quire.weights.tensors import Place, place_tensors
+
+if TYPE_CHECKING:
+    from quire.weights.packed import PackedMatrix
 
 MAX_KEYS = 4096
 MAX_TENSORS = 65_536
@@ -438,6 +439,8 @@ class GgufCheckpoint:
         return in_halves(raw, self.spec, str(self.path)) if self._is_permuted else raw
 
     def read_packed(self, name: str) -> PackedMatrix | None:
+        from quire.weights.packing import pack_blocks
+
         return pack_blocks(self.read(name))
 
     def tokenizer_files(self) -> TokenizerFiles:

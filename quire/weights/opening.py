@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType, TokenizerFiles
@@ -18,10 +19,12 @@ from quire.weights.fields import Fields
 from quire.weights.folder import ModelFolder
 from quire.weights.gguf import GgufCheckpoint, is_later_part, part_paths
 from quire.weights.gpt_oss import BLOCK_BYTES, GROUP
-from quire.weights.packed import PackedMatrix
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 from quire.weights.spec import OTHER
 from quire.weights.tensors import expected_tensors
+
+if TYPE_CHECKING:
+    from quire.weights.packed import PackedMatrix
 
 TYPE = TensorType.BF16  # assumed type of the weights if config.json does not contain it
 ITEM_BYTES = 2

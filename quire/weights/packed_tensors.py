@@ -14,13 +14,13 @@ matrix is read.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import ModelFileError
 from quire.weights.checkpoint import TensorInfo, TensorType
 from quire.weights.fields import show
-from quire.weights.packed import CodeType, PackedMatrix, pack_pairs, unpack_pairs, without_default
 from quire.weights.quantization import Method, Quantization
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _PART_ENDINGS = (
 _UNUSED_ENDINGS = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point")
 KV_SCALES = "scales of the KV cache"
 _KV_ENDINGS = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of each eight, that is in the lowest 4 bits, the next, ...
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of each eight, that is in the lowest 4 bits, the next, ...
 
 
 class Part(NamedTuple):
@@ -156,9 +156,9 @@ class _Finder:
             for scheme in self.quantization.schemes
             if (scheme.bits, scheme.is_float) == (bits, is_float)
         }
-        fitting = [one for one in sorted(groups) if _num_groups(shape, one) == found]
+        fitting = [one for one in sorted(groups) if num_groups(shape, one) == found]
         if len(fitting) != 1:
-            expected = " or ".join(str(_num_groups(shape, one)) for one in sorted(groups)) or "another type"
+            expected = " or ".join(str(num_groups(shape, one)) for one in sorted(groups)) or "another type"
             raise self.wrong(
                 scales, f"scales of {show(codes.name)} {shape}, {bits} bits, need {expected} by config.json"
             )
@@ -199,12 +199,12 @@ class _Finder:
         scales = self._need(f"{stem}_scale", _SCALE_TYPES, codes)
         shape, bits = self._unpacked_shape(codes, self._find(f"{stem}_shape", _INDEX_TYPES))
         group = self._group(codes, scales, shape, bits, is_float=False)
-        num_groups = _num_groups(shape, group)
+        found = num_groups(shape, group)
         zeros = self._find(f"{stem}_zero_point", ("I32", "I8"))
         if zeros is not None:
             packed_rows = -(-shape[0] * bits // 32)
-            expected = (packed_rows, num_groups[1]) if zeros.dtype == "I32" else num_groups
-            if zeros.shape != expected or num_groups[0] != shape[0]:
+            expected = (packed_rows, found[1]) if zeros.dtype == "I32" else found
+            if zeros.shape != expected or found[0] != shape[0]:
                 raise self.wrong(zeros, f"not of shape {expected}")
         order = self._index(f"{stem}_g_idx", shape[1], group)
         info = self._tensor(stem, _KINDS[bits], shape, codes, scales, zeros, order)
@@ -221,10 +221,9 @@ class _Finder:
             return (rows, words * 32 // bits), bits
         if stored.shape != (2,):
             raise self.wrong(stored, "not two numbers")
-        import numpy as np
-
-        data = self.read(stored, 0, stored.num_bytes).view("<i8" if stored.dtype == "I64" else "<i4")
-        given = tuple(int(one) for one in data.astype(np.int64))
+        given = struct.unpack(
+            "<2q" if stored.dtype == "I64" else "<2i", self.read(stored, 0, stored.num_bytes).tobytes()
+        )
         for bits in candidates:
             if given[0] == rows and given[1] > 0 and -(-given[1] * bits // 32) == words and given[1] % 2 == 0:
                 return (rows, given[1]), bits
@@ -242,12 +241,12 @@ class _Finder:
         inputs, outputs = codes.shape if is_awq else (codes.shape[0] * per_word, codes.shape[1])
         outputs = outputs * per_word if is_awq else outputs
         group = scheme.group_of(outputs, inputs)
-        num_groups = _num_groups((outputs, inputs), group)[1]
-        if scales.shape != (num_groups, outputs) or inputs % 2:
-            raise self.wrong(scales, f"scales of {show(codes.name)} need {(num_groups, outputs)} by config.json")
+        count = num_groups((outputs, inputs), group)[1]
+        if scales.shape != (count, outputs) or inputs % 2:
+            raise self.wrong(scales, f"scales of {show(codes.name)} need {(count, outputs)} by config.json")
         zeros = self._find(f"{stem}qzeros", ("I32",))
-        if zeros is not None and (zeros.shape != (num_groups, outputs // per_word) or outputs % per_word):
-            raise self.wrong(zeros, f"zero points of {show(codes.name)} need {(num_groups, outputs // per_word)}")
+        if zeros is not None and (zeros.shape != (count, outputs // per_word) or outputs % per_word):
+            raise self.wrong(zeros, f"zero points of {show(codes.name)} need {(count, outputs // per_word)}")
         order = None if is_awq else self._index(f"{stem}g_idx", inputs, group)
         shape = (outputs, inputs)
         info = self._tensor(f"{stem}weight", _KINDS[scheme.bits], shape, codes, scales, zeros, order)
@@ -274,123 +273,5 @@ def _scale_shape(scales: Part, num_rows: int) -> tuple[int, ...]:
     return (num_rows, 1) if scales.shape == (num_rows,) else scales.shape
 
 
-def _num_groups(shape: tuple[int, int], group: tuple[int, int]) -> tuple[int, int]:
+def num_groups(shape: tuple[int, int], group: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[0] // group[0]), -(-shape[1] // group[1])
-
-
-# Reading
-
-
-def read_matrix(tensor: PackedTensor, expert: int, read: ReadPart, source: str) -> PackedMatrix:
-    """Read a matrix; of a stack, that of one expert."""
-    import numpy as np
-
-    if tensor.method in (Method.AWQ, Method.GPTQ):
-        return _read_columns(tensor, read, source)
-    shape = (tensor.info.shape[-2], tensor.info.shape[-1])
-    codes, scales = tensor.codes, tensor.scales
-    num_stacked = tensor.info.shape[0] if len(tensor.info.shape) == 3 else 1
-    kind = CodeType(tensor.info.type.lower())
-    code_bytes, scale_bytes = codes.num_bytes // num_stacked, scales.num_bytes // num_stacked
-    data = read(codes, expert * code_bytes, code_bytes).reshape(shape[0], -1)[:, : shape[1] * kind.bits // 8]
-    if codes.dtype == "I32" and kind is CodeType.INT8:
-        data = data ^ np.uint8(128)  # stored from 0 to 255
-    scale = _floats(scales, read(scales, expert * scale_bytes, scale_bytes)).reshape(_num_groups(shape, tensor.group))
-    zeros = None if tensor.zeros is None else _row_zeros(tensor, tensor.zeros, shape[0], scale.shape, read)
-    zeros = None if zeros is None else without_default(kind, zeros)
-    matrix = PackedMatrix(kind, shape, data, scale, tensor.group, zeros)
-    return matrix if tensor.order is None else _ordered(matrix, tensor.order, read, source)
-
-
-def _row_zeros(
-    tensor: PackedTensor, zeros: Part, num_rows: int, shape: tuple[int, ...], read: ReadPart
-) -> NDArray[np.float32]:
-    """Read zero points of compressed-tensors: signed bytes, or packed along the rows with an offset."""
-    import numpy as np
-
-    is_int4 = tensor.info.type is TensorType.INT4
-    data = read(zeros, 0, zeros.num_bytes)
-    if zeros.dtype == "I8":
-        return data.view(np.int8).reshape(shape).astype(np.float32) + (8 if is_int4 else 0)
-    values = _along_rows(data, zeros.shape, 4 if is_int4 else 8)[:num_rows].astype(np.float32)
-    return values if is_int4 else values - 128
-
-
-def _read_columns(tensor: PackedTensor, read: ReadPart, source: str) -> PackedMatrix:
-    import numpy as np
-
-    kind = CodeType(tensor.info.type.lower())
-    outputs, inputs = tensor.info.shape
-    words = read(tensor.codes, 0, tensor.codes.num_bytes)
-    if tensor.method is Method.AWQ:
-        codes = pack_pairs(np.ascontiguousarray(_awq_outputs(words, tensor.codes.shape).T))
-    else:  # a word holds eight or four inputs, in the order of `PackedMatrix`
-        codes = words.reshape(-1, outputs, 4).transpose(1, 0, 2).reshape(outputs, -1)
-        codes = codes ^ np.uint8(128) if kind is CodeType.INT8 else codes
-    scales = _floats(tensor.scales, read(tensor.scales, 0, tensor.scales.num_bytes)).reshape(tensor.scales.shape)
-    zeros = None
-    if tensor.zeros is not None:
-        stored = read(tensor.zeros, 0, tensor.zeros.num_bytes)
-        found = (
-            _awq_outputs(stored, tensor.zeros.shape)
-            if tensor.method is Method.AWQ
-            else _along_columns(stored, tensor.zeros.shape, kind.bits)
-        )
-        shift = tensor.zero_offset - (128 if kind is CodeType.INT8 else 0)
-        zeros = without_default(kind, np.ascontiguousarray(found.T).astype(np.float32) + np.float32(shift))
-    matrix = PackedMatrix(kind, (outputs, inputs), codes, np.ascontiguousarray(scales.T), tensor.group, zeros)
-    return matrix if tensor.order is None else _ordered(matrix, tensor.order, read, source)
-
-
-def _ordered(matrix: PackedMatrix, order: Part, read: ReadPart, source: str) -> PackedMatrix:
-    """Return the matrix with its columns sorted by their groups, if they are not."""
-    from dataclasses import replace
-
-    import numpy as np
-
-    inputs, width = matrix.shape[1], matrix.group[1]
-    groups = read(order, 0, order.num_bytes).view("<i8" if order.dtype == "I64" else "<i4").astype(np.int64)
-    expected = np.arange(inputs) // width
-    if (groups == expected).all() or (groups == -1).all():  # -1: not set
-        return matrix
-    sorted_columns = np.argsort(groups, kind="stable")
-    if not (groups[sorted_columns] == expected).all():
-        raise ModelFileError(f"{source}: tensor {show(order.name)} does not give each group {width} inputs")
-    is_int4 = matrix.type is CodeType.INT4
-    codes = unpack_pairs(matrix.codes) if is_int4 else matrix.codes
-    codes = codes[:, sorted_columns]
-    return replace(matrix, codes=pack_pairs(codes) if is_int4 else codes, order=sorted_columns.astype(np.int32))
-
-
-def _floats(part: Part, data: NDArray[np.uint8]) -> NDArray[np.float32]:
-    import numpy as np
-
-    if part.dtype == "F8_E8M0":
-        with np.errstate(over="ignore"):
-            return np.ldexp(np.float32(1), data.astype(np.int32) - 127).astype(np.float32)
-    if part.dtype == "BF16":
-        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):  # NaN is allowed
-        return data.view("<f2" if part.dtype == "F16" else "<f4").astype(np.float32)
-
-
-def _along_columns(words: NDArray[np.uint8], shape: tuple[int, ...], bits: int) -> NDArray[np.uint8]:
-    """Return the codes of words [R, C], which are neighbours in a row: [R, C * 32 / bits]."""
-    data = words.reshape(shape[0], -1)
-    return data if bits == 8 else unpack_pairs(data)
-
-
-def _along_rows(words: NDArray[np.uint8], shape: tuple[int, ...], bits: int) -> NDArray[np.uint8]:
-    """Return the codes of words [R, C], which are neighbours in a column: [R * 32 / bits, C]."""
-    codes = _along_columns(words, shape, bits).reshape(*shape, -1)
-    return codes.transpose(0, 2, 1).reshape(-1, shape[1])
-
-
-def _awq_outputs(words: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Return the codes of words [R, C] in the order of the outputs: [R, 8 * C]."""
-    import numpy as np
-
-    eights = _along_columns(words, shape, 4).reshape(-1, 8)
-    codes = np.empty_like(eights)
-    codes[:, list(_AWQ_ORDER)] = eights
-    return codes.reshape(shape[0], -1)

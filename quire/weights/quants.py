@@ -8,24 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import MissingExtra, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorType
 from quire.weights.packed import CodeType, PackedMatrix, fp8_values, pack_pairs
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 CHUNK_ELEMENTS = 1 << 20  # decoded at once: the decoders make several copies of their input
 
 
 def to_float32(raw: RawTensor) -> NDArray[np.float32]:
     """Return a copy with the shape `info.shape`."""
-    import numpy as np
-
     kind, data = raw.info.type, np.ascontiguousarray(raw.data)
     if kind is TensorType.F32:
         return data.view("<f4").astype(np.float32).reshape(raw.info.shape)
@@ -39,8 +34,6 @@ def to_float32(raw: RawTensor) -> NDArray[np.float32]:
 
 def _dequantize(raw: RawTensor, data: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Decode rows in chunks. A tensor of experts [N, rows, columns] is N * rows rows."""
-    import numpy as np
-
     decode = _decoder(raw.info.type)
     out = np.empty(raw.info.shape, np.float32)
     rows = out.reshape(-1, raw.info.shape[-1])
@@ -75,8 +68,6 @@ _CODEBOOKS = {TensorType.IQ4_NL: IQ4_CODES, TensorType.IQ4_XS: IQ4_CODES, Tensor
 
 
 def _look_up(kind: TensorType, coded: NDArray[np.uint8]) -> NDArray[np.float32]:
-    import numpy as np
-
     if kind is TensorType.MXFP4:
         blocks = coded.reshape(-1, 17)
         scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
@@ -100,8 +91,6 @@ def _look_up(kind: TensorType, coded: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 def iq4_xs_scales(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return [N, 8]: a float16 times signed factors of 6 bits, of which 4 are in bytes 4 to 7, 2 in bytes 2 and 3."""
-    import numpy as np
-
     scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(-1, 8)
@@ -121,8 +110,6 @@ Store = Callable[["NDArray[np.float32]"], "NDArray[np.float32]"]  # rounds scale
 
 def round_fp8(weights: NDArray[np.float32], group: tuple[int, int], store: Store) -> PackedMatrix:
     """Round to e4m3, with a scale for each rectangle of `group` weights."""
-    import numpy as np
-
     rows, columns = weights.shape
     height, width = min(group[0] or rows, rows), min(group[1] or columns, columns)
     padded = np.zeros((-(-rows // height) * height, -(-columns // width) * width), np.float32)
@@ -136,8 +123,6 @@ def round_fp8(weights: NDArray[np.float32], group: tuple[int, int], store: Store
 
 def to_fp8(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Return the nearest codes; of two equally near ones, the even one. Values beyond the range become the largest."""
-    import numpy as np
-
     codes = np.searchsorted(_fp8_limits(), np.abs(values)).astype(np.uint8)
     return codes | np.signbit(values).astype(np.uint8) << np.uint8(7)
 
@@ -145,8 +130,6 @@ def to_fp8(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 @cache
 def _fp8_limits() -> NDArray[np.float32]:
     """Return the largest number that is rounded to each positive code but the last."""
-    import numpy as np
-
     values = fp8_values()[:127]
     middles = (values[:-1] + values[1:]) / 2  # exact: neighbours differ by one of their 4 bits
     is_odd = np.arange(126) % 2 == 1
@@ -155,8 +138,6 @@ def _fp8_limits() -> NDArray[np.float32]:
 
 def round_symmetric(weights: NDArray[np.float32], bits: int, width: int, store: Store) -> PackedMatrix:
     """Round groups of `width` weights of a row to signed integers; of several scales, take that of the least error."""
-    import numpy as np
-
     groups = weights.reshape(len(weights), -1, width)
     low, high = -(1 << bits - 1), (1 << bits - 1) - 1
     largest = np.abs(groups).max(2)
@@ -179,8 +160,6 @@ def round_symmetric(weights: NDArray[np.float32], bits: int, width: int, store: 
 
 def round_asymmetric(weights: NDArray[np.float32], width: int, store: Store) -> PackedMatrix:
     """Round groups of `width` weights of a row to 0 to 15, with a zero point for each group."""
-    import numpy as np
-
     groups = weights.reshape(len(weights), -1, width)
     low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
     scales = store(_nonzero((high - low) / np.float32(15)))
@@ -192,6 +171,4 @@ def round_asymmetric(weights: NDArray[np.float32], width: int, store: Store) -> 
 
 def _nonzero(scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return scales that can be divided by: groups of zeros have a scale of 1."""
-    import numpy as np
-
     return np.where(scales > 0, scales, np.float32(1)).astype(np.float32)

@@ -22,10 +22,8 @@ from quire.weights.families import Family
 from quire.weights.fields import read_json, show
 from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import FileMap, map_file
-from quire.weights.gguf_packed import pack_blocks
 from quire.weights.gguf_spec import most_common_type
 from quire.weights.names import find_skipped, in_halves, is_left_over, rows_in_halves, transformers_targets
-from quire.weights.packed import PackedMatrix, dequantize, take_rows
 from quire.weights.packed_tensors import (
     PART_BYTES,
     PackedTensor,
@@ -34,13 +32,14 @@ from quire.weights.packed_tensors import (
     is_kv_scale,
     is_part,
     is_unused,
-    read_matrix,
 )
 from quire.weights.tensors import Place, expected_tensors, place_tensors
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from quire.weights.packed import PackedMatrix
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +117,9 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> RawTensor:
         if (part := self._experts.get(name)) is not None:
-            return gpt_oss.read_part(part, self._file_tensors[part.file_name].info, self._read_bytes)
+            from quire.weights.packing import read_part
+
+            return read_part(part, self._file_tensors[part.file_name].info, self._read_bytes)
         place = self._places[name]
         info = place.info
         if (tensor := self._packed.get(place.file_name)) is not None:
@@ -130,6 +131,8 @@ class SafetensorsCheckpoint:
         return in_halves(raw, self.spec, str(self.path)) if family and family.is_interleaved else raw
 
     def read_packed(self, name: str) -> PackedMatrix | None:
+        from quire.weights.packing import pack_blocks
+
         if name in self._experts:
             return pack_blocks(self.read(name))
         place = self._places[name]
@@ -162,6 +165,9 @@ class SafetensorsCheckpoint:
         return self._map(shard, tensor.offset, tensor.info.num_bytes)
 
     def _read_matrix(self, place: Place, tensor: PackedTensor) -> PackedMatrix:
+        from quire.weights.packed import take_rows
+        from quire.weights.packing import read_matrix
+
         num_rows = tensor.info.shape[-2]
         matrix = read_matrix(tensor, place.first_row // num_rows, self._read_part, str(self.path))
         rows = place.rows(num_rows)
@@ -430,6 +436,8 @@ def _check_entry(shard: _Shard, name: str, item_bytes: Mapping[str, int]) -> tup
 def _plain(info: TensorInfo, matrix: PackedMatrix) -> RawTensor:
     """Return a packed matrix as float32."""
     import numpy as np
+
+    from quire.weights.packed import dequantize
 
     floats = dequantize(matrix).reshape(info.shape)
     data = floats.view(np.uint8)

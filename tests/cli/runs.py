@@ -21,8 +21,8 @@ from quire.core.values import FinishReason
 from quire.engine.outputs import Completion, Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong
-from quire.text.answers import PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.stream import PlainAnswer
 from tests.fork_server import ForkServer
 from tests.waiting import HANG_S
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, GenerationParams
+from quire.engine.llm import LLM
+from quire.engine.params import GenerationParams
 from tests.cli.runs import Terminal, quire
 from tests.cli.scripted import Reply, document, refusal
 from tests.cli.scripted import serving as scripted

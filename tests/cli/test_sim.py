@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import __version__
+from quire.version import __version__
 from tests.cli.runs import quire
 
 

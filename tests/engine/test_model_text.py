@@ -13,11 +13,11 @@ from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams
-from quire.text.answers import CallStart, PlainAnswer, Thought, Words
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import json_object_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolChoice, ToolMode
 from quire.text.reasoning import ThoughtParser
+from quire.text.stream import CallStart, PlainAnswer, Thought, Words
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.weights.config import spec_from_config

@@ -30,7 +30,7 @@ from quire.backends.native.runner import NativeRunner
 from quire.engine.levels.block_file import DamagedBlock
 from quire.engine.levels.disk_store import DiskStore
 from quire.errors import InvalidRequest, LoadFailed, ModelFileError, ModelNotFound, TemplateError
-from quire.text.rendering import COMPILE_LIMIT_S, Renderer
+from quire.text.chat_template import COMPILE_LIMIT_S, Renderer
 from quire.weights.opening import open_checkpoint
 from tests.engine.levels.contents import FACTS, make_content, make_payload, new_buffer
 from tests.engine.levels.test_damage import Damager

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import TemplateError
-from quire.text.rendering import Renderer
+from quire.text.chat_template import Renderer
 from tests.gauntlet.crowds import CHAT, memory_of, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.streams import Streams, streaming

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.text.rendering import Renderer
+from quire.text.chat_template import Renderer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.gguf import MAX_ARRAY
 from quire.weights.opening import open_checkpoint

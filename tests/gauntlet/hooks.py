@@ -131,7 +131,7 @@ def _break_worker() -> None:
 
 def _break_server() -> None:
     from quire.engine.worker.client import Generation
-    from quire.text.rendering import Renderer
+    from quire.text.chat_template import Renderer
 
     def seed_of(generation: Any) -> int | None:
         found: int | None = generation.answers.request.sampling.seed

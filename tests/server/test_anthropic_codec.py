@@ -35,10 +35,10 @@ from quire.server.protocols.anthropic import (
     refuse_unsupported,
     to_inference_request,
 )
-from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.stream import AnswerParser, PlainAnswer
 from quire.text.tool_formats import PROMPTED, CallParser
 from tests.server.streams import events_of
 

@@ -32,8 +32,8 @@ from quire.server.protocols.openai import (
 )
 from quire.server.protocols.openai_types import AnswerHead, ChatCompletionRequest, CompletionRequest
 from quire.server.protocols.responses import ResponsesRequest
-from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.stream import AnswerParser, PlainAnswer
 
 HEAD = AnswerHead(
     id="x-1",

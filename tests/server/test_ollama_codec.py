@@ -38,10 +38,10 @@ from quire.server.protocols.ollama import (
     parse_chat,
     parse_generate,
 )
-from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.stream import AnswerParser, PlainAnswer
 from quire.text.tool_formats import PROMPTED, CallParser
 from tests.server.rig import FAKE, Server, serving
 from tests.server.streams import events_of

@@ -36,9 +36,9 @@ from quire.server.protocols.responses import (
     parse_tools,
     qualified_name,
 )
-from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
+from quire.text.stream import CallArguments, CallStart, Piece, Thought, Words
 from tests.server.streams import events_of
 
 FIELDS = frozenset(ResponsesRequest.__struct_fields__)

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from quire.text.boundaries import MAX_BOUNDARIES, find_boundaries
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import MAX_BOUNDARIES, ChatTemplate, find_boundaries
 from quire.text.messages import ChatRequest, Role
 from quire.text.tokenizer import Tokenizer
 from tests.text.family_templates import GEMMA4, HARMONY, LFM2, QWEN35

@@ -89,7 +89,7 @@ def test_a_translation_allows_exactly_what_the_grammar_does(
 
 
 def test_tokens_are_named_as_in_lark() -> None:
-    assert gbnf_to_lark("root ::= <[7]> <think> .*").splitlines()[-1] == "r0_root: <[7]> <think> (/(?s:.)/*)"
+    assert gbnf_to_lark("root ::= <[7]> <think> .*").splitlines()[-1] == "r0_root: <[7]> <think> ( /(?s:.)/ * )"
 
 
 WRONG = [

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from quire.errors import RequestFailed, TemplateError
-from quire.text.rendering import RENDER_LIMIT_S, Renderer, TemplateRefusal
+from quire.errors import RequestFailed, TemplateError, TemplateRefusal
+from quire.text.chat_template import RENDER_LIMIT_S, Renderer
 from tests.waiting import eventually
 
 GOOD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -154,7 +154,7 @@ def test_an_interrupted_render_leaves_no_answer_for_the_next(good: Renderer, mon
 
 def test_the_child_dies_with_its_parent() -> None:
     code = (
-        "import os; from quire.text.rendering import Renderer; r = Renderer('x'); r.warm_up();"
+        "import os; from quire.text.chat_template import Renderer; r = Renderer('x'); r.warm_up();"
         "print(r._child._process.pid, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

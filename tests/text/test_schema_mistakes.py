@@ -120,8 +120,8 @@ ODD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an unknown keyword": ({"type": "string", "x-order": 1, "nullable": True, "example": "#/nowhere"}, ()),
     "an unknown format": ({"type": "string", "format": "color"}, ("format",)),
     "absent keywords as null": (
-        {"type": "object", "properties": {"a": {"enum": None}}, "items": None},
-        ("properties.a.enum",),
+        {"type": "object", "properties": {"a": {"enum": None}}, "items": None, "not": None},
+        (),
     ),
     "empty lists": ({"type": "object", "properties": {}, "required": [], "allOf": []}, ()),
     "a type twice": ({"type": ["string", "string"]}, ()),

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest, TemplateError
-from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, Thought, Words
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, regex_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
+from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, Thought, Words
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, named_tool_format
 from quire.text.tool_grammars import ToolsTooLarge, answer_grammar, guilty_tool, held_parameters

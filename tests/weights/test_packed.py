@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
-from quire.weights.gguf_packed import pack_blocks
 from quire.weights.names import in_halves, rows_in_halves
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix, dequantize, fp8_values, take_rows
+from quire.weights.packing import pack_blocks
 from quire.weights.quants import to_float32
 from quire.weights.tensors import Place, Stripe, check_tensors
 from tests.weights.layouts import (

@@ -49,7 +49,6 @@ from quire.server.protocols.support import (
     with_unenforced,
 )
 from quire.server.request_context import IGNORED, RequestContext
-from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.grammar import Grammar, json_schema_grammar
 from quire.text.messages import (
     MAX_MESSAGES,
@@ -67,7 +66,7 @@ from quire.text.messages import (
     check_messages,
     check_parts,
 )
-from quire.text.stream import MAX_STOPS
+from quire.text.stream import MAX_STOPS, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 
 _CONVERSATIONS = "conversations are used unchanged"
 _SHAPE = "use output_config.format, which takes a JSON schema"

@@ -40,7 +40,6 @@ from quire.server.protocols.support import (
     with_unenforced,
 )
 from quire.server.request_context import IGNORED, RequestContext
-from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import (
     MAX_MESSAGES,
@@ -54,7 +53,7 @@ from quire.text.messages import (
     check_call,
     check_messages,
 )
-from quire.text.stream import MAX_STOPS
+from quire.text.stream import MAX_STOPS, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 
 _SHAPE = "use format: json, or a JSON schema"
 _SAMPLER = "quire does not have this sampler"

@@ -87,7 +87,6 @@ from quire.server.protocols.support import (
     with_unenforced,
 )
 from quire.server.request_context import RequestContext
-from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.gbnf import gbnf_to_lark, written_grammar
 from quire.text.grammar import (
     Grammar,
@@ -113,7 +112,7 @@ from quire.text.messages import (
     check_messages,
     check_parts,
 )
-from quire.text.stream import Detokenizer
+from quire.text.stream import AnswerParser, CallArguments, CallStart, Detokenizer, Piece, PlainAnswer, Thought, Words
 from quire.text.tokenizer import Tokenizer
 
 _FORMATS = ("text", "json_object", "json_schema")

@@ -66,7 +66,6 @@ from quire.server.protocols.support import (
     with_unenforced,
 )
 from quire.server.request_context import RequestContext
-from quire.text.answers import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import (
     MAX_CALL_ID_CHARS,
@@ -83,6 +82,7 @@ from quire.text.messages import (
     check_call,
     check_parts,
 )
+from quire.text.stream import CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.tokenizer import check_text
 
 _STORES = "responses are not stored: send the whole conversation as input"

@@ -27,8 +27,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.models import InferenceRequest
 from quire.text.excerpt import Excerpt
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
-from quire.text.schema_mistakes import SchemaProblem
-from quire.text.schemas import SchemaNotHeld
+from quire.text.schemas import SchemaNotHeld, SchemaProblem
 from quire.text.tool_grammars import ToolsNotHeld, guilty_tool, held_parameters
 
 

@@ -14,14 +14,8 @@ from torch import Tensor
 
 from quire.backends.sampling import uniform
 from quire.backends.torch import device_sampling
-from quire.backends.torch.device_sampling import (
-    NUM_PARAMS,
-    DeviceSampler,
-    SpecialRows,
-    _Edits,
-    fill_params,
-    rank_prompt,
-)
+from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, _Edits, fill_params, rank_prompt
+from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.sampling import Logprobs, Penalties, rank_tokens, read_logprobs, sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
