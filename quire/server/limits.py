@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -347,15 +348,8 @@ class TierQueues:
 
     def check(self, key: Key) -> None:
         """Raise if no tier has room for one more request of this key. Called before the body is read."""
-        refusals: list[ApiError] = []
         tiers = [priority for priority in Priority if priority >= min(key.tier, key.ceiling)]
-        for priority in tiers:
-            try:
-                self.queues[priority].check(key.name)
-            except ApiError as error:
-                refusals.append(error)
-        if len(refusals) == len(tiers):
-            raise refusals[0]
+        raise_if_all(partial(self.queues[priority].check, key.name) for priority in tiers)
 
     def enter(self, num_requests: int, priority: Priority, tenant: str) -> QueueTicket:
         return self.queues[priority].enter(priority, tenant, num_requests)
@@ -367,6 +361,17 @@ class TierQueues:
 
     def retry_after_s(self, priority: Priority = Priority.NORMAL) -> float:
         return self.queues[priority].retry_after_s()
+
+
+def raise_if_all(checks: Iterable[Callable[[], None]]) -> None:
+    """Raise the first refusal if every check refuses."""
+    refusals: list[ApiError] = []
+    for check in checks:
+        try:
+            return check()
+        except ApiError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 class BodyBytes:

@@ -62,6 +62,7 @@ from quire.server.limits import (
     QueueTicket,
     Quotas,
     TierQueues,
+    raise_if_all,
 )
 from quire.server.logs import log_request
 from quire.server.metrics import ActivityCounters, Exposition, Metrics, RequestRecord
@@ -1101,14 +1102,7 @@ class Models:
         """Raise if no model could accept a request of this key. Called before the body is read."""
         if self.is_draining:
             raise shutting_down()
-        refusals: list[ApiError] = []
-        for model in self._models:
-            try:
-                model.queues.check(key)
-            except ApiError as error:
-                refusals.append(error)
-        if len(refusals) == len(self._models):
-            raise refusals[0]
+        raise_if_all(partial(model.queues.check, key) for model in self._models)
 
     def enter(self, request: InferenceRequest, caller: Caller) -> ActiveRequest:
         """Take a place in the queue of the request's model. The caller opens the request, and closes it."""

@@ -1,11 +1,73 @@
-"""Runs an `EventEncoder` over the batches of a fake request, in the order of `EventStream`."""
+"""A fake request, and an `EventEncoder` run over its batches in the order of `EventStream`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
+from quire.core.cache.prefix import CacheExplanation
+from quire.core.values import Priority
+from quire.engine.outputs import Delta, Usage
 from quire.server.http import EventEncoder
-from quire.server.models import ActiveRequest
+from quire.server.models import ActiveRequest, InferenceRequest
+from quire.text.messages import ChatRequest
+from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.stream import AnswerParser, PlainAnswer
+from quire.text.tool_formats import PROMPTED, CallParser
+
+
+@dataclass
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
+
+    request: InferenceRequest
+    steps: Sequence[Sequence[Delta]] = ()
+    num_prompt: int = 100
+    num_cached: int = 0
+    pinned_tokens: int = 0
+    cache: CacheExplanation | None = None
+    cache_text: None = None
+    error: Exception | None = None
+    request_id: str = "req_1"
+    model: str = "tiny"
+    created: int = 1_700_000_000
+    system_fingerprint: str = "fp_x"
+    priority: Priority = Priority.NORMAL
+    num_thought_tokens: int = 0
+    load_s: float = 0.5
+    prefill_s: float | None = 0.25
+    decode_s: float | None = 2.0
+    caller: Any = field(default_factory=lambda: SimpleNamespace(arrived_s=0.0))
+    requests: Any = field(default_factory=lambda: [SimpleNamespace(prompt=(5, 6))])
+    num_done: int = field(default=0, init=False)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt, self.num_done, self.num_cached)
+
+    @property
+    def generations(self) -> Any:
+        one = SimpleNamespace(token_ids=(7,) * self.num_done)
+        answers = SimpleNamespace(output=lambda: SimpleNamespace(completions=[one]))
+        return [SimpleNamespace(answers=answers)]
+
+    def new_parser(self) -> AnswerParser:
+        parser: AnswerParser = PlainAnswer()
+        if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
+            parser = CallParser(PROMPTED, chat.callable_tools)
+        return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
+
+    async def wait_start(self) -> None:
+        """The fake has started."""
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        for step in self.steps:
+            self.num_done += sum(len(delta.token_ids) for delta in step)
+            yield [(0, delta) for delta in step]
+        if self.error is not None:
+            raise self.error
 
 
 async def events_of(active: ActiveRequest, encoder: EventEncoder) -> AsyncIterator[bytes]:

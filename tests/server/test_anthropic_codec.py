@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 import anthropic
@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Delta, Usage
+from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.server import cache
@@ -37,10 +37,7 @@ from quire.server.protocols.anthropic import (
 )
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
-from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
-from quire.text.stream import AnswerParser, PlainAnswer
-from quire.text.tool_formats import PROMPTED, CallParser
-from tests.server.streams import events_of
+from tests.server.streams import FakeActiveRequest, events_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 EPHEMERAL = {"type": "ephemeral"}
@@ -483,45 +480,6 @@ def test_the_format_of_an_answer() -> None:
 # Encoding
 
 
-@dataclass
-class FakeActiveRequest:
-    """The parts of an `ActiveRequest` that a codec reads."""
-
-    request: InferenceRequest
-    steps: Sequence[Sequence[Delta]] = ()
-    num_prompt: int = 100
-    num_cached: int = 0
-    pinned_tokens: int = 0
-    cache: CacheExplanation | None = None
-    cache_text: None = None
-    error: Exception | None = None
-    request_id: str = "req_1"
-    model: str = "tiny"
-    num_done: int = field(default=0, init=False)
-    has_started: bool = field(default=False, init=False)
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(self.num_prompt, self.num_done, self.num_cached)
-
-    def new_parser(self) -> AnswerParser:
-        parser: AnswerParser = PlainAnswer()
-        if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
-            parser = CallParser(PROMPTED, chat.callable_tools)
-        return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
-
-    async def wait_start(self) -> None:
-        self.has_started = True
-
-    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        assert self.has_started
-        for step in self.steps:
-            self.num_done += sum(len(delta.token_ids) for delta in step)
-            yield [(0, delta) for delta in step]
-        if self.error is not None:
-            raise self.error
-
-
 def delta(words: str, *, finish: FinishReason | None = None, stop: str | None = None) -> Delta:
     return Delta(0, words, (1,), (), finish, stop)
 
@@ -542,6 +500,7 @@ def reply(
 def stream(made: Reply) -> bytes:
     async def collect() -> bytes:
         active = made._active
+        assert made.waits_for_start  # the first event has the cache hit
         return b"".join([chunk async for chunk in events_of(active, made)])
 
     return asyncio.run(collect())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +14,7 @@ import msgspec
 import pytest
 
 from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
+from quire.engine.outputs import Completion, Delta, TokenLogprob
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
 from quire.server import catalog as pull
@@ -40,11 +39,8 @@ from quire.server.protocols.ollama import (
 )
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
-from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
-from quire.text.stream import AnswerParser, PlainAnswer
-from quire.text.tool_formats import PROMPTED, CallParser
 from tests.server.rig import FAKE, Server, serving
-from tests.server.streams import events_of
+from tests.server.streams import FakeActiveRequest, events_of
 from tests.waiting import eventually
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -289,51 +285,6 @@ def test_a_model_is_found_with_the_default_tag_and_without() -> None:
 
 
 # Encoding
-
-
-@dataclass
-class FakeActiveRequest:
-    """The parts of an `ActiveRequest` that a codec reads."""
-
-    request: InferenceRequest
-    steps: Sequence[Sequence[Delta]] = ()
-    error: Exception | None = None
-    cache: None = None
-    load_s: float = 0.5
-    prefill_s: float | None = 0.25
-    decode_s: float | None = 2.0
-    num_done: int = field(default=0, init=False)
-
-    @property
-    def caller(self) -> Any:
-        return SimpleNamespace(arrived_s=0.0)
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(100, self.num_done, 0)
-
-    @property
-    def requests(self) -> Any:
-        return [SimpleNamespace(prompt=(5, 6))]
-
-    @property
-    def generations(self) -> Any:
-        one = SimpleNamespace(token_ids=(7,) * self.num_done)
-        answers = SimpleNamespace(output=lambda: SimpleNamespace(completions=[one]))
-        return [SimpleNamespace(answers=answers)]
-
-    def new_parser(self) -> AnswerParser:
-        parser: AnswerParser = PlainAnswer()
-        if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
-            parser = CallParser(PROMPTED, chat.callable_tools)
-        return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
-
-    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        for step in self.steps:
-            self.num_done += sum(len(delta.token_ids) for delta in step)
-            yield [(0, delta) for delta in step]
-        if self.error is not None:
-            raise self.error
 
 
 def delta(words: str, *, finish: FinishReason | None = None, logprobs: tuple[TokenLogprob, ...] = ()) -> Delta:

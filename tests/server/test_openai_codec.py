@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -60,7 +58,7 @@ from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import AnswerParser
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
-from tests.server.streams import events_of
+from tests.server.streams import FakeActiveRequest, events_of
 from tests.text.vocabularies import byte_level_json, sentencepiece_gguf
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -1100,46 +1098,24 @@ def test_offsets_ignore_tokens_that_the_tokenizer_adds() -> None:
 # With an active request
 
 
-class FakeActiveRequest:
-    """The parts of an `ActiveRequest` that a codec reads."""
-
-    def __init__(
-        self, request: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority
-    ) -> None:
-        self.request = request
-        self.request_id = "req_1"
-        self.model = "m"
-        self.system_fingerprint = "fp_x"
-        self.created = 1_700_000_000
-        self.priority = priority
-        self.usage = USAGE
-        self.num_thought_tokens = 0
-        self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
-        self.cache_text = None
-        self.requests = (SimpleNamespace(prompt=(1,) * 10),)
-        self._batches = batches
-
-    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        for batch in self._batches:
-            yield batch
-
-
 def test_events_of_an_active_request() -> None:
     async def collect(work: ActiveRequest) -> list[bytes]:
         head = head_of(work, "chatcmpl", "chat.completion.chunk")
         encoder = chat_stream(head, work.request, include_usage=False, active=work)
         return [data async for data in events_of(work, encoder)]
 
-    batches = [[(0, delta())], [(0, delta("Hi"))], [(0, delta("!", FinishReason.STOP))]]
-    work = cast("ActiveRequest", FakeActiveRequest(chat(cache=True), batches, Priority.LOW))
+    steps = [[delta()], [delta("Hi")], [delta("!", FinishReason.STOP)]]
+    found = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+    fake = FakeActiveRequest(chat(cache=True), steps, cache=found, priority=Priority.LOW)
+    work = cast("ActiveRequest", fake)
     pieces = asyncio.run(collect(work))
     assert len(pieces) == 3  # the first batch has no text; one write for each of the others, and the end
     chunks = judged(b"".join(pieces))
     assert [one["delta"].get("content") for one in choices(chunks)] == ["", "Hi", "!", None]
     assert chunks[0]["id"] == "chatcmpl-req_1"
     assert chunks[0]["service_tier"] == "flex"
-    assert chunks[-2]["cache"]["prompt_tokens"] == 10
-    assert cache_view(cast("ActiveRequest", FakeActiveRequest(chat(), [], Priority.HIGH))) is None
+    assert chunks[-2]["cache"]["prompt_tokens"] == 2
+    assert cache_view(cast("ActiveRequest", replace(fake, request=chat()))) is None
 
 
 # Cache explanations

@@ -1039,17 +1039,12 @@ def _is_json(text: str) -> bool:
 
 
 def _chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(
-        [
-            ChatTokenLogprob(
-                token_text(entry),
-                finite(entry.logprob),
-                list(entry.data),
-                [TopLogprob(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top],
-            )
-            for entry in entries
-        ]
-    )
+    return ChatLogprobs([chat_logprob(entry) for entry in entries])
+
+
+def chat_logprob(entry: TokenLogprob) -> ChatTokenLogprob:
+    tops = [TopLogprob(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top]
+    return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), tops)
 
 
 async def completions(context: RequestContext) -> Response:

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
-from quire.engine.outputs import Delta, TokenLogprob
+from quire.engine.outputs import Delta
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
@@ -30,16 +30,15 @@ from quire.server.protocols.openai import (
     TIERS,
     cache_ttl_s,
     cache_view,
+    chat_logprob,
     error_body,
     finish_reason,
-    finite,
     forced_tool,
     has_no_budget,
     make_grammar,
     make_request,
     params_of,
     thinking_fields,
-    token_text,
     ttl_s,
     unknown_format,
 )
@@ -52,7 +51,6 @@ from quire.server.protocols.openai_types import (
     JsonSchemaFormat,
     PromptCacheBreakpoint,
     TokenCount,
-    TopLogprob,
 )
 from quire.server.protocols.support import (
     CacheView,
@@ -1012,7 +1010,7 @@ class Reply(EventEncoder):
     def _take(self, batch: Iterable[tuple[int, Delta]]) -> list[Event]:
         events: list[Event] = []
         for _, delta in batch:
-            events += self._items.take(self._parser.push(delta.text), tuple(map(_logprob, delta.logprobs)))
+            events += self._items.take(self._parser.push(delta.text), tuple(map(chat_logprob, delta.logprobs)))
             if delta.finish_reason is not None:
                 self._is_whole = finish_reason(delta.finish_reason, delta.error) != "length"
                 events += self._items.take(self._parser.finish(is_cut=not self._is_whole))
@@ -1101,11 +1099,6 @@ def _plain(value: msgspec.Struct) -> dict[str, Any]:
     """Convert to a dict without null fields."""
     found: dict[str, Any] = msgspec.to_builtins(value)
     return {name: entry for name, entry in found.items() if entry is not None}
-
-
-def _logprob(entry: TokenLogprob) -> ChatTokenLogprob:
-    tops = [TopLogprob(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top]
-    return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), tops)
 
 
 def _error_event(error: ApiError, _request_id: str) -> bytes:
