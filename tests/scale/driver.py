@@ -14,6 +14,8 @@ import json
 import os
 import re
 import sys
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -25,6 +27,10 @@ from quire.scale import ray_cluster
 CPUS_PER_NODE = 16  # logical: replicas of tests share the real ones
 
 
+# Ray gives a node 30 s to start, a constant. On a busy machine a node takes longer.
+SLOW_CLOCK = SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=lambda: time.monotonic() / 20)
+
+
 def tell(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
@@ -34,6 +40,7 @@ def main() -> None:
     os.environ.pop(ray_cluster.ADDRESS_VARIABLE, None)
     ray_cluster.END_S = 0.5  # a raylet whose GCS has ended does not end, and is killed
     file, num_nodes = sys.argv[1], int(sys.argv[2])
+    ray._private.node.time = SLOW_CLOCK
     ray_cluster._make_token()  # otherwise the cluster would have none, and commands one
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_PER_NODE, "include_dashboard": False})
     nodes = [cluster.add_node(num_cpus=CPUS_PER_NODE) for _ in range(num_nodes - 1)]
