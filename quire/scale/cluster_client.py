@@ -13,46 +13,30 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from quire.backends.base import Capacity
 from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
-from quire.core.cache.prefix import CacheExplanation, StopReason
-from quire.core.values import SamplingParams
-from quire.engine.composition import EngineConfig, Scheduling
+from quire.engine.composition import EngineConfig
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers, GenerationOutput
-from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
+from quire.engine.outputs import Answers
+from quire.engine.params import GenerationRequest
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.client import HANG_LIMIT_S, Generation, SafeCallback, WorkerConnection
+from quire.engine.worker.client import HANG_LIMIT_S, Generation, HeldRanges, ModelClient, SafeCallback, WorkerConnection
+from quire.engine.worker.kv_events import CacheReport, split_keys
 from quire.engine.worker.protocol import (
-    Answer,
     Blocks,
-    BlocksViewed,
-    CacheAnswer,
-    CacheReport,
-    ClearCache,
-    DropBlocks,
-    Explain,
-    Explained,
     FindHeld,
     GetBlocks,
     GetStats,
-    HeldFound,
-    PinCache,
     Query,
     Ready,
     ReplicaStatus,
     Stats,
     Stepped,
-    UnpinCache,
     ViewBlocks,
-    split_keys,
 )
 from quire.errors import (
-    CacheFolderError,
     Draining,
     InvalidRequest,
     LostBeforeStart,
@@ -73,6 +57,8 @@ MAX_SECRETS = 8  # for which the keys of a prompt are computed: replicas with a 
 THREAD_TOKENS = 8192  # keys of longer prompts are computed in a thread
 CLOSED = "the engine was closed"
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
@@ -88,8 +74,8 @@ class _Pending:
         self.error: QuireError | None = None  # why it cannot be sent
 
 
-class ClusterClient:
-    """Submits requests and queries to the replicas of one model. Must be used from a single event loop."""
+class ClusterClient(ModelClient):
+    """Submits requests and queries to the replicas of one model."""
 
     def __init__(
         self,
@@ -108,9 +94,7 @@ class ClusterClient:
         While a deployment changes the model, replicas of the new one appear before the new front: this front has
         another tokenizer and other settings, so it does not use them.
         """
-        self.text = text
-        self.max_model_len = text.spec.max_model_len
-        self._config = config
+        super().__init__(text, config, ids)
         self._transport = transport
         self._hang_limit_s = hang_limit_s
         self._on_step = SafeCallback("on_step", on_step)
@@ -118,7 +102,6 @@ class ClusterClient:
         self._router = PrefixRouter(0, config.block_size)
         self._replicas: dict[str, ReplicaView] = {}
         self._accepting: tuple[str, ...] = ()
-        self._ids = ids
         self._fingerprint = fingerprint
         self._routing: dict[int, Generation] = {}  # requests that are being routed, by the number of the attempt
         self._pending: dict[int, _Pending] = {}  # those of them that can be ranked
@@ -147,19 +130,6 @@ class ClusterClient:
         facts = (one.connection.facts for one in self.replicas)
         found = {one.system_fingerprint for one in facts if one is not None}
         return (found.pop() or None) if len(found) == 1 else None
-
-    @property
-    def is_caching(self) -> bool:
-        return self._config.enable_prefix_caching
-
-    @property
-    def capacity(self) -> Capacity | None:
-        return None if self.facts is None else self.facts.capacity
-
-    @property
-    def scheduling(self) -> Scheduling | None:
-        """The settings of one replica."""
-        return None if self.capacity is None else self._config.scheduling(self.capacity)
 
     @property
     def is_moving(self) -> bool:
@@ -221,9 +191,6 @@ class ClusterClient:
         generation = Generation(Answers(request, self.text.tokenizer), request_ids, self._cancel, updated, on_start)
         await self._route(generation)
         return generation
-
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await (await self.submit(request)).result()
 
     async def _route(self, generation: Generation) -> None:
         """Send a request to the replica that `rank` prefers and that accepts it. Waits while there is none.
@@ -506,37 +473,25 @@ class ClusterClient:
 
     # Queries
 
-    async def _ask_all(self, make: Callable[[int], Query]) -> list[tuple[ReplicaView, Answer]]:
+    async def _ask(self, query: Query, kind: type[T]) -> list[tuple[ReplicaView, T]]:
         """Ask every replica. Those that end meanwhile are left out."""
         views = self.replicas
-        asked = [view.connection.ask(make(next(self._ids))) for view in views]
+        asked = [view.connection.ask(next(self._ids), query, kind) for view in views]
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        found: list[tuple[ReplicaView, Answer]] = []
+        found: list[tuple[ReplicaView, T]] = []
         for view, answer in zip(views, answers, strict=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, WorkerDied | QueueFull):
-                    raise answer
-            else:
+            if not isinstance(answer, BaseException):
                 found.append((view, answer))
+            elif not isinstance(answer, WorkerDied | QueueFull):
+                raise answer
         return found
 
-    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
-        """How much of this prompt the replica with the longest prefix has."""
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt)
-        found = await self._ask_all(lambda query_id: Explain(query_id, request.packed, salt))
-        explanations = []
-        for _, answer in found:
-            assert isinstance(answer, Explained)
-            if answer.explanation is None:
-                raise InvalidRequest(answer.error or "no explanation")
-            explanations.append(answer.explanation)
-        nothing = CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
-        return max(explanations, key=lambda one: one.num_tokens, default=nothing)
+    async def ask(self, query: Query, kind: type[T]) -> list[T]:
+        return [answer for _, answer in await self._ask(query, kind)]
 
     async def stats(self) -> Stats | None:
         """The figures of all replicas, added. Counts of replicas that have left are included."""
-        for view, answer in await self._ask_all(GetStats):
-            assert isinstance(answer, Stats)
+        for view, answer in await self._ask(GetStats(), Stats):
             view.stats = answer
         found = [figures for view in self._replicas.values() if (figures := view.figures) is not None]
         if not self.replicas or not found:
@@ -549,28 +504,23 @@ class ClusterClient:
         num_blocks = sum(size for _, (_, size) in places)
         # The last cell of each replica may be smaller than the others.
         per_cell = max(-(-num_blocks // max(max_cells - len(places), 1)), 1)
-        found = await self._ask_all(lambda query_id: GetBlocks(query_id, max(num_blocks, 1), per_cell))
-        maps = [answer for _, answer in found if isinstance(answer, Blocks)]
+        maps = await self.ask(GetBlocks(max(num_blocks, 1), per_cell), Blocks)
         return join_blocks(maps) if maps else None
 
     async def view_blocks(self, first: int, count: int) -> BlocksView | None:
         """Blocks of the joined map, which starts at 1. A range ends with the blocks of its replica."""
         for view, (start, size) in self._places():
             if start < first <= start + size:
-                num_viewed = min(count, start + size + 1 - first)
-                answer = await view.connection.ask(ViewBlocks(next(self._ids), first - start, num_viewed))
-                assert isinstance(answer, BlocksViewed)
-                if answer.view is None:
-                    raise InvalidRequest(answer.error or "no such blocks")
-                return replace(answer.view, first=first)
+                query = ViewBlocks(first - start, min(count, start + size + 1 - first))
+                found = await view.connection.ask(next(self._ids), query, BlocksView)
+                return replace(found, first=first)
         raise InvalidRequest(f"first = {first} is not a block")
 
-    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    async def find_held(self, request_ids: tuple[int, ...]) -> HeldRanges:
         starts = {view.replica: start for view, (start, _) in self._places()}
         ranges: list[tuple[int, int]] = []
-        for view, answer in await self._ask_all(lambda query_id: FindHeld(query_id, request_ids)):
-            assert isinstance(answer, HeldFound)
-            ranges += [(first + starts.get(view.replica, 0), size) for first, size in answer.ranges]
+        for view, answer in await self._ask(FindHeld(request_ids), HeldRanges):
+            ranges += [(first + starts.get(view.replica, 0), size) for first, size in answer]
         return tuple(ranges)
 
     def _places(self) -> list[tuple[ReplicaView, tuple[int, int]]]:
@@ -581,29 +531,7 @@ class ClusterClient:
 
     def drop_blocks(self) -> None:
         for view in self.replicas:
-            with suppress(QueueFull):  # it is sent again next time
-                view.connection.process.send(DropBlocks())
-
-    async def clear_cache(self) -> None:
-        for _, answer in await self._ask_all(ClearCache):
-            assert isinstance(answer, CacheAnswer)
-            if answer.error is not None:
-                raise CacheFolderError(answer.error)
-
-    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
-        """Pin a prefix on every replica that has it. Returns the tokens of the longest one."""
-        pin = PinPrefix(pin_id, len(prompt), ttl_s)
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))
-        found = await self._ask_all(lambda query_id: PinCache(query_id, pin_id, request.packed, salt, ttl_s))
-        answers = [answer for _, answer in found if isinstance(answer, CacheAnswer)]
-        if answers and all(answer.error is not None for answer in answers):
-            raise InvalidRequest(answers[0].error or "not pinned")
-        return max((answer.num_tokens for answer in answers if answer.error is None), default=0)
-
-    async def unpin(self, pin_id: str) -> bool:
-        check_pin_id(pin_id)
-        found = await self._ask_all(lambda query_id: UnpinCache(query_id, pin_id))
-        return any(isinstance(answer, CacheAnswer) and answer.is_found and answer.error is None for _, answer in found)
+            view.connection.drop_blocks()
 
 
 def _fail(generation: Generation, error: QuireError) -> None:

@@ -49,9 +49,7 @@ Figures = TypeVar("Figures")
 
 def add_stats(found: Sequence[Stats]) -> Stats:
     """The figures of a cluster. `found` is not empty."""
-    first = found[0]
     return Stats(
-        first.query_id,
         add_cache_stats([one.cache for one in found]),
         sum(one.num_running for one in found),
         sum(one.num_waiting for one in found),
@@ -75,7 +73,6 @@ def counters_of(stats: Stats) -> Stats:
     """The figures of a replica that has left: its counts, and nothing at present."""
     tiers = tuple(TierStats(0, 0, 0.0) for _ in stats.tiers)
     return Stats(
-        stats.query_id,
         _without_gauges(stats.cache),
         0,
         0,
@@ -97,7 +94,6 @@ def join_blocks(found: Sequence[Blocks]) -> Blocks:
     assert all(one.blocks_per_cell == first.blocks_per_cell for one in found)
     shifts = offsets(one.num_blocks for one in found)
     return Blocks(
-        first.query_id,
         sum(one.num_blocks for one in found),
         first.block_size,
         first.blocks_per_cell,

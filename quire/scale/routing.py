@@ -19,7 +19,7 @@ from math import exp
 from typing import NamedTuple
 
 from quire.core.values import Priority
-from quire.engine.worker.protocol import ENTRY_KEY_BYTES
+from quire.engine.worker.kv_events import ENTRY_KEY_BYTES
 from quire.errors import InvalidRequest
 
 ENTRY_BYTES = 200  # of one block in this index, measured (tests/scale/test_prefix_index.py)

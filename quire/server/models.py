@@ -24,7 +24,7 @@ from quire.core.values import Priority
 from quire.engine.composition import check_supported
 from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.engine.model_text import ModelText
-from quire.engine.worker.client import HANG_LIMIT_S
+from quire.engine.worker.client import HANG_LIMIT_S, ModelClient
 from quire.engine.worker.protocol import Ready, Stepped
 from quire.errors import (
     InvalidRequest,
@@ -55,7 +55,6 @@ from quire.server.model_service import (
     ClientSettings,
     InferenceRequest,
     MakeClient,
-    ModelClient,
     ModelService,
     ServiceLimits,
     make_local_client,

@@ -109,7 +109,7 @@ def test_wrong_settings_are_named(given: dict[str, Any], text: str) -> None:
 
 def stats(**counts: int) -> Stats:
     cache = replace(CacheStats.none(), **counts)  # type: ignore[arg-type]
-    return Stats(1, cache, 1, 2, (TierStats(1, 10, 0.5),) * 3, 4, 5, 0)
+    return Stats(cache, 1, 2, (TierStats(1, 10, 0.5),) * 3, 4, 5, 0)
 
 
 def test_figures_are_added_and_counts_of_replicas_that_left_stay() -> None:

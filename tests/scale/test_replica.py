@@ -16,7 +16,17 @@ from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import HANG_LIMIT_S, Generation
-from quire.engine.worker.protocol import Add, Cancel, DropBlocks, Fingerprinted, GetStats, ToWorker, encode, to_worker
+from quire.engine.worker.protocol import (
+    Add,
+    Ask,
+    Cancel,
+    DropBlocks,
+    Fingerprinted,
+    GetStats,
+    ToWorker,
+    encode,
+    to_worker,
+)
 from quire.errors import Draining, InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica, ids_of
@@ -364,7 +374,7 @@ def test_messages_that_the_worker_cannot_take_are_refused(tiny_model: Path, monk
         send = replica.process.send
 
         def refuse(message: object) -> None:
-            if isinstance(message, Add | GetStats | DropBlocks):
+            if isinstance(message, Add | Ask | DropBlocks):
                 raise QueueFull("full")
             send(message)  # type: ignore[arg-type]
 
@@ -387,7 +397,7 @@ def test_a_front_that_does_not_read_is_disconnected(tiny_model: Path, monkeypatc
         await anext(stream)
         monkeypatch.setattr("quire.scale.replica.MAX_UNSENT", 100)
         for query in range(20):
-            replica.take(FRONT + 1, [encode(GetStats((FRONT + 1 << FRONT_BITS) + query))])
+            replica.take(FRONT + 1, [encode(Ask((FRONT + 1 << FRONT_BITS) + query, GetStats()))])
         while FRONT + 1 in replica._fronts:
             await asyncio.sleep(0.01)
         assert [frames async for frames in stream] == []

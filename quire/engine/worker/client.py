@@ -18,11 +18,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from types import NoneType
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -36,22 +38,19 @@ from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.kv_events import KvEventsConfig
+from quire.engine.worker.kv_events import CacheReport, KvEventsConfig
 from quire.engine.worker.log_lines import log_format
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
     Add,
-    Answer,
+    Answered,
+    Ask,
     Begun,
     Blocks,
-    BlocksViewed,
-    CacheAnswer,
-    CacheReport,
     Cancel,
     ClearCache,
     DropBlocks,
     Explain,
-    Explained,
     Failed,
     FindHeld,
     Fingerprinted,
@@ -61,7 +60,6 @@ from quire.engine.worker.protocol import (
     FromWorker,
     GetBlocks,
     GetStats,
-    HeldFound,
     Load,
     Loading,
     PinCache,
@@ -80,7 +78,6 @@ from quire.engine.worker.protocol import (
     pack,
 )
 from quire.errors import (
-    CacheFolderError,
     InvalidRequest,
     LostBeforeStart,
     QueueFull,
@@ -94,6 +91,9 @@ EXIT_LIMIT_S = 5.0  # time for the process to end by itself
 STDERR = 2
 # Of the server only: a worker needs no keys, and whoever can read its memory must not find them.
 SERVER_SECRETS = ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY")
+
+T = TypeVar("T")
+HeldRanges = tuple[tuple[int, int], ...]
 
 log = logging.getLogger(__name__)
 
@@ -550,7 +550,7 @@ class WorkerConnection:
         self._probe_id = probe_id
         self._loop = asyncio.get_running_loop()
         self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
-        self._queries: dict[int, asyncio.Future[Answer]] = {}
+        self._queries: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._error: QuireError | None = None  # reported by the worker before it ended
         self._is_probing = False
         self._has_served = False
@@ -597,21 +597,25 @@ class WorkerConnection:
             generation.wake()
             self._probe_if_idle()
 
-    async def ask(self, query: Query) -> Answer:
+    async def ask(self, query_id: int, query: Query, kind: type[T]) -> T:
         if self.process.is_over:
             raise WorkerDied(f"the process that runs {self._name} has just ended and is being replaced")
-        answer: asyncio.Future[Answer] = self._loop.create_future()
-        self.process.send(query)
-        self._queries[query.query_id] = answer
+        answer: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+        self.process.send(Ask(query_id, query))
+        self._queries[query_id] = answer
         self._watch()
         try:
-            return await answer
+            return msgspec.msgpack.decode(await answer, type=kind)
         finally:
-            self._queries.pop(query.query_id, None)
+            self._queries.pop(query_id, None)
             if answer.cancelled():
                 self._probe_if_idle()
             else:
                 self._watch()
+
+    def drop_blocks(self) -> None:
+        with suppress(QueueFull):  # it is sent again next time
+            self.process.send(DropBlocks())
 
     def fail(self, error: QuireError) -> None:
         """Fail everything that waits for this worker."""
@@ -645,12 +649,12 @@ class WorkerConnection:
                 self._on_loading(num_done, num_bytes)
             case Ready() | Fingerprinted():
                 self._take_facts(message)
-            case Stats(query_id=query_id) if query_id == self._probe_id:
-                self._is_probing = False
-                self._watch()
-            case Explained() | Stats() | Blocks() | BlocksViewed() | HeldFound() | CacheAnswer():
-                if (query := self._queries.get(message.query_id)) is not None and not query.done():
-                    query.set_result(message)
+            case Answered(query_id=query_id, result=result):
+                if query_id == self._probe_id:
+                    self._is_probing = False
+                    self._watch()
+                elif (query := self._queries.get(query_id)) is not None and not query.done():
+                    query.set_result(result)
             case Failed(kind=kind, message=text):
                 self._error = errors.error_of(kind, text)
                 self.process.end()  # at once, so that the next request starts another worker
@@ -774,7 +778,7 @@ class WorkerConnection:
         if not self._is_busy:
             self._is_probing = True
             with suppress(QueueFull):
-                self.process.send(GetStats(self._probe_id))
+                self.process.send(Ask(self._probe_id, GetStats()))
         self._watch()
 
     def _watch(self) -> None:
@@ -807,10 +811,142 @@ def _retrieve(ready: asyncio.Future[None]) -> None:
 MAX_BACKOFF_S = 30.0
 
 
-class EngineClient:
-    """Submits requests and queries to a worker, which it starts and restarts.
+class ModelClient(ABC):
+    """Submits requests and queries to the workers of one model. Must be used from a single event loop."""
 
-    Must be used from a single event loop. `async with` closes it and ends its worker.
+    def __init__(self, text: ModelText, config: EngineConfig, ids: Iterator[int]) -> None:
+        self.text = text
+        self.max_model_len = text.spec.max_model_len  # until a worker reports what fits its pool
+        self._config = config
+        self._ids = ids  # of requests and queries
+
+    @property
+    @abstractmethod
+    def facts(self) -> Ready | None:
+        """A running worker's report about itself; None if there is none."""
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """Identifies everything on this side that changes answers. None: not known yet, see `Fingerprinting`."""
+        return (self.facts.system_fingerprint or None) if self.facts is not None else None
+
+    @property
+    def is_caching(self) -> bool:
+        return self._config.enable_prefix_caching
+
+    @property
+    def capacity(self) -> Capacity | None:
+        return None if self.facts is None else self.facts.capacity
+
+    @property
+    def scheduling(self) -> Scheduling | None:
+        """The scheduling settings of a running worker."""
+        return None if self.capacity is None else self._config.scheduling(self.capacity)
+
+    @property
+    @abstractmethod
+    def is_moving(self) -> bool:
+        """Whether a worker is ready, and is idle or sent a message recently."""
+
+    @property
+    @abstractmethod
+    def num_restarts(self) -> int:
+        """The number of workers started after the first, or lost."""
+
+    @property
+    def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
+        """Empty: the model has a single worker on this machine."""
+        return ()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Make the model ready now instead of at the first request."""
+
+    @abstractmethod
+    async def supervise(self) -> None:
+        """Keep workers running until cancelled or closed."""
+
+    @abstractmethod
+    async def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        updated: asyncio.Event | None = None,
+        on_start: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        """Submit a request. Waits until there is a worker.
+
+        `updated` is set whenever this generation changes. Several generations may share it; see `Generation.take`.
+        `on_start` is called when the request is admitted, before its first step; it must not raise.
+        """
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        return await (await self.submit(request)).result()
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Unfinished requests fail."""
+
+    # Queries to running workers. They never start one: without a worker there is no cache.
+
+    @abstractmethod
+    async def ask(self, query: Query, kind: type[T]) -> list[T]:
+        """The answers of all workers, of the type that belongs to the query. Raises their errors."""
+
+    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
+        """How much of this prompt is cached now by the worker with the longest prefix, and why not more."""
+        request = GenerationRequest(prompt, SamplingParams(), salt=salt)  # refuses an invalid prompt
+        found = await self.ask(Explain(request.packed, request.salt), CacheExplanation)
+        nothing = CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
+        return max(found, key=lambda one: one.num_tokens, default=nothing)
+
+    async def stats(self) -> Stats | None:
+        """None if there is no worker."""
+        return _first(await self.ask(GetStats(), Stats))
+
+    async def blocks(self, max_cells: int) -> Blocks | None:
+        """The block map, in at most `max_cells` cells. The worker maintains it until `drop_blocks`."""
+        return _first(await self.ask(GetBlocks(max_cells), Blocks))
+
+    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
+        """The holders and fill levels of these blocks."""
+        return _first(await self.ask(ViewBlocks(first, count), BlocksView))
+
+    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The blocks that these requests hold, as (first, count)."""
+        return _first(await self.ask(FindHeld(request_ids), HeldRanges)) or ()
+
+    @abstractmethod
+    def drop_blocks(self) -> None:
+        """Stop maintaining the block map."""
+
+    async def clear_cache(self) -> None:
+        """Drop all cached content and all pins. Running requests keep their blocks.
+
+        Raises CacheFolderError if files of the disk cache cannot be deleted; the rest is cleared.
+        """
+        await self.ask(ClearCache(), NoneType)
+
+    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
+        """Pin the cached full blocks of this prefix for `ttl_s`. Returns the number of tokens of the longest one."""
+        pin = PinPrefix(pin_id, len(prompt), ttl_s)
+        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))  # refuses an invalid pin
+        return max(await self.ask(PinCache(pin_id, request.packed, salt, ttl_s), int), default=0)
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Returns False if there is no pin of that name."""
+        check_pin_id(pin_id)
+        return any(await self.ask(UnpinCache(pin_id), bool))
+
+
+def _first(answers: Sequence[T]) -> T | None:
+    return answers[0] if answers else None
+
+
+class EngineClient(ModelClient):
+    """The client of a worker on this machine, which it starts and restarts.
+
+    `async with` closes it and ends its worker.
     """
 
     def __init__(
@@ -830,10 +966,8 @@ class EngineClient:
         The tokens of one answer that arrive together count as evenly spaced. `kv_events`: where the worker announces
         its cache.
         """
-        self.text = text
-        self.max_model_len = text.spec.max_model_len  # until the worker reports what fits its pool
+        super().__init__(text, config, count(1))
         self._path = path
-        self._config = config
         self._kv_events = kv_events
         self._on_loading = SafeCallback("on_loading", on_loading)
         self._on_step = SafeCallback("on_step", on_step)
@@ -843,7 +977,6 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self._pause: asyncio.Task[None] | None = None  # backoff before the next start
-        self._ids = count(1)
         self._num_starts = 0
         self._num_early_deaths = 0  # in a row, without a finished request in between
         self._is_closed = False
@@ -856,27 +989,8 @@ class EngineClient:
 
     @property
     def facts(self) -> Ready | None:
-        """The running worker's report about itself; None if there is no worker."""
         connection = self._serving_connection()
         return None if connection is None else connection.facts
-
-    @property
-    def system_fingerprint(self) -> str | None:
-        """Identifies everything on this side that changes answers. None: not known yet, see `Fingerprinting`."""
-        return (self.facts.system_fingerprint or None) if self.facts is not None else None
-
-    @property
-    def is_caching(self) -> bool:
-        return self._config.enable_prefix_caching
-
-    @property
-    def capacity(self) -> Capacity | None:
-        return None if self.facts is None else self.facts.capacity
-
-    @property
-    def scheduling(self) -> Scheduling | None:
-        """The scheduling settings of the running worker."""
-        return None if self.capacity is None else self._config.scheduling(self.capacity)
 
     @property
     def worker_pid(self) -> int | None:
@@ -884,26 +998,18 @@ class EngineClient:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a worker is ready, and is idle or sent a message recently."""
         connection = self._serving_connection()
         return connection is not None and connection.is_moving
 
     @property
     def num_restarts(self) -> int:
-        """The number of workers started after the first."""
         return max(self._num_starts - 1, 0)
 
-    @property
-    def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
-        """Empty: the model has a single worker on this machine."""
-        return ()
-
     async def start(self) -> None:
-        """Load the model now instead of at the first request."""
         await self._ready_connection()
 
     async def supervise(self) -> None:
-        """Keep a worker running until cancelled or closed: start another when one dies.
+        """Start another worker when one dies.
 
         A failure of the first start is raised, because a retry would not help. Later failures are logged and retried
         after a pause.
@@ -931,11 +1037,6 @@ class EngineClient:
         updated: asyncio.Event | None = None,
         on_start: Callable[[Generation], None] | None = None,
     ) -> Generation:
-        """Submit a request. Starts a worker if there is none.
-
-        `updated` is set whenever this generation changes. Several generations may share it; see `Generation.take`.
-        `on_start` is called when the request is admitted, before its first step; it must not raise.
-        """
         connection = await self._ready_connection()
         request_ids = tuple(next(self._ids) for _ in range(request.n))
         generation = Generation(
@@ -944,11 +1045,7 @@ class EngineClient:
         connection.submit(request, generation)
         return generation
 
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await (await self.submit(request)).result()
-
     async def close(self) -> None:
-        """End the worker. Unfinished requests fail."""
         self._is_closed = True
         if self._pause is not None:
             self._pause.cancel()
@@ -957,89 +1054,13 @@ class EngineClient:
             connection.fail(WorkerDied("the engine was closed"))
             await connection.process.close()
 
-    # Queries to the running worker. They never start one: without a worker there is no cache.
-
-    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
-        """How much of this prompt is cached now, and why not more. Changes nothing."""
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt)  # refuses an invalid prompt
-        if (connection := self._serving_connection()) is None:
-            return CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
-        answer = await connection.ask(Explain(next(self._ids), request.packed, request.salt))
-        assert isinstance(answer, Explained)
-        if answer.explanation is None:
-            raise InvalidRequest(answer.error or "no explanation")
-        return answer.explanation
-
-    async def stats(self) -> Stats | None:
-        """None if there is no worker."""
-        if (connection := self._serving_connection()) is None:
-            return None
-        answer = await connection.ask(GetStats(next(self._ids)))
-        assert isinstance(answer, Stats)
-        return answer
-
-    async def blocks(self, max_cells: int) -> Blocks | None:
-        """The block map, in at most `max_cells` cells. The worker maintains it until `drop_blocks`."""
-        if (connection := self._serving_connection()) is None:
-            return None
-        answer = await connection.ask(GetBlocks(next(self._ids), max_cells))
-        assert isinstance(answer, Blocks)
-        return answer
-
-    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
-        """The holders and fill levels of these blocks."""
-        if (connection := self._serving_connection()) is None:
-            return None
-        answer = await connection.ask(ViewBlocks(next(self._ids), first, count))
-        assert isinstance(answer, BlocksViewed)
-        if answer.view is None:
-            raise InvalidRequest(answer.error or "no such blocks")
-        return answer.view
-
-    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """The blocks that these requests hold, as (first, count)."""
-        if (connection := self._serving_connection()) is None:
-            return ()
-        answer = await connection.ask(FindHeld(next(self._ids), request_ids))
-        assert isinstance(answer, HeldFound)
-        return answer.ranges
+    async def ask(self, query: Query, kind: type[T]) -> list[T]:
+        connection = self._serving_connection()
+        return [] if connection is None else [await connection.ask(next(self._ids), query, kind)]
 
     def drop_blocks(self) -> None:
-        """Stop maintaining the block map."""
         if (connection := self._serving_connection()) is not None:
-            with suppress(QueueFull):  # it is sent again next time
-                connection.process.send(DropBlocks())
-
-    async def clear_cache(self) -> None:
-        """Drop all cached content and all pins. Running requests keep their blocks.
-
-        Raises CacheFolderError if files of the disk cache cannot be deleted; the rest is cleared.
-        """
-        await self._change_cache(ClearCache(next(self._ids)), CacheFolderError)
-
-    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
-        """Pin the cached full blocks of this prefix for `ttl_s`. Returns their number of tokens."""
-        pin = PinPrefix(pin_id, len(prompt), ttl_s)
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))  # refuses an invalid pin
-        answer = await self._change_cache(PinCache(next(self._ids), pin_id, request.packed, salt, ttl_s))
-        return 0 if answer is None else answer.num_tokens
-
-    async def unpin(self, pin_id: str) -> bool:
-        """Returns False if there is no pin of that name."""
-        check_pin_id(pin_id)
-        answer = await self._change_cache(UnpinCache(next(self._ids), pin_id))
-        return answer is not None and answer.is_found
-
-    async def _change_cache(
-        self, order: ClearCache | PinCache | UnpinCache, error_type: type[QuireError] = InvalidRequest
-    ) -> CacheAnswer | None:
-        if (connection := self._serving_connection()) is None:
-            return None
-        answer = await connection.ask(order)
-        assert isinstance(answer, CacheAnswer)
-        if answer.error is not None:
-            raise error_type(answer.error)
-        return answer
+            connection.drop_blocks()
 
     # The worker
 

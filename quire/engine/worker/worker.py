@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.core.cache.prefix import CacheExplanation
 from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.request import Request
@@ -30,24 +31,21 @@ from quire.engine.composition import begin_fingerprint, import_backend, make_bar
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.tuning import calm_collector
-from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
-from quire.engine.worker.cache_report import CacheReporter
+from quire.engine.worker.block_map import BlockMap, BlocksView, held_ranges, view_blocks
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
-from quire.engine.worker.kv_events import KvEventsConfig, check_installed
+from quire.engine.worker.kv_events import CacheReporter, KvEventsConfig, check_installed
 from quire.engine.worker.log_lines import setup_worker_log
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
     Add,
+    Ask,
     Begun,
     Blocks,
-    BlocksViewed,
-    CacheAnswer,
     Cancel,
     Channel,
     ClearCache,
     DropBlocks,
     Explain,
-    Explained,
     Failed,
     FindHeld,
     Fingerprinted,
@@ -55,7 +53,6 @@ from quire.engine.worker.protocol import (
     GetBlocks,
     GetStats,
     Gone,
-    HeldFound,
     Load,
     Loading,
     PinCache,
@@ -69,10 +66,11 @@ from quire.engine.worker.protocol import (
     UnpinCache,
     ViewBlocks,
     Working,
+    answered,
     stepped,
 )
 from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
-from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
+from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.arithmetic import Fingerprinting
@@ -156,12 +154,15 @@ class Worker:
             Add: self._add,
             Cancel: self._cancel,
             Finish: self._finish,
+            DropBlocks: self._drop_blocks,
+            Ask: self._answer,
+        }
+        self._answers: dict[type, Callable[..., object]] = {
             Explain: self._explain,
             GetStats: self._stats,
             GetBlocks: self._blocks,
             ViewBlocks: self._view_blocks,
             FindHeld: self._find_held,
-            DropBlocks: self._drop_blocks,
             ClearCache: self._clear_cache,
             PinCache: self._pin,
             UnpinCache: self._unpin,
@@ -218,7 +219,8 @@ class Worker:
     def _handle(self, messages: Sequence[ToWorker]) -> None:
         for message in messages:
             self._handlers[type(message)](message)
-            if type(message) not in READ_ONLY:
+            kind = type(message.query) if isinstance(message, Ask) else type(message)
+            if kind not in READ_ONLY:
                 self._note_change()
 
     def _note_change(self) -> None:
@@ -345,14 +347,14 @@ class Worker:
                 self._compilations.add(message)
                 return
         except QuireError as error:
-            self._refuse(message, error)
+            self._refuse(message.request_ids, error)
         else:
             self._admit(message, compiled)
 
     def _take_compiled(self, compilations: GrammarQueue) -> None:
         for message, outcome in compilations.take():
             if isinstance(outcome, QuireError):
-                self._refuse(message, outcome)
+                self._refuse(message.request_ids, outcome)
             else:
                 self._admit(message, outcome)
         if compilations.is_sign_due():
@@ -380,10 +382,10 @@ class Worker:
         except QuireError as error:
             for request_id in added:
                 self._engine.cancel(request_id)
-            self._refuse(message, error)
+            self._refuse(message.request_ids, error)
 
-    def _refuse(self, message: Add, error: QuireError) -> None:
-        self._channel.send(Refused(message.request_ids, type(error).__name__, str(error)))
+    def _refuse(self, ids: tuple[int, ...], error: QuireError) -> None:
+        self._channel.send(Refused(ids, type(error).__name__, str(error)))
 
     def _cancel(self, message: Cancel) -> None:
         if self._compilations:
@@ -398,86 +400,70 @@ class Worker:
 
     # Queries
 
-    def _explain(self, message: Explain) -> None:
+    def _answer(self, message: Ask) -> None:
         try:
-            request = Request(0, message.prompt, salt=message.salt)
-            self._channel.send(Explained(message.query_id, self._engine.scheduler.explain(request)))
+            result = self._answers[type(message.query)](message.query)
         except QuireError as error:
-            self._channel.send(Explained(message.query_id, None, str(error)))
+            self._refuse((message.query_id,), error)
+        else:
+            self._channel.send(answered(message.query_id, result))
 
-    def _stats(self, message: GetStats) -> None:
+    def _explain(self, query: Explain) -> CacheExplanation:
+        return self._engine.scheduler.explain(Request(0, query.prompt, salt=query.salt))
+
+    def _stats(self, _: GetStats) -> Stats:
         scheduler = self._engine.scheduler
-        self._channel.send(
-            Stats(
-                message.query_id,
-                cache=scheduler.cache.stats(),
-                num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting) + len(self._compilations or ()),
-                tiers=tier_stats(scheduler.waiting, self._engine.clock()),
-                num_preemptions=self._observer.num_preemptions,
-                num_steps=self._num_steps,
-                num_violations=self._num_violations,
-                num_drafted=scheduler.num_drafted,
-                num_accepted=scheduler.num_accepted,
-            )
+        return Stats(
+            cache=scheduler.cache.stats(),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self._compilations or ()),
+            tiers=tier_stats(scheduler.waiting, self._engine.clock()),
+            num_preemptions=self._observer.num_preemptions,
+            num_steps=self._num_steps,
+            num_violations=self._num_violations,
+            num_drafted=scheduler.num_drafted,
+            num_accepted=scheduler.num_accepted,
         )
 
-    def _blocks(self, message: GetBlocks) -> None:
+    def _blocks(self, query: GetBlocks) -> Blocks:
         scheduler = self._engine.scheduler
         found = self._map
-        wanted = message.max_cells, message.min_per_cell
+        wanted = query.max_cells, query.min_per_cell
         if found is None or (found.max_cells, found.min_per_cell) != wanted:
             found = self._map = BlockMap(scheduler.cache, *wanted)
         found.update(MAX_VISITED_BLOCKS)
         running = islice(scheduler.running, MAX_RUNNING_LISTED)
-        self._channel.send(
-            Blocks(
-                message.query_id,
-                num_blocks=found.num_blocks,
-                block_size=scheduler.cache.block_size,
-                blocks_per_cell=found.blocks_per_cell,
-                cells=found.runs(),
-                totals=found.totals,
-                max_holders=found.max_holders,
-                num_pending=found.num_pending,
-                running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
-                held=found.held_runs(MAX_HELD_BLOCKS),
-            )
+        return Blocks(
+            num_blocks=found.num_blocks,
+            block_size=scheduler.cache.block_size,
+            blocks_per_cell=found.blocks_per_cell,
+            cells=found.runs(),
+            totals=found.totals,
+            max_holders=found.max_holders,
+            num_pending=found.num_pending,
+            running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
+            held=found.held_runs(MAX_HELD_BLOCKS),
         )
 
-    def _view_blocks(self, message: ViewBlocks) -> None:
-        try:
-            view = view_blocks(self._engine.scheduler, message.first, message.count)
-            self._channel.send(BlocksViewed(message.query_id, view))
-        except QuireError as error:
-            self._channel.send(BlocksViewed(message.query_id, None, str(error)))
+    def _view_blocks(self, query: ViewBlocks) -> BlocksView:
+        return view_blocks(self._engine.scheduler, query.first, query.count)
 
-    def _find_held(self, message: FindHeld) -> None:
-        found = held_ranges(self._engine.scheduler, message.request_ids)
-        self._channel.send(HeldFound(message.query_id, found))
+    def _find_held(self, query: FindHeld) -> tuple[tuple[int, int], ...]:
+        return held_ranges(self._engine.scheduler, query.request_ids)
+
+    def _clear_cache(self, _: ClearCache) -> None:
+        self._engine.clear_cache()
+
+    def _pin(self, query: PinCache) -> int:
+        return self._engine.pin(query.pin_id, query.prompt, query.salt, query.ttl_s)
+
+    def _unpin(self, query: UnpinCache) -> bool:
+        return self._engine.scheduler.cache.pins.unpin(query.pin_id)
 
     def _drop_blocks(self, _: DropBlocks) -> None:
         if self._map is not None:
             self._map.close()
             self._map = None
-
-    def _clear_cache(self, message: ClearCache) -> None:
-        try:
-            self._engine.clear_cache()
-            self._channel.send(CacheAnswer(message.query_id))
-        except CacheFolderError as error:
-            self._channel.send(CacheAnswer(message.query_id, error=str(error)))
-
-    def _pin(self, message: PinCache) -> None:
-        try:
-            num_tokens = self._engine.pin(message.pin_id, message.prompt, message.salt, message.ttl_s)
-            self._channel.send(CacheAnswer(message.query_id, num_tokens))
-        except QuireError as error:
-            self._channel.send(CacheAnswer(message.query_id, error=str(error)))
-
-    def _unpin(self, message: UnpinCache) -> None:
-        is_found = self._engine.scheduler.cache.pins.unpin(message.pin_id)
-        self._channel.send(CacheAnswer(message.query_id, is_found=is_found))
 
 
 def tier_stats(waiting: Iterable[Request], now_ns: int) -> tuple[TierStats, ...]:
