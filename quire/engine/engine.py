@@ -20,8 +20,8 @@ from quire.core.step import BlockCopy, Load, PromptLogprobs, SeqSlice, StepPlan,
 from quire.core.values import FinishReason, Level, PackedPrompt, Priority, SamplingParams
 from quire.engine.guesses import Predicted, Speculation, awaits_tokens
 from quire.engine.levels.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
+from quire.engine.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.engine.params import PinPrefix
-from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
 
 MAX_REPEAT_S = 8.0

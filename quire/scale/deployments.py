@@ -17,7 +17,7 @@ from quire.engine.composition import EngineConfig
 from quire.engine.worker.client import HANG_LIMIT_S, ModelClient
 from quire.errors import InvalidRequest, QuireError
 from quire.scale.cluster_client import ClusterClient
-from quire.scale.ray_transport import RayTransport
+from quire.scale.ray_serve import RayTransport
 from quire.scale.replica import Replica, ids_of, make_front_number
 from quire.server.config import ServeConfig
 from quire.server.launcher import Launcher, Startup

@@ -12,8 +12,8 @@ from quire.core.kv_cache import CacheStats
 from quire.engine.worker.protocol import Stats, TierStats
 from quire.errors import InvalidRequest
 from quire.scale.autoscaling import Figures, QueuePolicy, wanted_replicas
+from quire.scale.cluster_client import add_stats, counters_of, offsets
 from quire.scale.config import Autoscale, ModelDeployment, Resources, equal_share, parse_deployment
-from quire.scale.replica_view import add_stats, counters_of, offsets
 from quire.server.observability.metrics import Metrics
 
 IDLE = Figures(0.0, 0.0, 0.1)

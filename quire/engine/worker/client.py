@@ -37,9 +37,9 @@ from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
+from quire.engine.process import log_format
 from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.kv_events import CacheReport, KvEventsConfig
-from quire.engine.worker.log_lines import log_format
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
     Add,
@@ -98,16 +98,56 @@ HeldRanges = tuple[tuple[int, int], ...]
 log = logging.getLogger(__name__)
 
 
-class WorkerProcess:
-    """One worker process and the socket to it.
+class WorkerLink(ABC):
+    """Exchanges messages with a worker: a process of this machine, or a replica of a cluster.
 
-    `on_end` is called once, with the reason, unless the process was closed on purpose. `is_over` may be True before.
+    `on_end` is called once, with the reason, unless the link was closed on purpose. `is_over` may be True before.
     """
+
+    pid = 0  # of a process of this machine
 
     def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_end = on_end
+        self.is_over = False
+        self.announced_s = 0.0  # the silence that the worker announced with `Working`; 0: it has sent a message since
+        self._heard_s = self._loop.time()
+
+    @property
+    def silence_s(self) -> float:
+        """Time since its last message, or since the first message was expected."""
+        return self._loop.time() - self._heard_s
+
+    def _hear(self, message: FromWorker) -> None:
+        """Take a message, and the time."""
+        self.announced_s = message.limit_s if isinstance(message, Working) else 0.0
+        self._heard_s = self._loop.time()
+        if not self.is_over:
+            self._on_message(message)
+
+    @abstractmethod
+    def send(self, message: ToWorker) -> None:
+        """Send a message without blocking. Raises QueueFull if too much is unread, except for Cancel and Finish."""
+
+    @abstractmethod
+    def expect_message(self, limit_s: float | None) -> None:
+        """Count silence from now on, unless a message was expected already. None: no message is expected."""
+
+    @abstractmethod
+    def end(self, reason: str = "") -> None:
+        """End the link; no further messages are sent or received. `on_end` gets `reason`, or what is found."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the link on purpose."""
+
+
+class WorkerProcess(WorkerLink):
+    """One worker process and the socket to it. Silence beyond the limit is a hang, which ends the process."""
+
+    def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
+        super().__init__(on_message, on_end)
         self._limit_s = HANG_LIMIT_S
         self._socket, worker_end = socket.socketpair()
         with worker_end:
@@ -119,36 +159,15 @@ class WorkerProcess:
         self._socket.setblocking(False)
         self._reader = FrameReader()
         self._writer = FrameWriter(self._socket)
-        self._is_over = False
         self._ending: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._deadline_s = 0.0
-        self._heard_s = self._loop.time()
-        self._announced_s = 0.0
         self._loop.add_reader(self._socket, self._read)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
-
-    @property
-    def silence_s(self) -> float:
-        """Time since its last message, or since the first message was expected."""
-        return self._loop.time() - self._heard_s
-
-    @property
-    def announced_s(self) -> float:
-        """The silence that the worker announced with `Working`. 0: none, or it has sent a message since."""
-        return self._announced_s
+        self.pid = self._process.pid
 
     def send(self, message: ToWorker) -> None:
-        """Send a message without blocking. Raises QueueFull if too much is unread, except for Cancel and Finish."""
         frame = pack(message)
-        if self._is_over:
+        if self.is_over:
             return
         if self._writer.num_unsent + len(frame) > MAX_UNSENT and not isinstance(message, Cancel | Finish):
             raise QueueFull(f"{self._writer.num_unsent} bytes are waiting to be read by the model's process")
@@ -163,28 +182,24 @@ class WorkerProcess:
             self._loop.add_writer(self._socket, self._flush)
 
     def expect_message(self, limit_s: float | None) -> None:
-        """Treat silence beyond the limit as a hang from now on. None: no message is expected, and no timer runs."""
         if self._watch is not None and limit_s != self._limit_s:
             self._watch.cancel()
             self._watch = None
-        if limit_s is not None and self._watch is None and not self._is_over:
+        if limit_s is not None and self._watch is None and not self.is_over:
             self._limit_s = limit_s
-            self._heard_s, self._announced_s = self._loop.time(), 0.0
+            self._heard_s, self.announced_s = self._loop.time(), 0.0
             self._deadline_s = self._heard_s + limit_s
             self._watch = self._loop.call_at(self._deadline_s, self._check)
 
     def end(self, reason: str = "", grace_s: float = EXIT_LIMIT_S) -> None:
-        """End the process; no further messages are sent or received.
-
-        Calls `on_end` when the process has ended, with `reason` or a description of its exit code.
-        """
-        if not self._is_over:
+        """End the process. `on_end` is called when it has ended, with `reason` or a description of its exit code."""
+        if not self.is_over:
             self._detach()
             self._ending = self._loop.create_task(self._report(reason, grace_s))
 
     async def close(self) -> None:
         """End the process on purpose. It exits when its socket closes; otherwise it is killed."""
-        if not self._is_over:
+        if not self.is_over:
             self._detach()
             await self._wait_or_kill(EXIT_LIMIT_S)
         elif self._ending is not None:
@@ -209,11 +224,9 @@ class WorkerProcess:
             self.end(f"sent an invalid message: {error}")
             return
         for message in messages:
-            self._announced_s = message.limit_s if isinstance(message, Working) else 0.0
-            self._heard_s = self._loop.time()
-            self._deadline_s = self._heard_s + max(self._limit_s, self._announced_s)
-            if not self._is_over:
-                self._on_message(message)
+            announced_s = message.limit_s if isinstance(message, Working) else 0.0
+            self._deadline_s = self._loop.time() + max(self._limit_s, announced_s)
+            self._hear(message)
 
     def _flush(self) -> None:
         try:
@@ -234,7 +247,7 @@ class WorkerProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
-        limit_s = max(self._limit_s, self._announced_s)
+        limit_s = max(self._limit_s, self.announced_s)
         self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
@@ -249,7 +262,7 @@ class WorkerProcess:
             return await asyncio.to_thread(self._process.wait)
 
     def _detach(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self.expect_message(None)
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
@@ -472,31 +485,7 @@ MOVING_LIMIT_S = 8.0  # allowed silence while there is work; then /health report
 LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
 
 
-class Worker(Protocol):
-    """A worker as its connection sees it: `WorkerProcess`, or a replica of a cluster."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-    @property
-    def silence_s(self) -> float: ...
-
-    @property
-    def announced_s(self) -> float: ...
-
-    def send(self, message: ToWorker) -> None: ...
-
-    def expect_message(self, limit_s: float | None) -> None: ...
-
-    def end(self, reason: str = "") -> None: ...
-
-    async def close(self) -> None: ...
-
-
-Connect = Callable[[Callable[[FromWorker], None], Callable[[str], None]], Worker]  # takes on_message and on_end
+Connect = Callable[[Callable[[FromWorker], None], Callable[[str], None]], WorkerLink]  # takes on_message and on_end
 
 
 class SafeCallback:
@@ -559,7 +548,7 @@ class WorkerConnection:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ready.add_done_callback(_retrieve)
         self.ended = asyncio.Event()
-        self.process: Worker = connect(self._take_message, self._take_end)
+        self.process: WorkerLink = connect(self._take_message, self._take_end)
 
     @property
     def num_requests(self) -> int:

@@ -14,10 +14,9 @@ from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.levels.lower_level import NS_PER_S
 from quire.core.values import Level, SamplingParams
-from quire.engine.arithmetic import describe
-from quire.engine.composition import EngineConfig, make_scheduler
+from quire.engine.composition import EngineConfig, LevelSettings, OpenedLevels, make_scheduler
 from quire.engine.engine import Engine
-from quire.engine.levels.opening import LevelSettings, OpenedLevels
+from quire.engine.fingerprint import describe
 from tests.engine.levels.contents import all_files
 from tests.restart import patient_loads
 
