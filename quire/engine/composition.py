@@ -172,32 +172,12 @@ MIN_PIECES = 2
 NUM_READERS = max(1, min(16, os.cpu_count() or 1))
 
 
-@dataclass(frozen=True, slots=True)
-class LevelSettings:
-    """Sizes in bytes; 0: the level is off."""
-
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    folder: Path | None = None  # of the disk level
-
-    @property
-    def is_any(self) -> bool:
-        return bool(self.host_bytes or self.disk_bytes)
-
-    def check_fits(self, num_bytes: int) -> None:
-        """Refuse levels that have no room for a few pieces."""
-        for name, given in (("host_cache", self.host_bytes), ("disk_cache", self.disk_bytes)):
-            if 0 < given < num_bytes:
-                there, needed = compared_sizes(given, num_bytes)
-                raise InvalidRequest(f"{name} = {there} is too small for this model: it needs at least {needed}")
-
-
 class OpenedLevels:
     """The levels of one engine, before and after its scheduler is made."""
 
     def __init__(
         self,
-        settings: LevelSettings,
+        config: EngineConfig,
         block_io: BlockIO,
         pool_sizes: PieceCounts,
         model: str,
@@ -211,19 +191,24 @@ class OpenedLevels:
         self.levels: list[LowerLevel] = []
         self._slots: list[Slots] = []
         pieces = (sizes.block, sizes.window, sizes.state)
-        settings.check_fits(MIN_PIECES * sum(pieces))
-        if settings.host_bytes:
-            counts = divide(settings.host_bytes, pieces, pool_sizes)
+        for name, given in (("host_cache", config.host_cache), ("disk_cache", config.disk_cache)):
+            if given and given < MIN_PIECES * sum(pieces):
+                there, needed = compared_sizes(given, MIN_PIECES * sum(pieces))
+                raise InvalidRequest(f"{name} = {there} is too small for this model: it needs at least {needed}")
+        if config.host_cache:
+            counts = divide(config.host_cache, pieces, pool_sizes)
             self._slots.append(Slots(block_io.allocate, sizes, counts, is_early=True))
             self._host = HostStore(self._slots[-1])
             self.levels.append(LowerLevel(Level.HOST, pieces, counts))
         read_counts, save_counts = (
             at_most(divide(num_bytes, pieces, pool_sizes), pool_sizes) for num_bytes in (READ_BYTES, SAVE_BYTES)
         )
-        if settings.disk_bytes and settings.folder is not None:
-            self._disk = _open_disk(settings, model, arithmetic)
-            self.secret = root_secret(settings.folder)
-            self.levels.append(LowerLevel(Level.DISK, pieces, store_bytes=settings.disk_bytes, buffers=read_counts))
+        if config.disk_cache and (folder := disk_cache_folder(config)) is not None:
+            open_root(folder)
+            self.secret = root_secret(folder)  # keys depend on it
+            facts = {**arithmetic(), "secret": sha256(self.secret).hexdigest()[:16]}
+            self._disk = DiskStore(folder, facts, config.disk_cache, name=model)
+            self.levels.append(LowerLevel(Level.DISK, pieces, store_bytes=config.disk_cache, buffers=read_counts))
         # Of a model whose layers all have windows, window blocks.
         self._block_bytes, self._num_blocks = (
             (sizes.block, pool_sizes[0]) if sizes.block else (sizes.window, pool_sizes[1])
@@ -276,13 +261,6 @@ def at_most(counts: PieceCounts, pool_sizes: PieceCounts) -> PieceCounts:
     """Limit buffers to the pieces of the runner: no more can be loaded or saved at the same time."""
     blocks, windows, states = map(min, counts, pool_sizes)
     return blocks, windows, states
-
-
-def _open_disk(settings: LevelSettings, model: str, arithmetic: Callable[[], Mapping[str, str]]) -> DiskStore:
-    assert settings.folder is not None
-    open_root(settings.folder)
-    secret = sha256(root_secret(settings.folder)).hexdigest()[:16]  # keys depend on it
-    return DiskStore(settings.folder, {**arithmetic(), "secret": secret}, settings.disk_bytes, name=model)
 
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`.
@@ -490,19 +468,18 @@ def make_engine(
 
 def open_levels(path: Path, config: EngineConfig, runner: Runner) -> OpenedLevels | None:
     """Open the levels below the runner's memory. None: there are none."""
-    block_io = runner.block_io() if config.host_cache or config.disk_cache else None
-    settings = LevelSettings(config.host_cache or 0, config.disk_cache or 0, disk_cache_folder(config))
-    if not settings.is_any:
+    if not config.host_cache and not config.disk_cache:
         return None
+    block_io = runner.block_io()
     if block_io is None:
-        name = "disk_cache" if settings.disk_bytes else "host_cache"
+        name = "disk_cache" if config.disk_cache else "host_cache"
         raise InvalidRequest(
             f"{name} = {memory_size(getattr(config, name))}: the {runner.facts().backend} backend does not support it"
             " on this device"
         )
-    if settings.host_bytes and block_io.is_host_memory:
+    if config.host_cache and block_io.is_host_memory:
         raise InvalidRequest(
-            f"host_cache = {memory_size(settings.host_bytes)}: the KV cache of this backend is in host memory already;"
+            f"host_cache = {memory_size(config.host_cache)}: the KV cache of this backend is in host memory already;"
             " kv_memory sets its size"
         )
     capacity = runner.capacity()
@@ -513,7 +490,7 @@ def open_levels(path: Path, config: EngineConfig, runner: Runner) -> OpenedLevel
         digest = weights_digest(weight_files(path, config.load_format), _digest_memo(config))
         return describe(digest, config.load_format, runner.facts())
 
-    return OpenedLevels(settings, block_io, pool_sizes, name, arithmetic)
+    return OpenedLevels(config, block_io, pool_sizes, name, arithmetic)
 
 
 def _digest_memo(config: EngineConfig) -> Path:

@@ -311,8 +311,7 @@ class Grammars:
     def submit(self, grammar: Grammar, owner: str = "") -> Future[Compiled]:
         """Compile in a thread. The future may raise a QuireError: InvalidRequest if the grammar is at fault."""
         with self._lock:
-            known = self._jobs.get((owner, grammar))
-            if known is not None:
+            if (known := self._jobs.get((owner, grammar))) is not None:
                 return known
             job = self._jobs[owner, grammar] = _submit(self._pool, self._compile, grammar, owner)
             return job

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,7 +41,6 @@ from quire.engine.worker.protocol import (
     Loading,
     Ready,
     Refused,
-    Started,
     Stats,
     Stepped,
     ToWorker,
@@ -283,7 +283,7 @@ class Replica:
             case Stepped():
                 self._take_step(message)
             case Begun(started=started):
-                for front, some in self._by_front(started, _request_of):
+                for front, some in self._by_front(started, attrgetter("request_id")):
                     front.push(message if len(some) == len(started) else Begun(tuple(some)))
             case Refused(request_ids=request_ids):
                 for refused, ids in self._by_front(request_ids, int):
@@ -379,10 +379,6 @@ def _ids_of(message: ToWorker) -> tuple[int, ...]:
             return ()
         case Ask(query_id=query_id):
             return (query_id,)
-
-
-def _request_of(started: Started) -> int:
-    return started.request_id
 
 
 def _is_last(output: EngineOutput) -> bool:

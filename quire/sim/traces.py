@@ -377,7 +377,7 @@ class _Session:
         ]
         requests = [one for child in children for one in child.run()]
         self.now_s = max(child.now_s for child in children)
-        yield from sorted(requests, key=_arrival)
+        yield from sorted(requests, key=lambda one: one.arrival_s)
 
     def _say(self, kind: str, low: int, high: int) -> None:
         """Append a message of the client. Lengths are spread evenly over the orders of magnitude."""
@@ -431,10 +431,6 @@ def agents(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
             heappush(waiting, (one.arrival_s, number * 10_000 + index, one))
         number += 1
     return requests[:num_requests]
-
-
-def _arrival(request: TraceRequest) -> float:
-    return request.arrival_s
 
 
 TURNS = 3  # of a conversation of `tree`

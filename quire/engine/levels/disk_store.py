@@ -3,7 +3,7 @@
 The budget is for the whole folder. When a write needs room, the least recently used files are deleted, those of other
 models and processes included. The time of a file's last change is the time of its last use: the order survives a
 restart, and every process sees it. There are no locks between processes, because none are needed: files appear and
-disappear whole, and a file that is gone is a cache miss.
+disappear whole, and a file that is gone is a cache miss. Within a process one thread writes, and any may read.
 
 A process knows its own writes at once, and those of others from the next listing of the folder. A write lists the
 folder if the last listing is older than `RESCAN_S` and than 50 times the time that it took. So listing takes at most
@@ -74,7 +74,6 @@ class FileIndex:
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self.num_bytes = 0
-        self._reserved = 0  # bytes of files that are being written
         self._gone: dict[Content, None] = {}
         self._changed: set[str] | None = None  # since the listing began; None: no listing runs
 
@@ -114,19 +113,6 @@ class FileIndex:
         return [path for path in known if path.startswith(self._own_prefix)]
 
     # Room
-
-    def reserve(self, size: int) -> bool:
-        """Reserve room for a file that will be written. Returns False if files must be deleted first."""
-        with self._lock:
-            has_room = self.num_bytes + self._reserved + size <= self.max_bytes
-            if has_room:
-                self._reserved += size
-            return has_room
-
-    def release(self, size: int) -> None:
-        """End a reservation."""
-        with self._lock:
-            self._reserved -= size
 
     def pop_oldest(self) -> tuple[str, Entry] | None:
         with self._lock:
@@ -218,7 +204,9 @@ def reads_per_thread(num_reads: int, size: int, num_threads: int) -> int:
 
 
 class DiskStore:
-    """Files of cached content under `root`, for a runner with these facts. All methods may be called from any thread.
+    """Files of cached content under `root`, for a runner with these facts.
+
+    Any threads may read; one at a time may write, list and delete.
 
     `facts` name everything that determines the bytes of cached content besides its tokens; content is found only by a
     store with equal facts. `name` is the model's, for people. Raises CacheFolderError if the folder cannot be used.
@@ -243,13 +231,12 @@ class DiskStore:
         self._own_prefix = f"{self.space.path}{os.sep}"
         self.index = FileIndex(max_bytes, self._own_prefix)
         self._clock = clock
-        self._listing = threading.Lock()  # held by the thread that lists the folder
-        self._lock = threading.Lock()  # of the fields below
         self._next_listing_s = 0.0
         self._paused_until_s = 0.0
         self._warned_s: float | None = None  # time of the last warning
         self._is_warned = False  # of failures, and no write succeeded since
-        self.faults: Counter[Fault] = Counter()  # files that were not used
+        self._lock = threading.Lock()
+        self.faults: Counter[Fault] = Counter()  # files that were not used; protected by the lock
 
     def scan(self) -> Iterator[Content]:
         """List the content of this space, least recently used first.
@@ -258,8 +245,7 @@ class DiskStore:
         older format, and temporary files of processes that died. Raises CacheFolderError if the folder cannot be read.
         """
         try:
-            with self._listing:
-                irregular = self._list_root()
+            irregular = self._list_root()
         except OSError as error:
             text = f"the cache folder {self._root} cannot be read: {error.strerror or error}"
             raise CacheFolderError(text) from error
@@ -281,8 +267,11 @@ class DiskStore:
         is_stored = False
         try:
             if size <= self.index.max_bytes and not self.is_paused:
-                self._list_root_if_due()
-                is_stored = self._renew(path, size, content) or self._write(path, content, payload, size)
+                if self._clock() >= self._next_listing_s:
+                    self._list_root()
+                if not self._renew(path, size, content):
+                    self._write(path, content, payload, size)
+                is_stored = True
         except OSError as failure:
             error = failure
             self._note_error(failure)
@@ -350,8 +339,7 @@ class DiskStore:
                     self.index.drop(file.path)
                     with suppress(FileNotFoundError):
                         os.unlink(file.path)
-        with self._listing:
-            self._list_root()
+        self._list_root()
         return self.index.take_gone()
 
     @property
@@ -375,23 +363,16 @@ class DiskStore:
         self.index.put(path, Entry(size, now_ns, content))
         return True
 
-    def _write(self, path: str, content: Content, payload: memoryview, size: int) -> bool:
-        """Make room and write a file. Returns False if there is no room."""
-        while not self.index.reserve(size):
-            oldest = self.index.pop_oldest()
-            if oldest is None:  # other threads have reserved all of it
-                return False
-            self._evict(*oldest)
-        try:
-            self._write_file(path, content, payload)
-            self.index.put(path, Entry(size, time.time_ns(), content))
-        finally:
-            self.index.release(size)
-        with self._lock:
-            was_warned, self._is_warned = self._is_warned, False
+    def _write(self, path: str, content: Content, payload: memoryview, size: int) -> None:
+        """Make room and write a file."""
+        while self.index.num_bytes + size > self.index.max_bytes:
+            if (oldest := self.index.pop_oldest()) is not None:  # else a reader has found a damaged file meanwhile
+                self._evict(*oldest)
+        self._write_file(path, content, payload)
+        self.index.put(path, Entry(size, time.time_ns(), content))
+        was_warned, self._is_warned = self._is_warned, False
         if was_warned:
             log.warning("cached content is saved to %s again", self._root)
-        return True
 
     def _write_file(self, path: str, content: Content, payload: memoryview) -> None:
         try:
@@ -406,8 +387,7 @@ class DiskStore:
     def _restore_root(self) -> None:
         log.warning("the cache folder %s was deleted: creating it again", self._root)
         restore_root(self._root, self._secret)
-        with self._lock:
-            self._next_listing_s = 0.0  # the next write reports the files that are gone
+        self._next_listing_s = 0.0  # the next write reports the files that are gone
 
     def _evict(self, path: str, entry: Entry) -> None:
         """Delete a file, unless another process has used it since."""
@@ -425,15 +405,12 @@ class DiskStore:
         self.index.note_gone(entry)
 
     def _note_error(self, error: OSError) -> None:
-        with self._lock:
-            now_s = self._clock()
-            is_single = error.errno in _SINGLE_FILE_ERRORS
-            if not is_single:
-                self._paused_until_s = now_s + PAUSE_S
-            is_due = self._warned_s is None or now_s - self._warned_s >= WARN_AGAIN_S
-            if is_due:
-                self._warned_s, self._is_warned = now_s, not is_single
-        if is_due:
+        now_s = self._clock()
+        is_single = error.errno in _SINGLE_FILE_ERRORS
+        if not is_single:
+            self._paused_until_s = now_s + PAUSE_S
+        if self._warned_s is None or now_s - self._warned_s >= WARN_AGAIN_S:
+            self._warned_s, self._is_warned = now_s, not is_single
             reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename and is_single else ''}"
             later = "" if is_single else f"; it is tried again after {PAUSE_S:g} s"
             log.warning("cached content cannot be saved to %s: %s%s", self._root, reason, later)
@@ -462,17 +439,8 @@ class DiskStore:
             with suppress(OSError):  # a directory, or a read-only folder
                 os.unlink(path)
 
-    def _list_root_if_due(self) -> None:
-        with self._lock:
-            is_due = self._clock() >= self._next_listing_s
-        if is_due and self._listing.acquire(blocking=False):  # else another thread lists the folder
-            try:
-                self._list_root()
-            finally:
-                self._listing.release()
-
     def _list_root(self) -> list[str]:
-        """List the files of all spaces. The caller holds `_listing`.
+        """List the files of all spaces.
 
         Returns the paths in this space where something other than a file has the name of one.
         """
@@ -489,7 +457,6 @@ class DiskStore:
         except BaseException:
             self.index.abandon_listing()
             raise
-        with self._lock:
-            now_s = self._clock()
-            self._next_listing_s = now_s + max(RESCAN_S, RESCAN_COST * (now_s - begin_s))
+        now_s = self._clock()
+        self._next_listing_s = now_s + max(RESCAN_S, RESCAN_COST * (now_s - begin_s))
         return [file.path for file in found if not file.is_regular and file.path.startswith(self._own_prefix)]

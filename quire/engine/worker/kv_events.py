@@ -23,7 +23,7 @@ from quire.core.step import Content, MemoryKind
 from quire.core.values import TOKEN_BYTES, Level
 from quire.errors import InvalidRequest, MissingExtra
 
-HASH_BYTES = 8
+HASH_BYTES = 8  # of a chain key, in events and reports: enough to tell a billion blocks apart
 MAX_TOPIC = 256
 PORTS_PER_MODEL = 2  # events and replay
 
@@ -163,20 +163,6 @@ MEDIA = {Level.DEVICE: Medium("GPU", 1), Level.HOST: Medium("CPU", 2), Level.DIS
 DEVICE = MEDIA[Level.DEVICE]
 
 
-class _Stored(NamedTuple):
-    """Blocks that a level stored, each after the one before it."""
-
-    medium: Medium
-    parent_key: bytes
-    keys: list[bytes]
-    tokens: list[bytes]
-
-
-class _Removed(NamedTuple):
-    medium: Medium
-    keys: list[bytes]
-
-
 class CacheEvents:
     """Collects the changes of the cache in all levels until they are sent, as KV events or as a report to a router.
 
@@ -192,8 +178,8 @@ class CacheEvents:
         self._block_size = block_size
         self._has_salts = has_salts
         self._below: Sequence[LowerLevel] = ()
-        self._levels: dict[bytes, int] = {}  # key of announced content -> bits of the levels that hold it
-        self._changes: list[_Stored | _Removed | AllBlocksCleared] = []  # since the last batch
+        self._levels: dict[int, int] = {}  # name of announced content -> bits of the levels that hold it
+        self._changes: list[KvEvent] = []  # since the last batch
         self._encoder = msgspec.msgpack.Encoder()
         self._is_first = True
 
@@ -223,7 +209,7 @@ class CacheEvents:
             self.removed(level, (content.key,))
             return
         self._store_content(level, content)
-        if content.key in self._levels:
+        if block_hash(content.key) in self._levels:
             self._announce_after(content.key)
 
     def _announce_after(self, key: bytes) -> None:
@@ -232,7 +218,7 @@ class CacheEvents:
             parent_key = keys.pop()
             for level in self._below:
                 for stored in level.blocks_after(parent_key) or ():
-                    if stored.content.key not in self._levels:
+                    if block_hash(stored.content.key) not in self._levels:
                         keys.append(stored.content.key)
                     self._store_content(level.level, stored.content)
 
@@ -244,7 +230,7 @@ class CacheEvents:
         if isinstance(change, Published):
             self._store(DEVICE, *change)
         elif isinstance(change, Removed):
-            self._remove(DEVICE, change.keys)
+            self._remove(DEVICE, map(block_hash, change.keys))
         else:
             self.cleared()
 
@@ -255,7 +241,7 @@ class CacheEvents:
 
     def removed(self, level: Level, keys: Iterable[bytes]) -> None:
         """Announce that a level no longer holds this content. Content that was not announced is left out."""
-        self._remove(MEDIA[level], keys)
+        self._remove(MEDIA[level], map(block_hash, keys))
 
     def cleared(self) -> None:
         """Announce that the device level is empty. The event for that clears all levels: others need single events."""
@@ -266,35 +252,34 @@ class CacheEvents:
             self._remove(DEVICE, [*reversed(self._levels)])  # children before their parents
 
     def _store(self, medium: Medium, key: bytes, parent_key: bytes, tokens: bytes) -> None:
-        known = self._levels
-        levels = known.get(key, 0)
-        is_public = self._has_salts or levels or parent_key in known or parent_key == self._root
-        if levels & medium.bit or not is_public:
+        known, name, parent = self._levels, block_hash(key), block_hash(parent_key)
+        levels, is_first = known.get(name, 0), parent_key == self._root
+        if levels & medium.bit or not (self._has_salts or levels or is_first or parent in known):
             return
-        known[key] = levels | medium.bit
+        known[name] = levels | medium.bit
+        token_ids = [] if self._has_salts else unpack_tokens(tokens)
         last = self._changes[-1] if self._changes else None
-        if isinstance(last, _Stored) and last.keys[-1] == parent_key and last.medium is medium:
-            last.keys.append(key)
-            last.tokens.append(tokens)
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == parent and last.medium == medium.name:
+            last.block_hashes.append(name)
+            last.token_ids.extend(token_ids)
+            last.extra_keys.append(None)
         else:
-            self._changes.append(_Stored(medium, parent_key, [key], [tokens]))
+            before = None if is_first else parent
+            size = self._block_size
+            self._changes.append(BlockStored([name], before, token_ids, size, None, medium.name, None, [None]))
 
-    def _remove(self, medium: Medium, keys: Iterable[bytes]) -> None:
-        known, gone = self._levels, list[bytes]()
-        for key in keys:
-            levels = known.get(key, 0)
-            if not levels & medium.bit:
-                continue
-            gone.append(key)
-            if levels == medium.bit:
-                del known[key]
-            else:
-                known[key] = levels & ~medium.bit
+    def _remove(self, medium: Medium, names: Iterable[int]) -> None:
+        known = self._levels
+        gone = [name for name in names if known.get(name, 0) & medium.bit]
+        for name in gone:
+            known[name] &= ~medium.bit
+            if not known[name]:
+                del known[name]
         last = self._changes[-1] if self._changes else None
-        if isinstance(last, _Removed) and last.medium is medium:
-            last.keys.extend(gone)
+        if isinstance(last, BlockRemoved) and last.medium == medium.name:
+            last.block_hashes.extend(gone)
         elif gone:
-            self._changes.append(_Removed(medium, gone))
+            self._changes.append(BlockRemoved(gone, medium.name))
 
     def pop(self, now_s: float) -> bytes | None:
         """The events since the last call, as the payload of a batch; None: there are none.
@@ -304,8 +289,7 @@ class CacheEvents:
         """
         if not self._changes:
             return None
-        changes, self._changes = self._changes, []
-        events = [self._event(change) for change in changes]
+        events, self._changes = self._changes, []
         if self._is_first:
             events.insert(0, AllBlocksCleared())
             self._is_first = False
@@ -321,21 +305,10 @@ class CacheEvents:
         added: dict[bytes, None] = {}
         removed: dict[bytes, None] = {}
         for change in changes:
-            for key in () if isinstance(change, AllBlocksCleared) else change.keys:
-                (added if key in self._levels else removed)[key[:ENTRY_KEY_BYTES]] = None
+            for name in () if isinstance(change, AllBlocksCleared) else change.block_hashes:
+                (added if name in self._levels else removed)[name.to_bytes(HASH_BYTES, "big")] = None
         is_cleared = any(isinstance(change, AllBlocksCleared) for change in changes)
         return CacheReport(b"".join(added), b"".join(removed), is_cleared, num_free_blocks)
-
-    def _event(self, change: _Stored | _Removed | AllBlocksCleared) -> KvEvent:
-        if isinstance(change, _Stored):
-            medium, parent_key, keys, tokens = change
-            names = [block_hash(key) for key in keys]
-            parent = None if parent_key == self._root else block_hash(parent_key)
-            token_ids = unpack_tokens(b"".join(tokens))
-            return BlockStored(names, parent, token_ids, self._block_size, None, medium.name, None, [None] * len(keys))
-        if isinstance(change, _Removed):
-            return BlockRemoved([block_hash(key) for key in change.keys], change.medium.name)
-        return change
 
 
 def start_payload(now_s: float) -> bytes:
@@ -343,7 +316,6 @@ def start_payload(now_s: float) -> bytes:
     return msgspec.msgpack.encode(Batch(now_s, [AllBlocksCleared()]))
 
 
-ENTRY_KEY_BYTES = 8  # of a chain key that reports have: enough to tell a billion blocks apart
 INTERVAL_S = 0.05  # between reports while steps run
 
 
@@ -361,7 +333,7 @@ class CacheReport(msgspec.Struct, tag="cache_report", frozen=True):
 
 def split_keys(keys: bytes) -> list[bytes]:
     """The first bytes of chain keys, from a report in which they follow each other."""
-    return [keys[at : at + ENTRY_KEY_BYTES] for at in range(0, len(keys), ENTRY_KEY_BYTES)]
+    return [keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)]
 
 
 class CacheReporter:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from quire.core.cache.prefix import CacheExplanation
 from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.fairness import StepCost
@@ -34,7 +33,7 @@ from quire.engine.composition import begin_fingerprint, import_backend, make_bar
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.process import calm_collector, setup_worker_log
-from quire.engine.worker.block_map import BlockMap, BlocksView, held_ranges, view_blocks
+from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
 from quire.engine.worker.kv_events import CacheReporter, KvEventsConfig, check_installed
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
@@ -57,6 +56,7 @@ from quire.engine.worker.protocol import (
     Load,
     Loading,
     PinCache,
+    Query,
     Ready,
     Refused,
     Running,
@@ -268,16 +268,6 @@ class Worker:
             Finish: self._finish,
             DropBlocks: self._drop_blocks,
             Ask: self._answer,
-        }
-        self._answers: dict[type, Callable[..., object]] = {
-            Explain: self._explain,
-            GetStats: self._stats,
-            GetBlocks: self._blocks,
-            ViewBlocks: self._view_blocks,
-            FindHeld: self._find_held,
-            ClearCache: self._clear_cache,
-            PinCache: self._pin,
-            UnpinCache: self._unpin,
         }
 
     def warm_up(self) -> None:
@@ -514,16 +504,34 @@ class Worker:
 
     def _answer(self, message: Ask) -> None:
         try:
-            result = self._answers[type(message.query)](message.query)
+            result = self._result(message.query)
         except QuireError as error:
             self._refuse((message.query_id,), error)
         else:
             self._channel.send(answered(message.query_id, result))
 
-    def _explain(self, query: Explain) -> CacheExplanation:
-        return self._engine.scheduler.explain(Request(0, query.prompt, salt=query.salt))
+    def _result(self, query: Query) -> object:
+        scheduler = self._engine.scheduler
+        match query:
+            case Explain(prompt=prompt, salt=salt):
+                return scheduler.explain(Request(0, prompt, salt=salt))
+            case GetStats():
+                return self._stats()
+            case GetBlocks(max_cells=max_cells, min_per_cell=min_per_cell):
+                return self._blocks(max_cells, min_per_cell)
+            case ViewBlocks(first=first, count=count):
+                return view_blocks(scheduler, first, count)
+            case FindHeld(request_ids=request_ids):
+                return held_ranges(scheduler, request_ids)
+            case ClearCache():
+                self._engine.clear_cache()
+            case PinCache(pin_id=pin_id, prompt=prompt, salt=salt, ttl_s=ttl_s):
+                return self._engine.pin(pin_id, prompt, salt, ttl_s)
+            case UnpinCache(pin_id=pin_id):
+                return scheduler.cache.pins.unpin(pin_id)
+        return None
 
-    def _stats(self, _: GetStats) -> Stats:
+    def _stats(self) -> Stats:
         scheduler = self._engine.scheduler
         return Stats(
             cache=scheduler.cache.stats(),
@@ -537,12 +545,11 @@ class Worker:
             num_accepted=scheduler.num_accepted,
         )
 
-    def _blocks(self, query: GetBlocks) -> Blocks:
+    def _blocks(self, max_cells: int, min_per_cell: int) -> Blocks:
         scheduler = self._engine.scheduler
         found = self._map
-        wanted = query.max_cells, query.min_per_cell
-        if found is None or (found.max_cells, found.min_per_cell) != wanted:
-            found = self._map = BlockMap(scheduler.cache, *wanted)
+        if found is None or (found.max_cells, found.min_per_cell) != (max_cells, min_per_cell):
+            found = self._map = BlockMap(scheduler.cache, max_cells, min_per_cell)
         found.update(MAX_VISITED_BLOCKS)
         running = islice(scheduler.running, MAX_RUNNING_LISTED)
         return Blocks(
@@ -556,21 +563,6 @@ class Worker:
             running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
             held=found.held_runs(MAX_HELD_BLOCKS),
         )
-
-    def _view_blocks(self, query: ViewBlocks) -> BlocksView:
-        return view_blocks(self._engine.scheduler, query.first, query.count)
-
-    def _find_held(self, query: FindHeld) -> tuple[tuple[int, int], ...]:
-        return held_ranges(self._engine.scheduler, query.request_ids)
-
-    def _clear_cache(self, _: ClearCache) -> None:
-        self._engine.clear_cache()
-
-    def _pin(self, query: PinCache) -> int:
-        return self._engine.pin(query.pin_id, query.prompt, query.salt, query.ttl_s)
-
-    def _unpin(self, query: UnpinCache) -> bool:
-        return self._engine.scheduler.cache.pins.unpin(query.pin_id)
 
     def _drop_blocks(self, _: DropBlocks) -> None:
         if self._map is not None:
