@@ -46,7 +46,7 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # The aim of decision 0048 is 41,000 statements in 320 files.
 BUDGETS = {
     "quire/backends": (12_040, 82), "quire/batch": (440, 4), "quire/bench": (740, 5), "quire/cli": (4_260, 26),
-    "quire/core": (5_070, 30), "quire/engine": (6_190, 26), "quire/scale": (1_720, 11), "quire/server": (9_030, 61),
+    "quire/core": (5_070, 30), "quire/engine": (6_200, 26), "quire/scale": (1_720, 11), "quire/server": (9_030, 61),
     "quire/sim": (760, 4), "quire/text": (5_360, 37), "quire/weights": (3_990, 25),
     "benchmarks": (2_800, 25), "tests": (57_400, 433),
 }  # fmt: skip

@@ -800,15 +800,15 @@ MUTANTS = (
     _mutant(
         "lower tiers announce prefixes with a salt",
         "engine/worker/kv_events.py",
-        "if levels & medium.bit or not (self._has_salts or levels or is_first or parent in known):",
-        "if levels & medium.bit:",
+        "is_public = self._has_salts or parent_key in known or parent_key == self._root or levels",
+        "is_public = True",
         "tests/engine/test_kv_events.py",
     ),
     _mutant(
         "the removal from one tier is announced for all",
         "engine/worker/kv_events.py",
-        "BlockRemoved(gone, medium.name)",
-        "BlockRemoved(gone, DEVICE.name)",
+        "[block_hash(key) for key in change.keys], change.medium.name)",
+        "[block_hash(key) for key in change.keys], DEVICE.name)",
         "tests/engine/test_kv_events.py",
     ),
     _mutant(

@@ -193,11 +193,6 @@ class Written(NamedTuple):
     error: OSError | None = None
 
 
-class Cleared(NamedTuple):
-    num_files: int
-    num_bytes: int
-
-
 def reads_per_thread(num_reads: int, size: int, num_threads: int) -> int:
     """Number of files of this size that a thread should read in one call, so that no thread has nothing to read."""
     return min(-(-num_reads // num_threads), max(CALL_BYTES // max(size, 1), 1))
@@ -277,12 +272,6 @@ class DiskStore:
             self._note_error(failure)
         return Written(is_stored, self.index.take_gone(), error)
 
-    def read(self, content: Content, out: memoryview) -> None:
-        """Read content into `out`. Raises DamagedBlock; a damaged file is deleted."""
-        (damage,) = self.read_many([content], [out])
-        if damage is not None:
-            raise damage
-
     def read_many(self, contents: Sequence[Content], outs: Sequence[memoryview]) -> list[DamagedBlock | None]:
         """Read contents into buffers. Returns what is wrong with each; damaged files are deleted."""
         now_ns = time.time_ns()
@@ -307,24 +296,20 @@ class DiskStore:
             return False
         return True
 
-    def clear(self) -> Cleared:
+    def clear(self) -> None:
         """Delete all content of this space. If some of it cannot be deleted, deletes the rest and raises OSError."""
-        num_files = num_bytes = 0
         problem: OSError | None = None
         for file in list_files(self.space.path).files:
             self.index.drop(file.path)
             try:
                 if file.is_regular:
                     os.unlink(file.path)
-                    num_files += 1
-                    num_bytes += file.size
             except FileNotFoundError:
                 pass
             except OSError as error:
                 problem = problem or error
         if problem is not None:
             raise problem
-        return Cleared(num_files, num_bytes)
 
     def resync(self, cleared_ns: int | None = None) -> tuple[Content, ...]:
         """List the folder now. Returns the content of this space that is not there any more. Raises OSError.

@@ -101,12 +101,9 @@ class KvEventsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class KvEventsStatus:
+class KvEventsStatus(KvEventsConfig):
     """The sockets of a worker, with the ports that were bound."""
 
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
     silent_because: str | None = None  # why nothing is announced; None: the cache is announced
 
 
@@ -163,6 +160,20 @@ MEDIA = {Level.DEVICE: Medium("GPU", 1), Level.HOST: Medium("CPU", 2), Level.DIS
 DEVICE = MEDIA[Level.DEVICE]
 
 
+class _Stored(NamedTuple):
+    """Blocks that a level stored, each after the one before it."""
+
+    medium: Medium
+    parent_key: bytes
+    keys: list[bytes]
+    tokens: list[bytes]
+
+
+class _Removed(NamedTuple):
+    medium: Medium
+    keys: list[bytes]
+
+
 class CacheEvents:
     """Collects the changes of the cache in all levels until they are sent, as KV events or as a report to a router.
 
@@ -178,8 +189,10 @@ class CacheEvents:
         self._block_size = block_size
         self._has_salts = has_salts
         self._below: Sequence[LowerLevel] = ()
-        self._levels: dict[int, int] = {}  # name of announced content -> bits of the levels that hold it
-        self._changes: list[KvEvent] = []  # since the last batch
+        self._levels: dict[bytes, int] = {}  # key of announced content -> bits of the levels that hold it
+        self._changes: list[_Stored | _Removed | AllBlocksCleared] = []  # since the last batch of events
+        self._changed: dict[bytes, None] = {}  # keys, since the last report
+        self._is_cleared = False  # since the last report
         self._encoder = msgspec.msgpack.Encoder()
         self._is_first = True
 
@@ -209,7 +222,7 @@ class CacheEvents:
             self.removed(level, (content.key,))
             return
         self._store_content(level, content)
-        if block_hash(content.key) in self._levels:
+        if content.key in self._levels:
             self._announce_after(content.key)
 
     def _announce_after(self, key: bytes) -> None:
@@ -218,7 +231,7 @@ class CacheEvents:
             parent_key = keys.pop()
             for level in self._below:
                 for stored in level.blocks_after(parent_key) or ():
-                    if block_hash(stored.content.key) not in self._levels:
+                    if stored.content.key not in self._levels:
                         keys.append(stored.content.key)
                     self._store_content(level.level, stored.content)
 
@@ -230,7 +243,7 @@ class CacheEvents:
         if isinstance(change, Published):
             self._store(DEVICE, *change)
         elif isinstance(change, Removed):
-            self._remove(DEVICE, map(block_hash, change.keys))
+            self._remove(DEVICE, change.keys)
         else:
             self.cleared()
 
@@ -241,45 +254,52 @@ class CacheEvents:
 
     def removed(self, level: Level, keys: Iterable[bytes]) -> None:
         """Announce that a level no longer holds this content. Content that was not announced is left out."""
-        self._remove(MEDIA[level], map(block_hash, keys))
+        self._remove(MEDIA[level], keys)
 
     def cleared(self) -> None:
         """Announce that the device level is empty. The event for that clears all levels: others need single events."""
         if all(levels == DEVICE.bit for levels in self._levels.values()):
             self._levels.clear()
-            self._changes = [AllBlocksCleared()]
+            self._changes, self._changed, self._is_cleared = [AllBlocksCleared()], {}, True
         else:
             self._remove(DEVICE, [*reversed(self._levels)])  # children before their parents
 
     def _store(self, medium: Medium, key: bytes, parent_key: bytes, tokens: bytes) -> None:
-        known, name, parent = self._levels, block_hash(key), block_hash(parent_key)
-        levels, is_first = known.get(name, 0), parent_key == self._root
-        if levels & medium.bit or not (self._has_salts or levels or is_first or parent in known):
-            return
-        known[name] = levels | medium.bit
-        token_ids = [] if self._has_salts else unpack_tokens(tokens)
-        last = self._changes[-1] if self._changes else None
-        if isinstance(last, BlockStored) and last.block_hashes[-1] == parent and last.medium == medium.name:
-            last.block_hashes.append(name)
-            last.token_ids.extend(token_ids)
-            last.extra_keys.append(None)
-        else:
-            before = None if is_first else parent
-            size = self._block_size
-            self._changes.append(BlockStored([name], before, token_ids, size, None, medium.name, None, [None]))
-
-    def _remove(self, medium: Medium, names: Iterable[int]) -> None:
         known = self._levels
-        gone = [name for name in names if known.get(name, 0) & medium.bit]
-        for name in gone:
-            known[name] &= ~medium.bit
-            if not known[name]:
-                del known[name]
+        levels = known.get(key, 0)
+        is_public = self._has_salts or parent_key in known or parent_key == self._root or levels
+        if levels & medium.bit or not is_public:
+            return
+        known[key] = levels | medium.bit
+        if self._has_salts:
+            self._changed[key] = None
+            return
         last = self._changes[-1] if self._changes else None
-        if isinstance(last, BlockRemoved) and last.medium == medium.name:
-            last.block_hashes.extend(gone)
+        if isinstance(last, _Stored) and last.keys[-1] == parent_key and last.medium is medium:
+            last.keys.append(key)
+            last.tokens.append(tokens)
+        else:
+            self._changes.append(_Stored(medium, parent_key, [key], [tokens]))
+
+    def _remove(self, medium: Medium, keys: Iterable[bytes]) -> None:
+        known, gone = self._levels, list[bytes]()
+        for key in keys:
+            levels = known.get(key, 0)
+            if not levels & medium.bit:
+                continue
+            gone.append(key)
+            if levels == medium.bit:
+                del known[key]
+            else:
+                known[key] = levels & ~medium.bit
+        if self._has_salts:
+            self._changed |= dict.fromkeys(gone)
+            return
+        last = self._changes[-1] if self._changes else None
+        if isinstance(last, _Removed) and last.medium is medium:
+            last.keys.extend(gone)
         elif gone:
-            self._changes.append(BlockRemoved(gone, medium.name))
+            self._changes.append(_Removed(medium, gone))
 
     def pop(self, now_s: float) -> bytes | None:
         """The events since the last call, as the payload of a batch; None: there are none.
@@ -289,7 +309,8 @@ class CacheEvents:
         """
         if not self._changes:
             return None
-        events, self._changes = self._changes, []
+        changes, self._changes = self._changes, []
+        events = [self._event(change) for change in changes]
         if self._is_first:
             events.insert(0, AllBlocksCleared())
             self._is_first = False
@@ -297,18 +318,28 @@ class CacheEvents:
 
     @property
     def has_changes(self) -> bool:
-        return bool(self._changes)
+        """Whether there is something to report."""
+        return bool(self._changed) or self._is_cleared
 
     def pop_report(self, num_free_blocks: int) -> CacheReport:
         """The changes since the last call, as a report."""
-        changes, self._changes = self._changes, []
-        added: dict[bytes, None] = {}
-        removed: dict[bytes, None] = {}
-        for change in changes:
-            for name in () if isinstance(change, AllBlocksCleared) else change.block_hashes:
-                (added if name in self._levels else removed)[name.to_bytes(HASH_BYTES, "big")] = None
-        is_cleared = any(isinstance(change, AllBlocksCleared) for change in changes)
-        return CacheReport(b"".join(added), b"".join(removed), is_cleared, num_free_blocks)
+        known, changed = self._levels, self._changed
+        added = b"".join([key[:HASH_BYTES] for key in changed if key in known])
+        removed = b"".join([key[:HASH_BYTES] for key in changed if key not in known])
+        report = CacheReport(added, removed, self._is_cleared, num_free_blocks)
+        self._changed, self._is_cleared = {}, False
+        return report
+
+    def _event(self, change: _Stored | _Removed | AllBlocksCleared) -> KvEvent:
+        if isinstance(change, _Stored):
+            medium, parent_key, keys, tokens = change
+            names = [block_hash(key) for key in keys]
+            parent = None if parent_key == self._root else block_hash(parent_key)
+            token_ids = unpack_tokens(b"".join(tokens))
+            return BlockStored(names, parent, token_ids, self._block_size, None, medium.name, None, [None] * len(keys))
+        if isinstance(change, _Removed):
+            return BlockRemoved([block_hash(key) for key in change.keys], change.medium.name)
+        return change
 
 
 def start_payload(now_s: float) -> bytes:
