@@ -16,7 +16,7 @@ from quire.core.cache.block import BLOCK_SIZE
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.tuning import calm_collector
+from quire.engine.process import calm_collector
 
 
 class Machine:

@@ -15,11 +15,11 @@ import torch
 from gpu_workloads import Scale, Workload, first_turn_of_tree, next_turn_of_tree, write_shape
 from harness import say
 
-from quire.bench.driver import Session, Track
+from quire.bench.run import Session, Track
 from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine
-from quire.engine.tuning import calm_collector
+from quire.engine.process import calm_collector
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 

@@ -18,11 +18,11 @@ from typing import Any
 import harness
 from harness import say
 
-from quire.bench.driver import driven
+from quire.bench.run import driven
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
-from quire.engine.structured.grammars import Compiled, open_grammars
+from quire.engine.grammars import Compiled, open_grammars
 from quire.text.grammar import json_schema_grammar
 from quire.weights.hub import resolve
 

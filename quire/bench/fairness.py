@@ -35,55 +35,24 @@ class Sample:
     decode_s: float  # from the first token to the last
 
 
-@dataclass(frozen=True, slots=True)
-class BacklogSamples:
-    seconds: float
-    num_low: int
-    high: tuple[Sample, ...]
-    low_tokens_per_s: float
-    client_cpu: float
-
-
-@dataclass(frozen=True, slots=True)
-class SaturatedSamples:
-    seconds: float
-    num_each: int
-    high_tokens: int
-    low_tokens: int
-    client_cpu: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResumedSamples:
-    pool_tokens: int
-    high_tokens: int
-    low_tokens: int
-    idle: tuple[Sample, ...]
-    high: tuple[Sample, ...]
-
-
 def fairness_report(
     max_num_seqs: int,
     idle: Sequence[Sample],
-    backlog: BacklogSamples,
-    saturated: SaturatedSamples,
-    resumed: ResumedSamples | None,
+    backlog: BacklogReport,
+    saturated: SaturatedReport,
+    resumed: ResumedReport | None,
 ) -> FairnessReport:
-    idle_latency = latency(idle)
-    in_backlog = _backlog_report(idle_latency, backlog)
-    in_saturation = _saturated_report(saturated)
-    min_low_share = SHARE_KEPT * in_saturation.guaranteed_share
-    in_resumed = None if resumed is None else _resumed_report(resumed)
-    ratios = [window.ttft_ratio for window in in_backlog.windows]
-    if in_resumed is not None:
-        ratios.append(in_resumed.ttft_ratio)
-    share = in_saturation.low_share
+    min_low_share = SHARE_KEPT * saturated.guaranteed_share
+    ratios = [window.ttft_ratio for window in backlog.windows]
+    if resumed is not None:
+        ratios.append(resumed.ttft_ratio)
+    share = saturated.low_share
     return FairnessReport(
         max_num_seqs=max_num_seqs,
-        idle=idle_latency,
-        backlog=in_backlog,
-        saturated=in_saturation,
-        resumed=in_resumed,
+        idle=latency(idle),
+        backlog=backlog,
+        saturated=saturated,
+        resumed=resumed,
         max_ttft_ratio=MAX_TTFT_RATIO,
         min_low_share=min_low_share,
         is_held=all(ratio is not None and ratio <= MAX_TTFT_RATIO for ratio in ratios)
@@ -129,36 +98,40 @@ def windows(samples: Sequence[Sample], seconds: float, idle: Latency) -> tuple[W
     return tuple(found)
 
 
-def _backlog_report(idle: Latency, backlog: BacklogSamples) -> BacklogReport:
-    in_all = latency(backlog.high)
+def backlog_report(
+    seconds: float,
+    num_low: int,
+    idle: Sequence[Sample],
+    high: Sequence[Sample],
+    low_tokens_per_s: float,
+    client_cpu: float,
+) -> BacklogReport:
+    before, in_all = latency(idle), latency(high)
     return BacklogReport(
-        seconds=backlog.seconds,
-        num_low=backlog.num_low,
-        windows=windows(backlog.high, backlog.seconds, idle),
+        seconds=seconds,
+        num_low=num_low,
+        windows=windows(high, seconds, before),
         latency=in_all,
-        decode_ratio=_ratio(in_all.decode_tokens_per_s, idle.decode_tokens_per_s),
-        low_tokens_per_s=backlog.low_tokens_per_s,
-        client_cpu=backlog.client_cpu,
+        decode_ratio=_ratio(in_all.decode_tokens_per_s, before.decode_tokens_per_s),
+        low_tokens_per_s=low_tokens_per_s,
+        client_cpu=client_cpu,
     )
 
 
-def _saturated_report(saturated: SaturatedSamples) -> SaturatedReport:
-    total = saturated.high_tokens + saturated.low_tokens
-    return SaturatedReport(
-        seconds=saturated.seconds,
-        num_each=saturated.num_each,
-        high_tokens=saturated.high_tokens,
-        low_tokens=saturated.low_tokens,
-        low_share=saturated.low_tokens / total if total else None,
-        guaranteed_share=LOW_SHARE,
-        client_cpu=saturated.client_cpu,
-    )
+def saturated_report(
+    seconds: float, num_each: int, high_tokens: int, low_tokens: int, client_cpu: float
+) -> SaturatedReport:
+    total = high_tokens + low_tokens
+    share = low_tokens / total if total else None
+    return SaturatedReport(seconds, num_each, high_tokens, low_tokens, share, LOW_SHARE, client_cpu)
 
 
-def _resumed_report(resumed: ResumedSamples) -> ResumedReport:
-    idle, high = latency(resumed.idle), latency(resumed.high)
-    ratio = _ratio(high.ttft_ms_p95, idle.ttft_ms_p95)
-    return ResumedReport(resumed.pool_tokens, resumed.high_tokens, resumed.low_tokens, idle, high, ratio)
+def resumed_report(
+    pool_tokens: int, high_tokens: int, low_tokens: int, idle: Sequence[Sample], high: Sequence[Sample]
+) -> ResumedReport:
+    before, after = latency(idle), latency(high)
+    ratio = _ratio(after.ttft_ms_p95, before.ttft_ms_p95)
+    return ResumedReport(pool_tokens, high_tokens, low_tokens, before, after, ratio)
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:

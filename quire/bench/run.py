@@ -2,26 +2,488 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
-from quire.bench.drafts import measure_drafts
-from quire.bench.driver import Bench
 from quire.bench.report import (
+    HIGH_ANSWER,
+    HIGH_PROMPT,
     LIVE_TOKENS,
+    NUM_IDLE,
+    SENTENCES,
+    SHORT_PROMPT,
     TAIL_TOKENS,
+    Baseline,
     BenchConfig,
     BenchReport,
+    DraftsReport,
+    Level,
+    Measurement,
+    PrefixReport,
     Progress,
     Setup,
+    SiblingReport,
+    SpeedupReport,
+    Stage,
 )
-from quire.bench.shared_prefix import measure_prefix
-from quire.bench.speedup import measure_speedup
+from quire.core.step import StepPlan, TokenLogprobs
+from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.engine import Engine
-from quire.errors import InvalidRequest
+from quire.engine.worker.worker import StepEstimator, work_of
+from quire.errors import InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:
+    from quire.backends.base import Runner
     from quire.engine.llm import LLM
+    from quire.engine.masks import Matcher
+    from quire.text.tokenizer import Tokenizer
+
+
+class Track:
+    """Times and token counts of one request."""
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        self.arrived_s = time.perf_counter()
+        self.tokens: list[int] = []
+        self.token_times: list[float] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_cached_tokens = 0
+        self.is_finished = False
+
+    @property
+    def first_s(self) -> float:
+        return self.token_times[0]
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrived_s
+
+
+class Session:
+    """Requests that run on an engine, with counters read from its plans."""
+
+    def __init__(self, engine: Engine, next_id: Callable[[], int]) -> None:
+        self.engine = engine
+        self.tracks: dict[int, Track] = {}
+        self.plan: StepPlan | None = None  # the last one
+        self.num_steps = 0
+        self.num_copies = 0
+        self.num_prefill_tokens = 0
+        self._next_id = next_id
+
+    def add(
+        self,
+        prompt: Sequence[int] | PackedPrompt,
+        sampling: SamplingParams | int,
+        *,
+        salt: str = "",
+        matcher: Matcher | None = None,
+    ) -> Track:
+        """Add a request. A number of tokens for parameters: greedy, and exactly so many, as it has no stop tokens."""
+        track = Track(self._next_id())
+        if isinstance(sampling, int):
+            sampling = SamplingParams(temperature=0.0, max_tokens=sampling)
+        self.engine.add(track.request_id, prompt, sampling, salt=salt, matcher=matcher)
+        self.tracks[track.request_id] = track
+        return track
+
+    def step(self) -> None:
+        outputs = self.engine.step()
+        now_s = time.perf_counter()
+        for output in outputs:
+            track = self.tracks[output.request_id]
+            if output.error is not None:
+                raise RequestFailed(f"request {output.request_id} failed: {output.error}")
+            track.tokens += output.tokens
+            track.token_times += [now_s] * len(output.tokens)
+            track.logprobs += output.logprobs
+            track.num_cached_tokens = output.num_cached_tokens
+            track.is_finished = output.finish_reason is not None
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        while self.engine.has_work and not until():
+            self.step()
+
+    def note(self, plan: StepPlan) -> None:
+        """Count steps, copies and prefill tokens of a plan."""
+        self.plan = plan
+        self.num_steps += not plan.is_empty
+        self.num_copies += len(plan.copies)
+        self.num_prefill_tokens += sum(
+            min(piece.length, piece.num_prompt_tokens - piece.start)
+            for piece in plan.slices
+            if piece.start < piece.num_prompt_tokens
+        )
+
+
+@contextmanager
+def driven(engine: Engine, next_id: Callable[[], int]) -> Iterator[Session]:
+    """A session on an engine.
+
+    On exit, also after an error, all requests are ended and `on_plan` is restored.
+    """
+    session, before = Session(engine, next_id), engine.on_plan
+    engine.on_plan = session.note
+    try:
+        yield session
+    finally:
+        engine.on_plan = before
+        for request_id, track in session.tracks.items():
+            if not track.is_finished:
+                engine.cancel(request_id)
+        while engine.has_work:  # finish a step in flight: its result must not reach later requests
+            engine.step()
+
+
+class Prompts:
+    """Prompts of real text in the model's tokens, different for every seed and every call."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._random = random.Random(seed)
+
+    def make(self, num_tokens: int) -> list[int]:
+        ids = self._tokenizer.encode(self._text())
+        while len(ids) < num_tokens:
+            ids += self._tokenizer.encode(" " + self._text(), add_special=False)
+        return ids[:num_tokens]
+
+    def tails(self, count: int, num_tokens: int) -> list[list[int]]:
+        """Token lists with different first tokens.
+
+        With equal first tokens, the cache would reuse part of a block and copy it.
+        """
+        ids = self._tokenizer.encode(" " + self._text(), add_special=False)
+        starts = list({token: index for index, token in reversed(list(enumerate(ids[:-num_tokens])))}.values())
+        if len(starts) < count:
+            raise InvalidRequest(f"tokenizer: {len(starts)} different tokens in {len(ids)}, but {count} are needed")
+        return [ids[start : start + num_tokens] for start in starts[:count]]
+
+    def _text(self) -> str:
+        return " ".join(self._random.sample(SENTENCES, len(SENTENCES)))
+
+
+class Threads:
+    """Sets the number of compute threads, where the backend supports it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.default = runner.facts().num_threads
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Thread counts to measure: more threads are not always faster for one stream."""
+        return (self.default,) if self.default == 1 else (self.default, 1)
+
+    @contextmanager
+    def using(self, num_threads: int) -> Iterator[None]:
+        self._runner.use_threads(num_threads)
+        try:
+            yield
+        finally:
+            self._runner.use_threads(self.default)
+
+
+class Bench:
+    """State of a benchmark run: the engine, the source of prompts, and the progress."""
+
+    def __init__(self, llm: LLM, config: BenchConfig, progress: Progress) -> None:
+        self.engine = llm.engine
+        self.config = config
+        self.prompts = Prompts(llm.text.tokenizer, config.seed)
+        self.threads = Threads(llm.engine.runner)
+        self.next_id = llm.next_id
+        self._progress = progress
+        self._num_done = 0
+        self._expected_s: float | None = None
+        per_round = len(self.threads.choices) + 2 * len(config.batches)
+        sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1, "drafts": 2 * config.rounds}
+        self._num_stages = len(self.threads.choices) + sum(sizes.get(part, 0) for part in config.parts)
+
+    def begin_stage(self, what: str) -> None:
+        """Report the start of a stage to the progress callback."""
+        self._progress(Stage(what, self._num_done, self._num_stages, self._expected_s))
+        self._num_done += 1
+
+    def session(self) -> AbstractContextManager[Session]:
+        return driven(self.engine, self.next_id)
+
+    def warm_up(self) -> None:
+        """Run every code path once, and estimate the duration of the whole run from it."""
+        config = self.config
+        singles = []
+        for num_threads in self.threads.choices:
+            self.begin_stage("warming up")
+            singles.append(self.measure(1, 0, num_threads))
+        if "speedup" in config.parts:
+            for clients in config.batches:
+                self.measure(clients, 0, self.threads.default, num_prompt=SHORT_PROMPT, num_output=2)
+        self._expected_s = _expected_s(config, singles[0], len(singles))
+
+    def measure(
+        self, clients: int, number: int, num_threads: int, *, num_prompt: int = 0, num_output: int = 0
+    ) -> Measurement:
+        """Measure clients that arrive together, each with its own prompt and salt, so that nothing is shared."""
+        num_prompt, num_output = num_prompt or self.config.prompt_tokens, num_output or self.config.output_tokens
+        prompts = [self.prompts.make(num_prompt) for _ in range(clients)]
+        self.engine.clear_cache()
+        with self.threads.using(num_threads), self.session() as session:
+            begun_s = time.perf_counter()
+            for prompt in prompts:
+                session.add(prompt, num_output, salt=f"bench {self.next_id()}")
+            session.run()
+        tracks = list(session.tracks.values())
+        times = sorted(at_s for track in tracks for at_s in track.token_times)
+        all_begun_s = max(track.first_s for track in tracks)
+        num_decoded = sum(at_s > all_begun_s for at_s in times)
+        wall_s = times[-1] - begun_s
+        return Measurement(
+            clients=clients,
+            round=number,
+            num_threads=num_threads,
+            wall_s=wall_s,
+            num_output_tokens=len(times),
+            num_cached_tokens=sum(track.num_cached_tokens for track in tracks),
+            tokens_per_s=len(times) / wall_s,
+            decode_tokens_per_s=num_decoded / (times[-1] - all_begun_s) if num_decoded else None,
+            ttft_ms=median(track.ttft_s for track in tracks) * 1000,
+        )
+
+
+def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> float:
+    """Estimated duration of the run, from one request.
+
+    Prompts cost time per token, and a step of K clients takes about K / 3 as long as one.
+    """
+    prefill_s = one.ttft_ms / 1000 / config.prompt_tokens
+    step_s = (one.wall_s - one.ttft_ms / 1000) / (config.output_tokens - 1)
+    per_round = (num_choices + len(config.batches)) * one.wall_s
+    for clients in config.batches:
+        per_round += clients * config.prompt_tokens * prefill_s + config.output_tokens * step_s * max(1, clients / 3)
+    spent = {
+        "speedup": config.rounds * per_round,
+        "prefix": (config.rounds + 1) * (config.head_tokens * prefill_s + 2 * LIVE_TOKENS * step_s),
+        "drafts": 2 * config.rounds * (2.5 * config.prompt_tokens * prefill_s + config.output_tokens * step_s),
+        "fairness": 1.7 * config.seconds + NUM_IDLE * (HIGH_PROMPT * prefill_s + HIGH_ANSWER * step_s),
+    }
+    return sum(spent[part] for part in config.parts)
+
+
+def measure_speedup(bench: Bench) -> SpeedupReport:
+    """Measure each batch between two single streams, so that both see the same machine state."""
+    config, threads = bench.config, bench.threads
+    singles: list[Measurement] = []
+    batches: list[Measurement] = []
+    for number in range(config.rounds):
+        name = f"round {number + 1} of {config.rounds}"
+        for num_threads in threads.choices:
+            bench.begin_stage(f"{name}: one at a time")
+            singles.append(bench.measure(1, number, num_threads))
+        for clients in config.batches:
+            bench.begin_stage(f"{name}: {clients} clients")
+            batches.append(bench.measure(clients, number, threads.default))
+            bench.begin_stage(f"{name}: one at a time")
+            singles.append(bench.measure(1, number, _best(singles).num_threads))
+    baseline = _baseline(singles)
+    levels = tuple(
+        _level([one for one in batches if one.clients == clients], baseline) for clients in bench.config.batches
+    )
+    num_cached = sum(one.num_cached_tokens for one in (*singles, *batches))
+    return SpeedupReport(baseline, levels, (*singles, *batches), num_cached, num_cached == 0)
+
+
+def _best(singles: Sequence[Measurement]) -> Measurement:
+    return max(singles, key=lambda one: one.tokens_per_s)
+
+
+def _baseline(singles: Sequence[Measurement]) -> Baseline:
+    best = _best(singles)
+    by_threads: dict[int, float] = {}
+    for one in singles:
+        by_threads[one.num_threads] = max(one.tokens_per_s, by_threads.get(one.num_threads, 0.0))
+    return Baseline(
+        tokens_per_s=best.tokens_per_s,
+        decode_tokens_per_s=max(one.decode_tokens_per_s or 0.0 for one in singles),
+        median_tokens_per_s=median(one.tokens_per_s for one in singles if one.num_threads == best.num_threads),
+        num_threads=best.num_threads,
+        best_by_threads=by_threads,
+    )
+
+
+def _level(measurements: Sequence[Measurement], baseline: Baseline) -> Level:
+    rates = [one.tokens_per_s for one in measurements]
+    rate = median(rates)
+    decoding = [one.decode_tokens_per_s for one in measurements if one.decode_tokens_per_s is not None]
+    decode_rate = median(decoding) if decoding else None
+    return Level(
+        clients=measurements[0].clients,
+        tokens_per_s=rate,
+        decode_tokens_per_s=decode_rate,
+        ttft_ms=median(one.ttft_ms for one in measurements),
+        ratio=rate / baseline.tokens_per_s,
+        ratio_min=min(rates) / baseline.tokens_per_s,
+        ratio_max=max(rates) / baseline.tokens_per_s,
+        decode_ratio=None if decode_rate is None else decode_rate / baseline.decode_tokens_per_s,
+        ratio_to_median=rate / baseline.median_tokens_per_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    cold: Track
+    live: Track
+    hit: Track
+    ref_counts: tuple[int, ...]  # of the blocks that both block tables contain, while both requests run
+    num_copies: int
+
+
+def measure_prefix(bench: Bench) -> PrefixReport:
+    config, repeats = bench.config, []
+    for number in range(config.rounds):
+        bench.begin_stage(f"prefix, {number + 1} of {config.rounds}")
+        repeats.append(_share_head(bench))
+    siblings = _run_siblings(bench)
+    cold_s, hit_s = median(one.cold.ttft_s for one in repeats), median(one.hit.ttft_s for one in repeats)
+    shared_blocks = min(len(one.ref_counts) for one in repeats)
+    counts = [count for one in repeats for count in one.ref_counts]
+    copies = max(one.num_copies for one in repeats)
+    cached_tokens = min(min(one.hit.num_cached_tokens, one.live.num_cached_tokens) for one in repeats)
+    num_full = config.head_tokens // bench.engine.capacity.block_size
+    is_held = set(counts) == {2} and copies == 0 and shared_blocks == num_full and cached_tokens == config.head_tokens
+    return PrefixReport(
+        head_tokens=config.head_tokens,
+        repeats=len(repeats),
+        ttft_cold_ms=cold_s * 1000,
+        ttft_hit_ms=hit_s * 1000,
+        ttft_live_ms=median(one.live.ttft_s for one in repeats) * 1000,
+        ratio=cold_s / hit_s,
+        shared_blocks=shared_blocks,
+        ref_count_min=min(counts, default=0),
+        ref_count_max=max(counts, default=0),
+        copies=copies,
+        cached_tokens=cached_tokens,
+        siblings=siblings,
+        is_held=is_held,
+    )
+
+
+def _share_head(bench: Bench) -> _Sharing:
+    """Run one request with an empty cache, one while the first still decodes, and one after both."""
+    head = bench.prompts.make(bench.config.head_tokens)
+    tails = bench.prompts.tails(3, TAIL_TOKENS)
+    scheduler = bench.engine.scheduler
+    bench.engine.clear_cache()
+    with bench.session() as session:
+        cold = session.add([*head, *tails[0]], LIVE_TOKENS)
+        session.run(until=lambda: bool(cold.token_times))
+        live = session.add([*head, *tails[1]], 4)
+        session.run(until=lambda: bool(live.token_times))
+        tables = [request.block_table for one in (cold, live) if (request := scheduler.get(one.request_id)) is not None]
+        common = [mine for mine, other in zip(*tables, strict=False) if mine == other] if len(tables) == 2 else []
+        ref_counts = tuple(scheduler.cache.pool.blocks[block_id].ref_count for block_id in common)
+        session.run()
+        hit = session.add([*head, *tails[2]], 4)
+        session.run()
+    return _Sharing(cold, live, hit, ref_counts, session.num_copies)
+
+
+def _run_siblings(bench: Bench) -> SiblingReport:
+    config, block_size = bench.config, bench.engine.capacity.block_size
+    bench.begin_stage(f"prefix, {config.num_siblings} siblings")
+    bench.engine.clear_cache()
+    prompt = bench.prompts.make(config.head_tokens)
+    with bench.session() as session:
+        tracks = [session.add(prompt, 4) for _ in range(config.num_siblings)]
+        session.run()
+    num_computed = session.num_prefill_tokens
+    return SiblingReport(
+        num_requests=config.num_siblings,
+        prompt_tokens=len(prompt),
+        prefill_tokens=num_computed,
+        prefill_tokens_unshared=config.num_siblings * len(prompt),
+        copies=session.num_copies,
+        ttft_max_ms=max(track.ttft_s for track in tracks) * 1000,
+        is_held=num_computed <= len(prompt) + (config.num_siblings - 1) * block_size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    tokens: tuple[int, ...]
+    tokens_per_s: float  # after the first token
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+
+def measure_drafts(bench: Bench) -> DraftsReport | None:
+    """Measure in turn without and with drafts. None: the backend verifies none for this model, or they are off."""
+    if not bench.engine.speculation.is_on:
+        return None
+    config, estimator = bench.config, StepEstimator()
+    plain: list[_Run] = []
+    drafted: list[_Run] = []
+    for number in range(config.rounds):
+        text = bench.prompts.make(config.prompt_tokens)
+        prompt = text + text + text[: len(text) // 2]
+        for runs, has_drafts in ((plain, False), (drafted, True)):
+            bench.begin_stage(f"{'with' if has_drafts else 'without'} drafts, {number + 1} of {config.rounds}")
+            runs.append(_run(bench, prompt, estimator, has_drafts=has_drafts))
+    num_drafted, num_accepted = sum(one.num_drafted for one in drafted), sum(one.num_accepted for one in drafted)
+    num_steps, num_plain_steps = sum(one.num_steps for one in drafted), sum(one.num_steps for one in plain)
+    num_tokens = sum(len(one.tokens) for one in drafted)
+    ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, drafted, strict=True)]
+    return DraftsReport(
+        rounds=config.rounds,
+        num_output_tokens=num_tokens,
+        tokens_per_s=median(one.tokens_per_s for one in drafted),
+        tokens_per_s_without=median(one.tokens_per_s for one in plain),
+        ratio=median(ratios),
+        ratio_min=min(ratios),
+        ratio_max=max(ratios),
+        steps=num_steps,
+        steps_without=num_plain_steps,
+        draft_tokens=num_drafted,
+        draft_tokens_accepted=num_accepted,
+        acceptance=num_accepted / num_drafted if num_drafted else None,
+        tokens_per_step=num_tokens / num_steps,
+        is_equal=[one.tokens for one in plain] == [one.tokens for one in drafted],
+    )
+
+
+def _run(bench: Bench, prompt: list[int], estimator: StepEstimator, *, has_drafts: bool) -> _Run:
+    """Run one request. Where rows cost time, the scheduler learns the cost of a step, as in a worker."""
+    engine = bench.engine
+    scheduler, ledger = engine.scheduler, engine.scheduler.policy.ledger
+    before = scheduler.num_drafted, scheduler.num_accepted, ledger.cost
+    engine.clear_cache()
+    engine.speculation.is_on = has_drafts
+    try:
+        with bench.session() as session:
+            track = session.add(prompt, bench.config.output_tokens)
+            while engine.has_work:
+                start_s = time.perf_counter()
+                session.step()
+                if engine.capacity.has_costly_rows and session.plan is not None:
+                    estimator.learn(work_of(session.plan), time.perf_counter() - start_s)
+                    ledger.cost = estimator.cost()
+    finally:
+        engine.speculation.is_on = True
+        ledger.cost = before[2]
+    num_after = len(track.token_times) - 1
+    return _Run(
+        tuple(track.tokens),
+        num_after / (track.token_times[-1] - track.first_s),
+        session.num_steps,
+        scheduler.num_drafted - before[0],
+        scheduler.num_accepted - before[1],
+    )
 
 
 def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage: None) -> BenchReport:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -19,21 +19,24 @@ from typing import Any
 
 from quire.bench.fairness import (
     MAX_BACKLOG,
-    BacklogSamples,
-    ResumedSamples,
     Sample,
-    SaturatedSamples,
+    backlog_report,
     backlog_size,
     fairness_report,
+    resumed_report,
+    saturated_report,
 )
 from quire.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
     NUM_IDLE,
     SENTENCES,
+    BacklogReport,
     BenchConfig,
     FairnessReport,
     Progress,
+    ResumedReport,
+    SaturatedReport,
     Setup,
     Stage,
 )
@@ -76,7 +79,7 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
         visit.high_requests(is_over=lambda number, _: number >= NUM_WARM_UP)
         idle = visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE)
         tell(2)
-        backlog = visit.backlog(backlog_size(config, idle))
+        backlog = visit.backlog(idle)
         tell(3)
         saturated = visit.saturated()
         token_bytes = visit.token_bytes()
@@ -141,12 +144,12 @@ class _Measurement:
         (model,) = [one for one in self._server.get("/v1/watch?once=true")["models"] if one["name"] == self.setup.model]
         return -(-int(model["engine"]["kv_bytes"]) // (self.setup.num_blocks * self.setup.block_size))
 
-    def resumed(self) -> ResumedSamples:
+    def resumed(self) -> ResumedReport:
         """Send large HIGH requests on the idle server, and then each behind a LOW request that has just resumed."""
         idle = tuple(self._high_request(time.perf_counter(), None, LARGE_HIGH) for _ in range(NUM_RESUMED))
         high = tuple(self._behind_resumed() for _ in range(NUM_RESUMED))
         pool_tokens = (self.setup.num_blocks - 1) * self.setup.block_size
-        return ResumedSamples(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, high)
+        return resumed_report(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, high)
 
     def _behind_resumed(self) -> Sample:
         low = Load(self._client, Priority.LOW, LARGE_LOW, 1)
@@ -205,8 +208,9 @@ class _Measurement:
         decode_s = times_s[-1] - first_s if times_s else 0.0
         return Sample(begun_s - phase_s, first_s - begun_s, len(times_s), decode_s)
 
-    def backlog(self, num_low: int) -> BacklogSamples:
+    def backlog(self, idle: Sequence[Sample]) -> BacklogReport:
         config = self._config
+        num_low = backlog_size(config, idle)
         low = Load(self._client, Priority.LOW, self._low_shape, num_low)
         with _running(low):
             self._wait_for(lambda num_requests: num_requests > num_low - MAX_PROMPTS, low.check)
@@ -218,9 +222,9 @@ class _Measurement:
             )
             low_tokens, passed_s, client_cpu = low.num_tokens - before, clock.passed_s, clock.cpu
         self._wait_for(lambda num_requests: num_requests == 0)
-        return BacklogSamples(config.seconds, num_low, high, low_tokens / passed_s, client_cpu)
+        return backlog_report(config.seconds, num_low, idle, high, low_tokens / passed_s, client_cpu)
 
-    def saturated(self) -> SaturatedSamples:
+    def saturated(self) -> SaturatedReport:
         num_each, seconds = 2 * self._config.max_num_seqs, self._config.seconds / 2
         high, low = (Load(self._client, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
         with _running(high, low):
@@ -229,7 +233,7 @@ class _Measurement:
             self._sleep(seconds, high, low)
             high_tokens, low_tokens = high.num_tokens - before[0], low.num_tokens - before[1]
             passed_s, client_cpu = clock.passed_s, clock.cpu
-        return SaturatedSamples(passed_s, num_each, high_tokens, low_tokens, client_cpu)
+        return saturated_report(passed_s, num_each, high_tokens, low_tokens, client_cpu)
 
     def _sleep(self, seconds: float, *loads: Load) -> None:
         end_s = time.perf_counter() + seconds

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from quire.cli.terminal import echo
-from quire.engine.worker.log_lines import ShortFormatter
+from quire.engine.process import ShortFormatter
 from quire.errors import InvalidRequest, QuireError
 from quire.version import __version__
 

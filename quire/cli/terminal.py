@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quire.engine.worker.log_lines import escaped
+from quire.engine.process import escaped
 from quire.errors import InvalidRequest
 
 if TYPE_CHECKING:

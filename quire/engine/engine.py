@@ -20,8 +20,8 @@ from quire.core.step import BlockCopy, Load, PromptLogprobs, SeqSlice, StepPlan,
 from quire.core.values import FinishReason, Level, PackedPrompt, Priority, SamplingParams
 from quire.engine.guesses import Predicted, Speculation, awaits_tokens
 from quire.engine.levels.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
+from quire.engine.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.engine.params import PinPrefix
-from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
 
 MAX_REPEAT_S = 8.0
@@ -40,16 +40,39 @@ def repeat_step(
     The results of all earlier steps must have been collected from the runner. Its last samples may be those of the
     failed attempt, so slices that would read them get their tokens: `sampled` has those that are not in the history.
     """
-    failed = failed_step(plan, error)
     if not _is_repeatable(plan, error):
-        return failed
+        return failed_step(plan, error)
     log.warning("repeating the step of %d requests in smaller parts", len(plan.slices))
-    slices = {index: _with_tokens(piece, sampled) for index, piece in enumerate(plan.slices)}
-    known = {index: piece for index, piece in slices.items() if piece is not None}
-    if not known:
-        return failed
-    part, end_s = _part(plan, tuple(known.values())), time.monotonic() + MAX_REPEAT_S
-    return _spread(_join([_attempt(runner, half, masks, end_s) for half in _parts(part)]), tuple(known), failed)
+    slices = {
+        place: piece for place, one in enumerate(plan.slices) if (piece := _with_tokens(one, sampled)) is not None
+    }
+    tokens: list[tuple[int, ...]] = [()] * len(plan.slices)
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    failures = {place: _reason(error) for place in range(len(plan.slices)) if place not in slices}
+    is_poisoned = False
+    end_s = time.monotonic() + MAX_REPEAT_S  # a worker that is silent is killed
+    todo = _halves(list(slices))
+    while todo:
+        places = todo.pop(0)
+        try:
+            runner.forward(_part(plan, [slices[place] for place in places]))
+            runner.sample(masks)
+            result = runner.collect()
+        except Exception as problem:
+            runner.abandon()
+            if len(places) == 1 or time.monotonic() > end_s:
+                failures |= dict.fromkeys(places, _reason(problem))
+            else:
+                todo = _halves(places) + todo
+            continue
+        for place, own in zip(places, result.tokens, strict=True):
+            tokens[place] = own
+        logprobs |= {places[index]: value for index, value in result.logprobs.items()}
+        prompt_logprobs |= {places[index]: value for index, value in result.prompt_logprobs.items()}
+        failures |= {places[index]: why for index, why in result.failures.items()}
+        is_poisoned |= result.is_poisoned
+    return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, is_poisoned)
 
 
 def last_tokens(plan: StepPlan, result: StepResult) -> Sampled:
@@ -63,21 +86,11 @@ def last_tokens(plan: StepPlan, result: StepResult) -> Sampled:
 
 def failed_step(plan: StepPlan, error: Exception) -> StepResult:
     """The result of a step in which every slice failed with `error`."""
-    why = f"the step failed: {type(error).__name__}: {error}"
-    return StepResult(((),) * len(plan.slices), failures=dict.fromkeys(range(len(plan.slices)), why))
+    return StepResult(((),) * len(plan.slices), failures=dict.fromkeys(range(len(plan.slices)), _reason(error)))
 
 
-def _attempt(runner: Runner, plan: StepPlan, masks: TokenMasks | None, end_s: float) -> StepResult:
-    """Run a part. If it raises, run its halves, or fail all of it after `end_s`: a worker that is silent is killed."""
-    try:
-        runner.forward(plan)
-        runner.sample(masks)
-        return runner.collect()
-    except Exception as error:
-        runner.abandon()
-        if len(plan.slices) == 1 or time.monotonic() > end_s:
-            return failed_step(plan, error)
-    return _join([_attempt(runner, part, masks, end_s) for part in _parts(plan)])
+def _reason(error: Exception) -> str:
+    return f"the step failed: {type(error).__name__}: {error}"
 
 
 def _with_tokens(piece: SeqSlice, sampled: Sampled) -> SeqSlice | None:
@@ -90,21 +103,6 @@ def _with_tokens(piece: SeqSlice, sampled: Sampled) -> SeqSlice | None:
     return None if token is None else piece._replace(tokens=(token,))
 
 
-def _spread(result: StepResult, places: Sequence[int], whole: StepResult) -> StepResult:
-    """Put the results of some slices into the result of all."""
-    tokens = list(whole.tokens)
-    for index, place in enumerate(places):
-        tokens[place] = result.tokens[index]
-    return StepResult(
-        tuple(tokens),
-        {places[index]: value for index, value in result.logprobs.items()},
-        {places[index]: value for index, value in result.prompt_logprobs.items()},
-        {index: why for index, why in whole.failures.items() if index not in places}
-        | {places[index]: why for index, why in result.failures.items()},
-        result.is_poisoned,
-    )
-
-
 def _is_repeatable(plan: StepPlan, error: Exception) -> bool:
     """Return whether the step may run again.
 
@@ -114,23 +112,23 @@ def _is_repeatable(plan: StepPlan, error: Exception) -> bool:
     return not isinstance(error, InvariantViolation) and not any(piece.state_target for piece in plan.slices)
 
 
-def _parts(plan: StepPlan) -> list[StepPlan]:
-    """Two halves, or the same plan if it has one slice.
+def _halves(places: list[int]) -> list[list[int]]:
+    """Two halves, or the same if it is one place."""
+    middle = len(places) // 2
+    return [some for some in (places[:middle], places[middle:]) if some]
+
+
+def _part(plan: StepPlan, slices: Sequence[SeqSlice]) -> StepPlan:
+    """A part of a plan.
 
     It is not known how much of the plan the failed attempt did. A part therefore repeats the block copies and released
     rows of the plan, except those of the other slices: a later part must not undo the work of an earlier one.
     """
-    slices = plan.slices
-    middle = len(slices) // 2
-    return [_part(plan, some) for some in (slices[:middle], slices[middle:]) if some]
-
-
-def _part(plan: StepPlan, slices: tuple[SeqSlice, ...]) -> StepPlan:
     ids = {piece.request_id for piece in slices}
     others = [piece for piece in plan.slices if piece.request_id not in ids]
     rows = {piece.batch_index for piece in others}
     return StepPlan(
-        slices,
+        tuple(slices),
         _without(plan.copies, {block for piece in others for block in piece.block_table}),
         tuple(row for row in plan.released if row not in rows),
         _without(plan.window_copies, {block for piece in others for block in piece.window_table}),
@@ -139,22 +137,6 @@ def _part(plan: StepPlan, slices: tuple[SeqSlice, ...]) -> StepPlan:
 
 def _without(copies: Sequence[BlockCopy], blocks: set[int]) -> tuple[BlockCopy, ...]:
     return tuple(copy for copy in copies if copy.destination not in blocks)
-
-
-def _join(results: Sequence[StepResult]) -> StepResult:
-    tokens: tuple[tuple[int, ...], ...] = ()
-    joined = StepResult((), {}, {}, {})
-    for result in results:
-        first = len(tokens)
-        tokens += result.tokens
-        joined = StepResult(
-            tokens,
-            {**joined.logprobs, **{first + index: value for index, value in result.logprobs.items()}},
-            {**joined.prompt_logprobs, **{first + index: value for index, value in result.prompt_logprobs.items()}},
-            {**joined.failures, **{first + index: value for index, value in result.failures.items()}},
-            joined.is_poisoned or result.is_poisoned,
-        )
-    return joined
 
 
 WAIT_S = 0.001  # for transfers, when there is nothing to compute; messages are read this often

@@ -20,7 +20,7 @@ from quire.backends.base import Capacity
 from quire.backends.sampling import has_penalty
 from quire.core.fairness import StepCost
 from quire.core.request import Request
-from quire.engine.structured.masks import GrammarMasks
+from quire.engine.masks import GrammarMasks
 
 INDEX_PER_CALL = 2048  # tokens of a prompt that are indexed at once: this takes half a millisecond
 FEW = 8  # tokens that are faster to index one by one

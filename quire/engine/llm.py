@@ -22,10 +22,10 @@ from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason
 from quire.engine.composition import EngineConfig, check_cache_folders, check_supported, make_engine
 from quire.engine.engine import EngineOutput
+from quire.engine.grammars import Compiled, Grammars
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.structured.grammars import Compiled, Grammars
 from quire.errors import InvalidRequest, ModelNotFound, QueueFull
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve

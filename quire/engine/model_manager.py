@@ -148,7 +148,8 @@ class ModelManager:
         if managed.state is ModelState.READY:
             self._lease(managed)
             return
-        self._check_open()
+        if self._is_closed:
+            raise LoadFailed("the server is shutting down")
         lease: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         managed.waiters.append(lease)
         self._start_load(managed)
@@ -242,10 +243,6 @@ class ModelManager:
         return reading_s
 
     # Loading
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise LoadFailed("the server is shutting down")
 
     def _start_load(self, managed: ManagedModel) -> None:
         if managed.state in (ModelState.UNLOADED, ModelState.FAILED):

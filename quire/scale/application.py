@@ -29,7 +29,7 @@ from quire.scale.autoscaling import QueuePolicy
 from quire.scale.config import DeployConfig, ModelDeployment, equal_share
 from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
 from quire.scale.ray_cluster import DeployFailed
-from quire.scale.request_router import PrefixAwareRouter
+from quire.scale.ray_serve import PrefixAwareRouter
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.limits import make_keyring
 from quire.version import __version__

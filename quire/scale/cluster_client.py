@@ -3,6 +3,10 @@
 Each replica has a connection of its own, which is also used for a worker on this machine. A request goes to the replica
 with the least expected work (`quire/scale/routing.py`). If a replica ends, requests that had not started are sent to
 another one, and requests that had started fail: their clients have received tokens.
+
+`ReplicaLink` is what `WorkerProcess` is for a worker on the same machine. The replica watches its worker for hangs. A
+front only notices that the stream of messages ends. Reports of several replicas are combined: figures are added, and
+block maps are put side by side.
 """
 
 from __future__ import annotations
@@ -12,47 +16,50 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
 
-from quire.backends.base import Capacity
 from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
-from quire.core.cache.prefix import CacheExplanation, StopReason
-from quire.core.values import SamplingParams
+from quire.core.kv_cache import CacheStats
+from quire.core.levels.levels import LevelStats
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers, GenerationOutput
-from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
+from quire.engine.outputs import Answers
+from quire.engine.params import GenerationRequest
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.client import HANG_LIMIT_S, Generation, SafeCallback, WorkerConnection
+from quire.engine.worker.client import (
+    HANG_LIMIT_S,
+    Generation,
+    HeldRanges,
+    ModelClient,
+    SafeCallback,
+    WorkerConnection,
+    WorkerLink,
+)
+from quire.engine.worker.kv_events import CacheReport, split_keys
 from quire.engine.worker.protocol import (
-    Answer,
+    MAX_UNSENT,
     Blocks,
-    BlocksViewed,
-    CacheAnswer,
-    CacheReport,
-    ClearCache,
-    DropBlocks,
-    Explain,
-    Explained,
+    Cancel,
     FindHeld,
+    Finish,
+    FromWorker,
     GetBlocks,
     GetStats,
-    HeldFound,
-    PinCache,
     Query,
     Ready,
     ReplicaStatus,
     Stats,
     Stepped,
-    UnpinCache,
+    TierStats,
+    ToWorker,
     ViewBlocks,
-    split_keys,
+    encode,
+    from_worker,
 )
 from quire.errors import (
-    CacheFolderError,
     Draining,
     InvalidRequest,
     LostBeforeStart,
@@ -61,9 +68,312 @@ from quire.errors import (
     RequestFailed,
     WorkerDied,
 )
-from quire.scale.replica_view import ReplicaLink, ReplicaView, add_stats, counters_of, join_blocks, offsets
 from quire.scale.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
 from quire.scale.transport import ReplicaGone, Transport
+
+# Figures that describe the present. All others count since the start, so those of replicas that have left stay.
+GAUGES = frozenset(
+    {
+        *("num_blocks", "num_free", "num_cached", "num_in_use", "num_shared", "num_pins", "num_pinned"),
+        *("num_slots", "num_snapshots", "num_pieces", "num_bytes", "max_bytes", "num_running", "num_waiting"),
+    }
+)
+Figures = TypeVar("Figures")
+
+
+def add_stats(found: Sequence[Stats]) -> Stats:
+    """The figures of a cluster. `found` is not empty."""
+    return Stats(
+        add_cache_stats([one.cache for one in found]),
+        sum(one.num_running for one in found),
+        sum(one.num_waiting for one in found),
+        tuple(map(_add_waiting, zip(*(one.tiers for one in found), strict=True))),
+        sum(one.num_preemptions for one in found),
+        sum(one.num_steps for one in found),
+        sum(one.num_violations for one in found),
+        sum(one.num_drafted for one in found),
+        sum(one.num_accepted for one in found),
+    )
+
+
+def add_cache_stats(found: Sequence[CacheStats]) -> CacheStats:
+    levels: dict[str, list[LevelStats]] = {}
+    for level in (level for one in found for level in one.levels):
+        levels.setdefault(level.level, []).append(level)
+    return replace(_add(found), levels=tuple(map(_add, levels.values())))
+
+
+def counters_of(stats: Stats) -> Stats:
+    """The figures of a replica that has left: its counts, and nothing at present."""
+    tiers = tuple(TierStats(0, 0, 0.0) for _ in stats.tiers)
+    return Stats(
+        _without_gauges(stats.cache),
+        0,
+        0,
+        tiers,
+        stats.num_preemptions,
+        stats.num_steps,
+        stats.num_violations,
+        stats.num_drafted,
+        stats.num_accepted,
+    )
+
+
+def join_blocks(found: Sequence[Blocks]) -> Blocks:
+    """The blocks of all replicas as one map, one replica after the other. `found` is not empty.
+
+    All have the same number of blocks per cell.
+    """
+    first = found[0]
+    assert all(one.blocks_per_cell == first.blocks_per_cell for one in found)
+    shifts = offsets(one.num_blocks for one in found)
+    return Blocks(
+        sum(one.num_blocks for one in found),
+        first.block_size,
+        first.blocks_per_cell,
+        tuple(run for one in found for run in one.cells),
+        tuple(map(sum, zip(*(one.totals for one in found), strict=True))),
+        max(one.max_holders for one in found),
+        sum(one.num_pending for one in found),
+        tuple(one for blocks in found for one in blocks.running),
+        tuple(
+            run._replace(first=run.first + by) for blocks, by in zip(found, shifts, strict=True) for run in blocks.held
+        ),
+    )
+
+
+def offsets(sizes: Iterable[int]) -> list[int]:
+    """Where each of these parts begins when they are put side by side."""
+    places, place = [], 0
+    for size in sizes:
+        places.append(place)
+        place += size
+    return places
+
+
+def _add_waiting(tiers: tuple[TierStats, ...]) -> TierStats:
+    return TierStats(
+        sum(one.num_waiting for one in tiers),
+        sum(one.num_tokens for one in tiers),
+        max(one.oldest_age_s for one in tiers),
+    )
+
+
+def _add(found: Sequence[Figures]) -> Figures:
+    """Add figures field by field. Fields that are not numbers are those of the first."""
+    first: Any = found[0]
+    values: dict[str, Any] = {}
+    for field in fields(first):
+        given = [value for one in found if (value := getattr(one, field.name)) is not None]
+        if given and is_dataclass(given[0]):
+            values[field.name] = _add(given)
+        elif given and isinstance(given[0], int) and field.name != "break_even_tokens":
+            values[field.name] = sum(given)
+        else:
+            values[field.name] = given[0] if given else None
+    return cast(Figures, replace(first, **values))
+
+
+def _without_gauges(figures: Figures) -> Figures:
+    values: dict[str, Any] = {}
+    for field in fields(figures):  # type: ignore[arg-type]
+        value = getattr(figures, field.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            values[field.name] = _without_gauges(value)
+        elif isinstance(value, tuple):
+            values[field.name] = tuple(_without_gauges(one) if is_dataclass(one) else one for one in value)
+        elif field.name in GAUGES and value is not None:
+            values[field.name] = 0
+    return replace(figures, **values)  # type: ignore[type-var]
+
+
+KEEPALIVE_S = 5.0  # replicas drop a front that sends nothing for `SILENT_LIMIT_S`
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaLink(WorkerLink):
+    """Exchanges messages with one replica."""
+
+    def __init__(
+        self,
+        replica: str,
+        transport: Transport,
+        on_message: Callable[[FromWorker], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        super().__init__(on_message, on_end)
+        self.replica = replica
+        self._transport = transport
+        self._limit_s: float | None = None
+        self._unsent: list[bytes] = []
+        self._num_unsent = 0  # bytes
+        self._has_unsent = asyncio.Event()
+        self._is_connected = asyncio.Event()  # a message was received
+        self._tasks = (self._loop.create_task(self._read()), self._loop.create_task(self._write()))
+
+    def send(self, message: ToWorker) -> None:
+        if self.is_over:
+            return
+        frame = encode(message)
+        if self._num_unsent + len(frame) > MAX_UNSENT and not isinstance(message, Cancel | Finish):
+            raise QueueFull(f"{self._num_unsent} bytes are waiting to be read by replica {self.replica}")
+        self._unsent.append(frame)
+        self._num_unsent += len(frame)
+        self._has_unsent.set()
+
+    def expect_message(self, limit_s: float | None) -> None:
+        if self._limit_s is None and limit_s is not None:
+            self._heard_s, self.announced_s = self._loop.time(), 0.0
+        self._limit_s = limit_s
+
+    def end(self, reason: str = "") -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._cancel_tasks()
+            self._loop.call_soon(self._on_end, reason or "ended")
+
+    async def close(self) -> None:
+        self.is_over = True
+        self._cancel_tasks()
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        if others:
+            await asyncio.wait(others)
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def _read(self) -> None:
+        stream = self._transport.messages(self.replica)
+        try:
+            async for frames in stream:
+                self._is_connected.set()
+                for message in map(from_worker.decode, frames):
+                    self._hear(message)
+                if self.is_over:
+                    return
+            self.end()
+        except ReplicaGone as error:
+            log.info("replica %s: %s", self.replica, error)
+            self.end()
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("messages of replica %s could not be read", self.replica)
+            self.end("sent messages that could not be read")
+        finally:
+            with suppress(Exception):
+                await stream.aclose()
+
+    async def _write(self) -> None:
+        """Send the messages that have collected, in one call. If there are none for a while, an empty call is sent."""
+        await self._is_connected.wait()
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_unsent.wait(), KEEPALIVE_S)
+            self._has_unsent.clear()
+            frames, self._unsent, self._num_unsent = self._unsent, [], 0
+            try:
+                await self._transport.send(self.replica, frames)
+            except ReplicaGone as error:
+                log.info("replica %s: %s", self.replica, error)
+                self.end()
+                return
+            except Exception:
+                log.exception("messages to replica %s could not be sent", self.replica)
+                self.end("could not be sent messages")
+                return
+
+
+RECONNECT_S = 1.0  # pause before the first attempt to connect again; it doubles with each failure
+MAX_RECONNECT_S = 30.0
+
+
+class ReplicaView:
+    """One replica. `number`: its place in the router. `fingerprint`: of the model and settings that it must have."""
+
+    def __init__(self, replica: str, number: int, connection: WorkerConnection, fingerprint: str) -> None:
+        self.replica = replica
+        self._fingerprint = fingerprint
+        self.number = number
+        self.connection = connection
+        self.num_free_blocks = 0
+        self.num_routed = 0  # requests
+        self.is_accepting = True  # False: it is being stopped, and ends its requests
+        self.stats: Stats | None = None  # the last known
+        self._num_ends = 0  # of connections in a row that served nothing
+        self._scheduling: Scheduling | None = None
+        self._sent: dict[Generation, int] = {}  # requests without a token so far -> prompt tokens to compute
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it has another model or other settings than this front."""
+        return self.connection.facts is not None and self.connection.facts.fingerprint != self._fingerprint
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection.facts is not None and not self.is_foreign and not self.connection.process.is_over
+
+    @property
+    def figures(self) -> Stats | None:
+        """The last known figures. Without a connection only the counts are valid."""
+        return self.stats if self.stats is None or self.is_open else counters_of(self.stats)
+
+    def note(self, generation: Generation, num_tokens: int) -> None:
+        """Record a request that is sent there, with the tokens of its prompt that are expected not to be cached."""
+        self._sent[generation] = num_tokens
+        self.num_routed += 1
+
+    def note_end(self, has_served: bool) -> float:
+        """Record that the connection has ended. Returns the seconds after which to connect again."""
+        self._sent.clear()
+        self._num_ends = 1 if has_served else self._num_ends + 1
+        return min(RECONNECT_S * 2.0 ** min(self._num_ends - 1, 10), MAX_RECONNECT_S)
+
+    def _limits(self, config: EngineConfig) -> Scheduling:
+        """The replica's settings, which never change."""
+        if self._scheduling is None:
+            assert self.connection.facts is not None
+            self._scheduling = config.scheduling(self.connection.facts.capacity)
+        return self._scheduling
+
+    def status(self, config: EngineConfig) -> ReplicaStatus:
+        cache = CacheStats.none() if self.stats is None else self.stats.cache
+        num_blocks = self._limits(config).num_blocks - 1  # without the null block
+        return ReplicaStatus(
+            self.replica,
+            self.is_accepting,
+            self.connection.num_requests,
+            self.num_routed,
+            num_blocks,
+            self.num_free_blocks,
+            cache.num_queried_tokens,
+            cache.num_hit_tokens,
+        )
+
+    def load(self, config: EngineConfig) -> ReplicaLoad:
+        """Its load: from this front's own requests, which is at once, and from its last report."""
+        for generation in [one for one in self._sent if _has_begun(one)]:
+            del self._sent[generation]
+        queued = [0, 0, 0]
+        for generation, num_tokens in self._sent.items():
+            queued[generation.answers.request.priority] += num_tokens
+        limits = self._limits(config)
+        return ReplicaLoad(
+            (queued[0], queued[1], queued[2]),
+            num_requests=self.connection.num_requests,
+            max_num_seqs=limits.max_num_seqs,
+            num_free_blocks=self.num_free_blocks,
+            num_blocks=limits.num_blocks,
+        )
+
+
+def _has_begun(generation: Generation) -> bool:
+    """Whether its prompt is computed, or it has ended."""
+    return generation.first_s is not None or generation.error is not None or generation.answers.is_finished
+
 
 EXPECTED_ANSWER = 128  # tokens, for the memory that a request without a limit will need
 MAX_MOVES = 5  # of one request, from replicas that ended
@@ -73,7 +383,7 @@ MAX_SECRETS = 8  # for which the keys of a prompt are computed: replicas with a 
 THREAD_TOKENS = 8192  # keys of longer prompts are computed in a thread
 CLOSED = "the engine was closed"
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class _Pending:
@@ -88,8 +398,8 @@ class _Pending:
         self.error: QuireError | None = None  # why it cannot be sent
 
 
-class ClusterClient:
-    """Submits requests and queries to the replicas of one model. Must be used from a single event loop."""
+class ClusterClient(ModelClient):
+    """Submits requests and queries to the replicas of one model."""
 
     def __init__(
         self,
@@ -108,9 +418,7 @@ class ClusterClient:
         While a deployment changes the model, replicas of the new one appear before the new front: this front has
         another tokenizer and other settings, so it does not use them.
         """
-        self.text = text
-        self.max_model_len = text.spec.max_model_len
-        self._config = config
+        super().__init__(text, config, ids)
         self._transport = transport
         self._hang_limit_s = hang_limit_s
         self._on_step = SafeCallback("on_step", on_step)
@@ -118,7 +426,6 @@ class ClusterClient:
         self._router = PrefixRouter(0, config.block_size)
         self._replicas: dict[str, ReplicaView] = {}
         self._accepting: tuple[str, ...] = ()
-        self._ids = ids
         self._fingerprint = fingerprint
         self._routing: dict[int, Generation] = {}  # requests that are being routed, by the number of the attempt
         self._pending: dict[int, _Pending] = {}  # those of them that can be ranked
@@ -147,19 +454,6 @@ class ClusterClient:
         facts = (one.connection.facts for one in self.replicas)
         found = {one.system_fingerprint for one in facts if one is not None}
         return (found.pop() or None) if len(found) == 1 else None
-
-    @property
-    def is_caching(self) -> bool:
-        return self._config.enable_prefix_caching
-
-    @property
-    def capacity(self) -> Capacity | None:
-        return None if self.facts is None else self.facts.capacity
-
-    @property
-    def scheduling(self) -> Scheduling | None:
-        """The settings of one replica."""
-        return None if self.capacity is None else self._config.scheduling(self.capacity)
 
     @property
     def is_moving(self) -> bool:
@@ -221,9 +515,6 @@ class ClusterClient:
         generation = Generation(Answers(request, self.text.tokenizer), request_ids, self._cancel, updated, on_start)
         await self._route(generation)
         return generation
-
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await (await self.submit(request)).result()
 
     async def _route(self, generation: Generation) -> None:
         """Send a request to the replica that `rank` prefers and that accepts it. Waits while there is none.
@@ -506,37 +797,25 @@ class ClusterClient:
 
     # Queries
 
-    async def _ask_all(self, make: Callable[[int], Query]) -> list[tuple[ReplicaView, Answer]]:
+    async def _ask(self, query: Query, kind: type[T]) -> list[tuple[ReplicaView, T]]:
         """Ask every replica. Those that end meanwhile are left out."""
         views = self.replicas
-        asked = [view.connection.ask(make(next(self._ids))) for view in views]
+        asked = [view.connection.ask(next(self._ids), query, kind) for view in views]
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        found: list[tuple[ReplicaView, Answer]] = []
+        found: list[tuple[ReplicaView, T]] = []
         for view, answer in zip(views, answers, strict=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, WorkerDied | QueueFull):
-                    raise answer
-            else:
+            if not isinstance(answer, BaseException):
                 found.append((view, answer))
+            elif not isinstance(answer, WorkerDied | QueueFull):
+                raise answer
         return found
 
-    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
-        """How much of this prompt the replica with the longest prefix has."""
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt)
-        found = await self._ask_all(lambda query_id: Explain(query_id, request.packed, salt))
-        explanations = []
-        for _, answer in found:
-            assert isinstance(answer, Explained)
-            if answer.explanation is None:
-                raise InvalidRequest(answer.error or "no explanation")
-            explanations.append(answer.explanation)
-        nothing = CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
-        return max(explanations, key=lambda one: one.num_tokens, default=nothing)
+    async def ask(self, query: Query, kind: type[T]) -> list[T]:
+        return [answer for _, answer in await self._ask(query, kind)]
 
     async def stats(self) -> Stats | None:
         """The figures of all replicas, added. Counts of replicas that have left are included."""
-        for view, answer in await self._ask_all(GetStats):
-            assert isinstance(answer, Stats)
+        for view, answer in await self._ask(GetStats(), Stats):
             view.stats = answer
         found = [figures for view in self._replicas.values() if (figures := view.figures) is not None]
         if not self.replicas or not found:
@@ -549,28 +828,23 @@ class ClusterClient:
         num_blocks = sum(size for _, (_, size) in places)
         # The last cell of each replica may be smaller than the others.
         per_cell = max(-(-num_blocks // max(max_cells - len(places), 1)), 1)
-        found = await self._ask_all(lambda query_id: GetBlocks(query_id, max(num_blocks, 1), per_cell))
-        maps = [answer for _, answer in found if isinstance(answer, Blocks)]
+        maps = await self.ask(GetBlocks(max(num_blocks, 1), per_cell), Blocks)
         return join_blocks(maps) if maps else None
 
     async def view_blocks(self, first: int, count: int) -> BlocksView | None:
         """Blocks of the joined map, which starts at 1. A range ends with the blocks of its replica."""
         for view, (start, size) in self._places():
             if start < first <= start + size:
-                num_viewed = min(count, start + size + 1 - first)
-                answer = await view.connection.ask(ViewBlocks(next(self._ids), first - start, num_viewed))
-                assert isinstance(answer, BlocksViewed)
-                if answer.view is None:
-                    raise InvalidRequest(answer.error or "no such blocks")
-                return replace(answer.view, first=first)
+                query = ViewBlocks(first - start, min(count, start + size + 1 - first))
+                found = await view.connection.ask(next(self._ids), query, BlocksView)
+                return replace(found, first=first)
         raise InvalidRequest(f"first = {first} is not a block")
 
-    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    async def find_held(self, request_ids: tuple[int, ...]) -> HeldRanges:
         starts = {view.replica: start for view, (start, _) in self._places()}
         ranges: list[tuple[int, int]] = []
-        for view, answer in await self._ask_all(lambda query_id: FindHeld(query_id, request_ids)):
-            assert isinstance(answer, HeldFound)
-            ranges += [(first + starts.get(view.replica, 0), size) for first, size in answer.ranges]
+        for view, answer in await self._ask(FindHeld(request_ids), HeldRanges):
+            ranges += [(first + starts.get(view.replica, 0), size) for first, size in answer]
         return tuple(ranges)
 
     def _places(self) -> list[tuple[ReplicaView, tuple[int, int]]]:
@@ -581,29 +855,7 @@ class ClusterClient:
 
     def drop_blocks(self) -> None:
         for view in self.replicas:
-            with suppress(QueueFull):  # it is sent again next time
-                view.connection.process.send(DropBlocks())
-
-    async def clear_cache(self) -> None:
-        for _, answer in await self._ask_all(ClearCache):
-            assert isinstance(answer, CacheAnswer)
-            if answer.error is not None:
-                raise CacheFolderError(answer.error)
-
-    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
-        """Pin a prefix on every replica that has it. Returns the tokens of the longest one."""
-        pin = PinPrefix(pin_id, len(prompt), ttl_s)
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))
-        found = await self._ask_all(lambda query_id: PinCache(query_id, pin_id, request.packed, salt, ttl_s))
-        answers = [answer for _, answer in found if isinstance(answer, CacheAnswer)]
-        if answers and all(answer.error is not None for answer in answers):
-            raise InvalidRequest(answers[0].error or "not pinned")
-        return max((answer.num_tokens for answer in answers if answer.error is None), default=0)
-
-    async def unpin(self, pin_id: str) -> bool:
-        check_pin_id(pin_id)
-        found = await self._ask_all(lambda query_id: UnpinCache(query_id, pin_id))
-        return any(isinstance(answer, CacheAnswer) and answer.is_found and answer.error is None for _, answer in found)
+            view.connection.drop_blocks()
 
 
 def _fail(generation: Generation, error: QuireError) -> None:

@@ -14,15 +14,15 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.backends.machine import has_nvidia
 from quire.engine.composition import EngineConfig
-from quire.engine.worker.client import HANG_LIMIT_S
+from quire.engine.worker.client import HANG_LIMIT_S, ModelClient
 from quire.errors import InvalidRequest, QuireError
 from quire.scale.cluster_client import ClusterClient
-from quire.scale.ray_transport import RayTransport
+from quire.scale.ray_serve import RayTransport
 from quire.scale.replica import Replica, ids_of, make_front_number
 from quire.server.config import ServeConfig
 from quire.server.launcher import Launcher, Startup
 from quire.server.logs import setup_logging
-from quire.server.models import ClientSettings, ModelClient
+from quire.server.models import ClientSettings
 
 FRONT, REPLICAS = "front", "replicas"  # names of the deployments, in applications of their own
 JANITOR_S = 5.0

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,11 +23,13 @@ import msgspec
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.worker.client import HANG_LIMIT_S, LOAD_LIMIT_S, WorkerProcess
+from quire.engine.worker.kv_events import CacheReport, split_keys
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
     Add,
+    Answered,
+    Ask,
     Begun,
-    CacheReport,
     Cancel,
     DropBlocks,
     Failed,
@@ -38,13 +41,11 @@ from quire.engine.worker.protocol import (
     Loading,
     Ready,
     Refused,
-    Started,
     Stats,
     Stepped,
     ToWorker,
     Working,
     encode,
-    split_keys,
     to_worker,
 )
 from quire.errors import InvalidRequest, QueueFull, QuireError, WorkerDied, error_of
@@ -158,7 +159,7 @@ class Replica:
         if self.error is not None:
             raise self.error
         if self._stats is None or self._stats.done():
-            self.process.send(GetStats(STATS_ID))
+            self.process.send(Ask(STATS_ID, GetStats()))
             self._stats = self._loop.create_future()
             self._watch()
         return await asyncio.shield(self._stats)
@@ -257,8 +258,8 @@ class Replica:
                 front.request_ids.discard(request_id)
             case DropBlocks() | Load():
                 pass
-            case _:
-                front.query_ids.add(message.query_id)
+            case Ask(query_id=query_id):
+                front.query_ids.add(query_id)
 
     def _drop(self, front: _Front) -> None:
         front.close()
@@ -282,11 +283,12 @@ class Replica:
             case Stepped():
                 self._take_step(message)
             case Begun(started=started):
-                for front, some in self._by_front(started, _request_of):
+                for front, some in self._by_front(started, attrgetter("request_id")):
                     front.push(message if len(some) == len(started) else Begun(tuple(some)))
             case Refused(request_ids=request_ids):
                 for refused, ids in self._by_front(request_ids, int):
                     refused.request_ids.difference_update(ids)
+                    refused.query_ids.difference_update(ids)
                     refused.push(message)
             case CacheReport():
                 self._take_report(message)
@@ -296,16 +298,18 @@ class Replica:
                 self._take_facts(message)
             case Failed(kind=kind, message=text):
                 self.error = error_of(kind, text)
-            case Stats(query_id=query_id) if query_id == STATS_ID:
-                if self._stats is not None and not self._stats.done():
-                    self._stats.set_result(message)
             case Working():
                 self._tell_all(message)
-            case _:
-                asking = self._fronts.get(front_of(message.query_id))
-                if asking is not None:
-                    asking.query_ids.discard(message.query_id)
-                    asking.push(message)
+            case Answered():
+                self._take_answer(message)
+
+    def _take_answer(self, message: Answered) -> None:
+        asking = self._fronts.get(front_of(message.query_id))
+        if asking is not None:
+            asking.query_ids.discard(message.query_id)
+            asking.push(message)
+        elif message.query_id == STATS_ID and self._stats is not None and not self._stats.done():
+            self._stats.set_result(msgspec.msgpack.decode(message.result, type=Stats))
 
     def _take_step(self, message: Stepped) -> None:
         """Pass a step on. With one front, which is the usual case, nothing is divided."""
@@ -373,12 +377,8 @@ def _ids_of(message: ToWorker) -> tuple[int, ...]:
             return (request_id,)
         case DropBlocks() | Load():
             return ()
-        case _:
-            return (message.query_id,)
-
-
-def _request_of(started: Started) -> int:
-    return started.request_id
+        case Ask(query_id=query_id):
+            return (query_id,)
 
 
 def _is_last(output: EngineOutput) -> bool:

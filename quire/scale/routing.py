@@ -19,7 +19,7 @@ from math import exp
 from typing import NamedTuple
 
 from quire.core.values import Priority
-from quire.engine.worker.protocol import ENTRY_KEY_BYTES
+from quire.engine.worker.kv_events import HASH_BYTES
 from quire.errors import InvalidRequest
 
 ENTRY_BYTES = 200  # of one block in this index, measured (tests/scale/test_prefix_index.py)
@@ -142,7 +142,7 @@ class PrefixIndex:
 
 
 def _entry(key: bytes) -> int:
-    return int.from_bytes(key[:ENTRY_KEY_BYTES], "little")
+    return int.from_bytes(key[:HASH_BYTES], "little")
 
 
 ROW_TOKENS = 32  # a running or waiting answer slows a new one down like this many prompt tokens

@@ -1,9 +1,13 @@
-"""What a front needs from a cluster. `quire/scale/ray_transport.py` implements it with Ray Serve."""
+"""What a front needs from a cluster. `quire/scale/ray_serve.py` implements it with Ray Serve.
+
+`choosers` and `routers` are those of this process, by the application of their model. Ray sends the class of the router
+to other processes as a copy with variables of its own, so these are not defined beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class ReplicaGone(Exception):
@@ -77,3 +81,12 @@ async def joined(open_stream: Callable[[bool], Batches]) -> Batches:
         for stream in (earlier, current):
             if stream is not None:
                 await stream.aclose()
+
+
+class ReplicaFinder(Protocol):
+    def find(self, replica: str) -> Any:
+        """Ray's object for a replica, or None."""
+
+
+choosers: dict[str, Chooser] = {}
+routers: dict[str, ReplicaFinder] = {}

@@ -16,7 +16,7 @@ from quire.backends.base import Progress
 from quire.backends.kv_memory import CPU_CAP
 from quire.backends.machine import has_metal, has_nvidia
 from quire.engine.model_manager import default_budget
-from quire.engine.tuning import calm_collector
+from quire.engine.process import calm_collector
 from quire.engine.worker.kv_events import check_free
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app

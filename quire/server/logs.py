@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from quire.engine.worker.log_lines import FIELDS, JsonFormatter, LineFormatter
+from quire.engine.process import FIELDS, JsonFormatter, LineFormatter
 from quire.errors import InvalidRequest
 from quire.server.metrics import RequestRecord
 

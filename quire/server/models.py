@@ -24,21 +24,20 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from quire.backends.base import Capacity, Progress
+from quire.backends.base import Progress
 from quire.backends.kv_memory import KVSpec
 from quire.backends.machine import has_nvidia
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.values import FinishReason, Priority
-from quire.engine.composition import EngineConfig, Scheduling, check_supported
+from quire.engine.composition import EngineConfig, check_supported
 from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.engine.model_text import TOO_LONG_HINT, ModelText
 from quire.engine.outputs import Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
-from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.client import HANG_LIMIT_S, EngineClient, Generation
-from quire.engine.worker.protocol import Blocks, Ready, ReplicaStatus, Stats, Stepped
+from quire.engine.worker.client import HANG_LIMIT_S, EngineClient, Generation, ModelClient
+from quire.engine.worker.protocol import Ready, Stepped
 from quire.errors import (
     ContextTooLong,
     InvalidRequest,
@@ -446,68 +445,6 @@ class ActiveRequest:
                 return (FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP).value, None
             case _:
                 return "error", "internal"
-
-
-class ModelClient(Protocol):
-    """See `EngineClient`, which has the documentation of these methods."""
-
-    max_model_len: int
-
-    @property
-    def facts(self) -> Ready | None: ...
-
-    @property
-    def system_fingerprint(self) -> str | None: ...
-
-    @property
-    def is_caching(self) -> bool: ...
-
-    @property
-    def capacity(self) -> Capacity | None: ...
-
-    @property
-    def scheduling(self) -> Scheduling | None: ...
-
-    @property
-    def is_moving(self) -> bool: ...
-
-    @property
-    def num_restarts(self) -> int: ...
-
-    @property
-    def replica_statuses(self) -> tuple[ReplicaStatus, ...]: ...
-
-    async def start(self) -> None: ...
-
-    async def supervise(self) -> None: ...
-
-    async def submit(
-        self,
-        request: GenerationRequest,
-        *,
-        updated: asyncio.Event | None = None,
-        on_start: Callable[[Generation], None] | None = None,
-    ) -> Generation: ...
-
-    async def close(self) -> None: ...
-
-    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation: ...
-
-    async def stats(self) -> Stats | None: ...
-
-    async def blocks(self, max_cells: int) -> Blocks | None: ...
-
-    async def view_blocks(self, first: int, count: int) -> BlocksView | None: ...
-
-    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]: ...
-
-    def drop_blocks(self) -> None: ...
-
-    async def clear_cache(self) -> None: ...
-
-    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int: ...
-
-    async def unpin(self, pin_id: str) -> bool: ...
 
 
 class ClientSettings(NamedTuple):

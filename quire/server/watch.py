@@ -272,7 +272,6 @@ def _stats_of(active_requests: Sequence[ActiveRequest]) -> Stats:
     waiting = [(active, generation) for active, generation in submitted if not generation.is_started]
     num_running = sum(len(one.request_ids) for _, one in submitted if one.is_started)
     return Stats(
-        0,
         cache=_NO_CACHE_STATS,
         num_running=num_running,
         num_waiting=sum(len(one.request_ids) for _, one in waiting),

@@ -16,7 +16,6 @@ from quire.batch.lines import (
     InvalidLine,
     LineParser,
     LineSettings,
-    UniqueIds,
     read_lines,
 )
 
@@ -156,11 +155,3 @@ def test_a_long_line_is_skipped_in_bounded_memory() -> None:
 def test_surrogates_survive() -> None:
     assert json.loads(one(rb'"\ud800 Hi"').body)["messages"][0]["content"] == "\ud800 Hi"
     assert one(rb'{"prompt": "Hi", "custom_id": "\ud800"}').custom_id == "\ud800"
-
-
-def test_many_ids_take_little_memory() -> None:
-    ids = UniqueIds()
-    assert all(ids.add(f"request-{number}") for number in range(20_000))
-    assert not any(ids.add(f"request-{number}") for number in range(20_000))
-    assert len(ids) == 20_000
-    assert ids.num_bytes <= 20_000 * 8 * 4

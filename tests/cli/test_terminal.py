@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.cli import terminal
-from quire.engine.worker.log_lines import ShortFormatter
+from quire.engine.process import ShortFormatter
 from tests.cli.runs import Terminal, quire
 from tests.cli.scripted import Reply, document, refusal, serving
 from tests.tiny import write_tiny_model

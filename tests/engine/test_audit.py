@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import get_args
 
+import msgspec
 import pytest
 
 from quire.backends.base import Capacity
@@ -19,6 +20,8 @@ from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.worker.protocol import (
     Add,
+    Answered,
+    Ask,
     Begun,
     Cancel,
     Channel,
@@ -30,6 +33,7 @@ from quire.engine.worker.protocol import (
     Gone,
     Load,
     PinCache,
+    Query,
     Stats,
     Stepped,
     ToWorker,
@@ -62,10 +66,10 @@ class Peer:
         return message
 
     def stats(self) -> Stats:
-        self.send(GetStats(1))
-        while not isinstance(message := self.next(), Stats):
+        self.send(Ask(1, GetStats()))
+        while not isinstance(message := self.next(), Answered) or message.query_id != 1:
             pass
-        return message
+        return msgspec.msgpack.decode(message.result, type=Stats)
 
     def answer(self, request_id: int, prompt: tuple[int, ...]) -> list[FromWorker]:
         """All messages until the request has finished."""
@@ -195,7 +199,7 @@ def test_a_request_is_served_before_the_audit_continues(monkeypatch: pytest.Monk
 def test_a_change_restarts_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     with working() as (peer, engine):
         audits = held_audit(monkeypatch, peer)
-        peer.send(ClearCache(5))
+        peer.send(Ask(5, ClearCache()))
         audits.go_on.release()
         assert audits.done.acquire(timeout=LIMIT_S)
         assert audits.num_begun == 2
@@ -206,18 +210,18 @@ def test_a_change_restarts_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_query_does_not_restart_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     with working() as (peer, _):
         audits = held_audit(monkeypatch, peer)
-        peer.send(GetStats(5))
+        peer.send(Ask(5, GetStats()))
         audits.go_on.release()
         assert audits.done.acquire(timeout=LIMIT_S)
         assert audits.num_begun == 1
         assert audits.num_slices > 3 * CAPACITY.num_blocks // 4 // 2
-        assert isinstance(peer.next(), Stats)
+        assert isinstance(peer.next(), Answered)
 
 
 def test_every_message_is_read_only_or_a_change() -> None:
     """A new kind of message counts as a change unless it is listed in READ_ONLY."""
     changes = {Add, Cancel, Finish, ClearCache, PinCache, UnpinCache}
-    assert {*READ_ONLY, *changes, Load} == set(get_args(ToWorker))
+    assert {*READ_ONLY, *changes, Load} == {*get_args(ToWorker), *get_args(Query)} - {Ask}
 
 
 def test_a_start_is_reported_once_before_its_step() -> None:

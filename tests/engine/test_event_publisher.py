@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 import zmq
 
@@ -30,6 +31,8 @@ from quire.engine.worker.event_publisher import EventPublisher, ReplayBuffer
 from quire.engine.worker.kv_events import KvEventsConfig
 from quire.engine.worker.protocol import (
     Add,
+    Answered,
+    Ask,
     Cancel,
     Channel,
     ClearCache,
@@ -272,11 +275,11 @@ class Peer:
 
     def num_waiting(self) -> int:
         """The number of waiting requests after the worker has handled all messages so far."""
-        self.send(GetStats(1))
+        self.send(Ask(1, GetStats()))
         while True:
             for message in map(from_worker.decode, self._reader.feed(self._end.recv(1 << 16))):
-                if isinstance(message, Stats):
-                    return message.num_waiting
+                if isinstance(message, Answered) and message.query_id == 1:
+                    return msgspec.msgpack.decode(message.result, type=Stats).num_waiting
 
 
 @contextmanager
@@ -320,7 +323,7 @@ def traffic(random: Random, num_messages: int) -> Iterator[ToWorker]:
         if random.random() < 0.1:
             yield Cancel(random.choice(ids))
         if number % 80 == 40:
-            yield ClearCache(number + 1)
+            yield Ask(number + 2, ClearCache())
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -329,7 +332,7 @@ def test_a_router_that_follows_a_worker_knows_its_tree(seed: int) -> None:
     with closing(EventPublisher(BOTH)) as publisher:
         with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
             with working(publisher) as (peer, engine):
-                subscriber.join(lambda: peer.send(ClearCache(1)))
+                subscriber.join(lambda: peer.send(Ask(2, ClearCache())))
                 for message in traffic(Random(seed), 200):
                     peer.send(message)
                     while peer.num_waiting() > 8:

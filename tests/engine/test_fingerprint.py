@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from quire.backends.native.library import choose_kernels, kernels_available
-from quire.engine import arithmetic
-from quire.engine.arithmetic import Fingerprinting, describe, system_fingerprint
+from quire.engine import fingerprint as arithmetic
 from quire.engine.composition import EngineConfig, begin_fingerprint, make_engine
+from quire.engine.fingerprint import Fingerprinting, describe, system_fingerprint
 from quire.engine.levels.cache_folder import find_spaces
 from quire.engine.worker import client as process
 from quire.engine.worker.client import WorkerConnection
@@ -190,14 +190,14 @@ def test_a_file_that_cannot_be_read_leaves_answers_without_a_fingerprint(tmp_pat
 LATE = """
 import sys, time
 from pathlib import Path
-from quire.engine import arithmetic
+from quire.engine import fingerprint
 from quire.engine.worker import worker
-flag, digest = Path(sys.argv.pop()), arithmetic.weights_digest
+flag, digest = Path(sys.argv.pop()), fingerprint.weights_digest
 def wait(*values):
     while not flag.exists():
         time.sleep(0.01)
     return digest(*values)
-arithmetic.MAX_AWAITED_BYTES, arithmetic.weights_digest = 0, wait
+fingerprint.MAX_AWAITED_BYTES, fingerprint.weights_digest = 0, wait
 worker.main()
 """
 

@@ -11,13 +11,13 @@ import llguidance
 import pytest
 
 from quire.core.values import FinishReason
+from quire.engine import grammars as grammar_trial
+from quire.engine import grammars as grammars_module
+from quire.engine.grammars import Grammars
 from quire.engine.llm import LLM
+from quire.engine.masks import Matcher
 from quire.engine.outputs import Completion
 from quire.engine.params import MAX_LOGPROBS, GenerationParams
-from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured import trial as grammar_trial
-from quire.engine.structured.grammars import Grammars
-from quire.engine.structured.masks import Matcher
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import Tool, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening

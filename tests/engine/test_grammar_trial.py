@@ -15,10 +15,10 @@ from random import Random
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured import grammars as normal_time
-from quire.engine.structured import trial
-from quire.engine.structured.grammars import OF_ALL, OF_OWNER, PATIENCE_S, Grammars, NormalTime
+from quire.engine import grammars as grammars_module
+from quire.engine import grammars as normal_time
+from quire.engine import grammars as trial
+from quire.engine.grammars import OF_ALL, OF_OWNER, PATIENCE_S, Grammars, NormalTime
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.child_process import Interrupted
 from quire.text.grammar import Grammar, GrammarKind, choice_grammar, regex_grammar

@@ -17,13 +17,12 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from quire.core.values import FinishReason, PackedPrompt, Priority, SamplingParams
+from quire.engine import grammars as grammars_module
+from quire.engine.grammars import Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.worker.client import EngineClient
-from quire.engine.worker.grammar_queue import GrammarQueue
 from quire.engine.worker.protocol import Add
 from quire.errors import InvalidRequest, QueueFull
 from quire.text.grammar import (
@@ -172,7 +171,7 @@ def test_refused_grammars_name_the_problem(grammars: Grammars, grammar: Grammar,
 def test_a_grammar_whose_first_token_takes_too_long_is_refused(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.structured.trial.FIRST_MASK_LIMIT_S", -1.0)
+    monkeypatch.setattr("quire.engine.grammars.FIRST_MASK_LIMIT_S", -1.0)
     with pytest.raises(InvalidRequest, match=r"grammar is too complex: choosing its first token takes [0-9]+ ms"):
         grammars.compile(regex_grammar("a{1000}"))
 
@@ -242,7 +241,7 @@ def test_a_model_without_end_of_text_refuses_grammars(tokenizer: Tokenizer) -> N
 
 
 def test_the_grammar_queue_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.grammar_queue.MAX_COMPILING", 2)
+    monkeypatch.setattr("quire.engine.grammars.MAX_COMPILING", 2)
     waiting = GrammarQueue(grammars, lambda: None)
     for number in (1, 2, 3):
         prompt, grammar = PackedPrompt.of((1,)), regex_grammar(f"w{number}")
@@ -301,7 +300,7 @@ def test_tenants_take_turns_in_the_grammar_queue() -> None:
 
 
 def test_a_full_grammar_queue_leaves_room_for_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.grammar_queue.MAX_COMPILING", 4)
+    monkeypatch.setattr("quire.engine.grammars.MAX_COMPILING", 4)
     waiting = GrammarQueue(ManualGrammars(), lambda: None)
     for number in range(4):
         waiting.add(add_of(number, f"g{number}", "greedy"))

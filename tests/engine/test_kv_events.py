@@ -13,7 +13,7 @@ import pytest
 from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
 from quire.core.events import Cleared, Published, Removed
 from quire.core.values import Level
-from quire.engine.worker.kv_events import Endpoint, KvEventQueue, KvEventsConfig, parse_endpoint, start_payload
+from quire.engine.worker.kv_events import CacheEvents, Endpoint, KvEventsConfig, parse_endpoint, start_payload
 from quire.errors import InvalidRequest, MissingExtra
 from quire.server.config import ModelConfig, ServeConfig
 from tests.engine import vllm_events as vllm
@@ -38,9 +38,9 @@ def name(block: Published) -> int:
     return int.from_bytes(block.key[:8], "big")
 
 
-def started() -> KvEventQueue:
+def started() -> CacheEvents:
     """A queue whose first batch, which begins with a clear, was sent."""
-    queue = KvEventQueue(ROOT, SIZE)
+    queue = CacheEvents(ROOT, SIZE)
     queue.take(Cleared())
     assert queue.pop(1.0) == vllm.encode(1.0, vllm.AllBlocksCleared(), vllm.AllBlocksCleared())
     return queue
@@ -107,7 +107,7 @@ def test_branches_and_other_events_end_a_run_of_blocks() -> None:
 
 
 def test_the_first_batch_clears_what_a_router_knows_of_an_earlier_worker() -> None:
-    queue = KvEventQueue(ROOT, SIZE)
+    queue = CacheEvents(ROOT, SIZE)
     assert queue.pop(1.0) is None
     queue.take(chain(1)[0])
     first = vllm.decode(queue.pop(1.0) or b"")

@@ -8,22 +8,21 @@ from random import Random
 from quire.core.levels.lower_level import LowerLevel
 from quire.core.step import Content, MemoryKind
 from quire.core.values import Level
-from quire.engine.worker.kv_events import KvEventQueue, LevelEvents, block_hash
+from quire.engine.worker.kv_events import CacheEvents, block_hash
 from tests.core.level_rig import BLOCK_SIZE, TieredRig
 from tests.engine.vllm_events import Router
 
 MEDIA = {Level.HOST: "CPU", Level.DISK: "STORAGE"}
 
 
-def listen(rig: TieredRig) -> tuple[KvEventQueue, Router]:
+def listen(rig: TieredRig) -> tuple[CacheEvents, Router]:
     """Announce the cache of a rig, as the publisher of a worker does."""
-    events = KvEventQueue(rig.cache.tree.root(""), BLOCK_SIZE)
-    rig.cache.tree.on_change = events.take
-    LevelEvents(rig.levels, events).start(rig.cache.tree.root(""))
+    events = CacheEvents(rig.cache.tree.root(""), BLOCK_SIZE)
+    events.follow(rig.cache)
     return events, Router(BLOCK_SIZE)
 
 
-def update(events: KvEventQueue, router: Router) -> None:
+def update(events: CacheEvents, router: Router) -> None:
     payload = events.pop(1.0)
     if payload is not None:
         router.take(payload)

@@ -15,7 +15,7 @@ from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.structured.masks import GrammarFailed, GrammarMasks
+from quire.engine.masks import GrammarFailed, GrammarMasks
 
 VOCAB_SIZE = 200
 BLOCK_SIZE = 4
@@ -306,7 +306,7 @@ def test_a_few_masks_use_no_other_thread(has_overlap: bool) -> None:
 
 def test_a_grammar_with_slow_masks_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(1000))
-    monkeypatch.setattr("quire.engine.structured.masks.time.thread_time", lambda: next(times) * 0.15)
+    monkeypatch.setattr("quire.engine.masks.time.thread_time", lambda: next(times) * 0.15)
     engine = make()
     engine.add(1, [1, 2], SamplingParams(max_tokens=20), matcher=Toy(1, 30))
     (*_, last) = drain(engine)[1]
@@ -328,7 +328,7 @@ def test_masks_of_many_rows_use_several_threads() -> None:
 
 
 def test_a_family_of_matchers_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.structured.masks.usable_cores", lambda: 4)
+    monkeypatch.setattr("quire.engine.masks.usable_cores", lambda: 4)
     masking, engine = GrammarMasks(), make(num_blocks=100)
     toys = {number: Toy(number, 9) for number in range(1, 9)}
     for number, toy in toys.items():

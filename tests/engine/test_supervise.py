@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from quire.engine.worker.client import EngineClient, WorkerProcess
-from quire.engine.worker.protocol import Failed, GetStats, Stepped, Working, pack
+from quire.engine.worker.protocol import Ask, Failed, GetStats, Stepped, Working, pack
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
 from tests.engine.serving import SLOW, client, request, run, until
 from tests.waiting import HANG_S
@@ -111,10 +111,10 @@ def test_the_last_message_is_read_even_if_the_worker_left_messages_unread(monkey
         messages: list[Any] = []
         ends: list[str] = []
         process = WorkerProcess(messages.append, ends.append)
-        process.send(GetStats(1))
+        process.send(Ask(1, GetStats()))
         process._process.wait()
         for number in range(2, 5):
-            process.send(GetStats(number))  # never read
+            process.send(Ask(number, GetStats()))  # never read
         await until(lambda: bool(ends))
         assert messages == [Failed("InvariantViolation", "why")]
         assert ends == ["ended with exit code 3"]

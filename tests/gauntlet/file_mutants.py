@@ -32,7 +32,7 @@ from quire.engine.levels.disk_store import DiskStore
 from quire.errors import InvalidRequest, LoadFailed, ModelFileError, ModelNotFound, TemplateError
 from quire.text.chat_template import COMPILE_LIMIT_S, Renderer
 from quire.weights.opening import open_checkpoint
-from tests.engine.levels.contents import FACTS, make_content, make_payload, new_buffer
+from tests.engine.levels.contents import FACTS, make_content, make_payload, read_back
 from tests.engine.levels.test_damage import Damager
 from tests.gauntlet import hand_made
 from tests.text import family_templates, tool_templates
@@ -280,9 +280,7 @@ def read_kv(folder: Path) -> None:
     store = DiskStore(folder, FACTS, 1 << 30)
     content = make_content(int((folder / "number").read_text()))
     list(store.scan())
-    buffer = new_buffer()
-    store.read(content, buffer)
-    assert buffer == make_payload(content), "wrong contents were accepted"
+    assert read_back(store, content), "wrong contents were accepted"
 
 
 TARGETS: dict[str, Target] = {

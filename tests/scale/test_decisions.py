@@ -12,8 +12,8 @@ from quire.core.kv_cache import CacheStats
 from quire.engine.worker.protocol import Stats, TierStats
 from quire.errors import InvalidRequest
 from quire.scale.autoscaling import Figures, QueuePolicy, wanted_replicas
+from quire.scale.cluster_client import add_stats, counters_of, offsets
 from quire.scale.config import Autoscale, ModelDeployment, Resources, equal_share, parse_deployment
-from quire.scale.replica_view import add_stats, counters_of, offsets
 from quire.server.metrics import Metrics
 
 IDLE = Figures(0.0, 0.0, 0.1)
@@ -109,7 +109,7 @@ def test_wrong_settings_are_named(given: dict[str, Any], text: str) -> None:
 
 def stats(**counts: int) -> Stats:
     cache = replace(CacheStats.none(), **counts)  # type: ignore[arg-type]
-    return Stats(1, cache, 1, 2, (TierStats(1, 10, 0.5),) * 3, 4, 5, 0)
+    return Stats(cache, 1, 2, (TierStats(1, 10, 0.5),) * 3, 4, 5, 0)
 
 
 def test_figures_are_added_and_counts_of_replicas_that_left_stay() -> None:

@@ -25,11 +25,12 @@ with warnings.catch_warnings():  # Ray uses old names of pydantic
     from ray.serve.request_router import RequestRouter
     from ray.serve.schema import ApplicationStatus
 
-    from quire.scale import application, deployments, ray_cluster, registry
+    from quire.scale import application, deployments, ray_cluster
     from quire.scale import application as preflight
+    from quire.scale import transport as registry
     from quire.scale.deployments import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
-    from quire.scale.request_router import PrefixAwareRouter
+    from quire.scale.ray_serve import PrefixAwareRouter
 
 
 class Collected(ModelReplica):

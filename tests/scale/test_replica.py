@@ -16,7 +16,17 @@ from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import HANG_LIMIT_S, Generation
-from quire.engine.worker.protocol import Add, Cancel, DropBlocks, Fingerprinted, GetStats, ToWorker, encode, to_worker
+from quire.engine.worker.protocol import (
+    Add,
+    Ask,
+    Cancel,
+    DropBlocks,
+    Fingerprinted,
+    GetStats,
+    ToWorker,
+    encode,
+    to_worker,
+)
 from quire.errors import Draining, InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica, ids_of
@@ -364,7 +374,7 @@ def test_messages_that_the_worker_cannot_take_are_refused(tiny_model: Path, monk
         send = replica.process.send
 
         def refuse(message: object) -> None:
-            if isinstance(message, Add | GetStats | DropBlocks):
+            if isinstance(message, Add | Ask | DropBlocks):
                 raise QueueFull("full")
             send(message)  # type: ignore[arg-type]
 
@@ -387,7 +397,7 @@ def test_a_front_that_does_not_read_is_disconnected(tiny_model: Path, monkeypatc
         await anext(stream)
         monkeypatch.setattr("quire.scale.replica.MAX_UNSENT", 100)
         for query in range(20):
-            replica.take(FRONT + 1, [encode(GetStats((FRONT + 1 << FRONT_BITS) + query))])
+            replica.take(FRONT + 1, [encode(Ask((FRONT + 1 << FRONT_BITS) + query, GetStats()))])
         while FRONT + 1 in replica._fronts:
             await asyncio.sleep(0.01)
         assert [frames async for frames in stream] == []
@@ -399,7 +409,7 @@ def test_a_link_that_cannot_send_is_replaced(tiny_model: Path, monkeypatch: pyte
     """The pause grows while nothing is served."""
 
     async def work(direct: Direct, client: ClusterClient) -> None:
-        monkeypatch.setattr("quire.scale.replica_view.RECONNECT_S", 0.01)
+        monkeypatch.setattr("quire.scale.cluster_client.RECONNECT_S", 0.01)
         send, left = direct.send, [3]
 
         async def fail(replica: str, frames: Sequence[bytes]) -> None:
@@ -419,7 +429,7 @@ def test_a_link_that_cannot_send_is_replaced(tiny_model: Path, monkeypatch: pyte
 
 
 def test_a_request_is_moved_a_bounded_number_of_times(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.scale.replica_view.RECONNECT_S", 0.001)
+    monkeypatch.setattr("quire.scale.cluster_client.RECONNECT_S", 0.001)
 
     async def work(direct: Direct, client: ClusterClient) -> None:
         num_tried = 0

@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from quire.core.values import Priority
-from quire.engine.worker.log_lines import JsonFormatter, LineFormatter
+from quire.engine.process import JsonFormatter, LineFormatter
 from quire.errors import InvalidRequest
 from quire.server.logs import (
     MAX_KEYS,

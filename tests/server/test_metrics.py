@@ -50,7 +50,6 @@ CACHE = CacheStats(
     num_collisions=0,
 )
 STATS = Stats(
-    query_id=1,
     cache=CACHE,
     num_running=4,
     num_waiting=3,

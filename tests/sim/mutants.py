@@ -800,7 +800,7 @@ MUTANTS = (
     _mutant(
         "lower tiers announce prefixes with a salt",
         "engine/worker/kv_events.py",
-        "is_public = parent_key in known or parent_key == self._root or levels",
+        "is_public = self._has_salts or parent_key in known or parent_key == self._root or levels",
         "is_public = True",
         "tests/engine/test_kv_events.py",
     ),

@@ -8,9 +8,8 @@ import pytest
 
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
-from quire.sim.scenarios import SCENARIOS
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, SimReport, StepTime, percentile, simulate
-from quire.sim.traces import TraceRequest, synthesize
+from quire.sim.traces import SCENARIOS, TraceRequest, synthesize
 
 SECOND = StepTime(base_ms=1000, token_us=0, context_us=0)
 

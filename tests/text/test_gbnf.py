@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured.grammars import Grammars
+from quire.engine import grammars as grammars_module
+from quire.engine.grammars import Grammars
 from quire.errors import InvalidRequest
 from quire.text.gbnf import gbnf_to_lark, is_gbnf, is_lark
 from quire.text.grammar import MAX_SOURCE_CHARS, lark_grammar

@@ -154,13 +154,6 @@ class FileRead(NamedTuple):
     payload: memoryview
 
 
-class FileFound(NamedTuple):
-    """What was read besides the payload: its sums, and the digest that is stored in the file."""
-
-    sums: Sums
-    digest: bytes
-
-
 class FileLibrary:
     def __init__(self, path: Path) -> None:
         """Raises OSError if the library cannot be loaded, or is of another version."""
@@ -178,8 +171,8 @@ class FileLibrary:
         self._add_bytes(sums, address, part.nbytes)
         del holder
 
-    def read_files(self, reads: Sequence[FileRead], now_ns: int) -> list[FileFound | None]:
-        """Read files that are used at this time. None: the file is missing, or not as expected."""
+    def read_files(self, reads: Sequence[FileRead], now_ns: int) -> list[bool]:
+        """Read files that are used at this time. Returns False for files that are missing, or not as expected."""
         files = (_File * len(reads))()
         holders = []  # of the memory that C uses
         for file, read in zip(files, reads, strict=True):
@@ -188,7 +181,10 @@ class FileLibrary:
             file.path, file.header, file.header_bytes = read.path.encode(), read.header, len(read.header)
             file.payload, file.payload_bytes = address, read.payload.nbytes
         self._read_files(files, len(reads), now_ns)
-        return [FileFound(file.sums, bytes(file.digest)) if file.is_read else None for file in files]
+        return [
+            bool(file.is_read) and sha256(read.header + pack(file.sums)).digest() == bytes(file.digest)
+            for file, read in zip(files, reads, strict=True)
+        ]
 
 
 def _address(buffer: memoryview) -> tuple[int, object]:
@@ -371,11 +367,7 @@ def _read_intact(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[
     outs = [read.out.cast("B") for read in reads]
     headers = [_pack_header(space, read.content, out.nbytes) for read, out in zip(reads, outs, strict=True)]
     files = [FileRead(read.path, header, out) for read, header, out in zip(reads, headers, outs, strict=True)]
-    found = library.read_files(files, now_ns)
-    return [
-        one is not None and sha256(header + pack(one.sums)).digest() == one.digest
-        for one, header in zip(found, headers, strict=True)
-    ]
+    return library.read_files(files, now_ns)
 
 
 def read_header(path: Path | str) -> Header:

@@ -357,21 +357,15 @@ def root_secret(root: Path) -> bytes:
     open_root(root)
     path = root / SECRET_NAME
     try:
-        return _read_secret(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise CacheFolderError(_secret_error(path, error)) from error
-    try:
-        write_private(path, secrets.token_bytes(SECRET_BYTES), may_replace=False)
-    except FileExistsError:
-        pass  # another process was faster: its secret is the one to use
-    except OSError as error:
-        raise CacheFolderError(_secret_error(path, error)) from error
-    try:
+        with suppress(FileNotFoundError):
+            return _read_secret(path)
+        with suppress(FileExistsError):  # another process was faster: its secret is the one to use
+            write_private(path, secrets.token_bytes(SECRET_BYTES), may_replace=False)
         return _read_secret(path)
     except OSError as error:
-        raise CacheFolderError(_secret_error(path, error)) from error
+        is_link = error.errno == errno.ELOOP
+        problem = f"the secret {path} cannot be read or written: {error.strerror or error}"
+        raise CacheFolderError(f"{path} is a link: replace it by a file" if is_link else problem) from error
 
 
 def _read_secret(path: Path) -> bytes:
@@ -395,9 +389,3 @@ def _read_secret(path: Path) -> bytes:
             " quire writes a new one. With a new secret, the content cached so far is not found any more"
         )
     return data
-
-
-def _secret_error(path: Path, error: OSError) -> str:
-    if error.errno == errno.ELOOP:
-        return f"{path} is a link: replace it by a file"
-    return f"the secret {path} cannot be read or written: {error.strerror or error}"

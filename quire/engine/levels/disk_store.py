@@ -3,7 +3,7 @@
 The budget is for the whole folder. When a write needs room, the least recently used files are deleted, those of other
 models and processes included. The time of a file's last change is the time of its last use: the order survives a
 restart, and every process sees it. There are no locks between processes, because none are needed: files appear and
-disappear whole, and a file that is gone is a cache miss.
+disappear whole, and a file that is gone is a cache miss. Within a process one thread writes, and any may read.
 
 A process knows its own writes at once, and those of others from the next listing of the folder. A write lists the
 folder if the last listing is older than `RESCAN_S` and than 50 times the time that it took. So listing takes at most
@@ -23,7 +23,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,13 +61,6 @@ class Entry(NamedTuple):
     content: Content | None
 
 
-class IndexSizes(NamedTuple):
-    num_files: int
-    num_bytes: int
-    own_files: int
-    own_bytes: int
-
-
 class FileIndex:
     """Files by path, least recently used first, within a budget of bytes. Makes no system calls.
 
@@ -81,19 +73,19 @@ class FileIndex:
         self._own_prefix = own_prefix  # of the paths in this process's own space
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._num_bytes = 0
-        self._own_files = 0
-        self._own_bytes = 0
-        self._reserved = 0  # bytes of files that are being written
+        self.num_bytes = 0
         self._gone: dict[Content, None] = {}
         self._changed: set[str] | None = None  # since the listing began; None: no listing runs
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def put(self, path: str, entry: Entry) -> None:
         """Enter a file as the most recently used one."""
         with self._lock:
             self._remove(path)
             self._entries[path] = entry
-            self._count(path, entry.size, 1)
+            self.num_bytes += entry.size
             if entry.content is not None:
                 self._gone.pop(entry.content, None)
 
@@ -120,24 +112,7 @@ class FileIndex:
             known = [path for path, entry in self._entries.items() if entry.content is not None]
         return [path for path in known if path.startswith(self._own_prefix)]
 
-    def sizes(self) -> IndexSizes:
-        with self._lock:
-            return IndexSizes(len(self._entries), self._num_bytes, self._own_files, self._own_bytes)
-
     # Room
-
-    def reserve(self, size: int) -> bool:
-        """Reserve room for a file that will be written. Returns False if files must be deleted first."""
-        with self._lock:
-            has_room = self._num_bytes + self._reserved + size <= self.max_bytes
-            if has_room:
-                self._reserved += size
-            return has_room
-
-    def release(self, size: int) -> None:
-        """End a reservation."""
-        with self._lock:
-            self._reserved -= size
 
     def pop_oldest(self) -> tuple[str, Entry] | None:
         with self._lock:
@@ -182,22 +157,14 @@ class FileIndex:
                 if path not in new:
                     self._note_gone(entry)
             self._entries = OrderedDict(sorted(new.items(), key=lambda pair: (pair[1].used_ns, pair[0])))
-            own = [entry.size for path, entry in new.items() if path.startswith(self._own_prefix)]
-            self._num_bytes = sum(entry.size for entry in new.values())
-            self._own_files, self._own_bytes = len(own), sum(own)
+            self.num_bytes = sum(entry.size for entry in new.values())
 
     def _remove(self, path: str) -> None:
         if self._changed is not None:
             self._changed.add(path)
         entry = self._entries.pop(path, None)
         if entry is not None:
-            self._count(path, -entry.size, -1)
-
-    def _count(self, path: str, num_bytes: int, num_files: int) -> None:
-        self._num_bytes += num_bytes
-        if path.startswith(self._own_prefix):
-            self._own_bytes += num_bytes
-            self._own_files += num_files
+            self.num_bytes -= entry.size
 
     def _note_gone(self, entry: Entry) -> None:
         if entry.content is not None:
@@ -226,39 +193,15 @@ class Written(NamedTuple):
     error: OSError | None = None
 
 
-class Cleared(NamedTuple):
-    num_files: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    """Size of the folder as this process knows it, and counts since the store was opened."""
-
-    num_files: int  # of all spaces
-    num_bytes: int
-    own_files: int  # of this space
-    own_bytes: int
-    max_bytes: int
-    is_paused: bool
-    num_reads: int
-    read_bytes: int
-    num_writes: int
-    written_bytes: int
-    num_evictions: int  # by this process
-    num_skipped: int  # writes that were not tried: paused, or no room
-    num_foreign: int  # names that quire does not use, in all spaces, and files of newer versions in this one
-    faults: Mapping[Fault, int]  # files that were not used
-    write_errors: Mapping[str, int]  # name of an errno -> count
-
-
 def reads_per_thread(num_reads: int, size: int, num_threads: int) -> int:
     """Number of files of this size that a thread should read in one call, so that no thread has nothing to read."""
     return min(-(-num_reads // num_threads), max(CALL_BYTES // max(size, 1), 1))
 
 
 class DiskStore:
-    """Files of cached content under `root`, for a runner with these facts. All methods may be called from any thread.
+    """Files of cached content under `root`, for a runner with these facts.
+
+    Any threads may read; one at a time may write, list and delete.
 
     `facts` name everything that determines the bytes of cached content besides its tokens; content is found only by a
     store with equal facts. `name` is the model's, for people. Raises CacheFolderError if the folder cannot be used.
@@ -281,17 +224,14 @@ class DiskStore:
         self._secret = find_secret(root)
         self.watch = DeletionWatch(root, self.space.path, clock)
         self._own_prefix = f"{self.space.path}{os.sep}"
-        self._index = FileIndex(max_bytes, self._own_prefix)
+        self.index = FileIndex(max_bytes, self._own_prefix)
         self._clock = clock
-        self._listing = threading.Lock()  # held by the thread that lists the folder
-        self._lock = threading.Lock()  # of the fields below
         self._next_listing_s = 0.0
         self._paused_until_s = 0.0
         self._warned_s: float | None = None  # time of the last warning
         self._is_warned = False  # of failures, and no write succeeded since
-        self._counts: Counter[str] = Counter()
-        self._faults: Counter[Fault] = Counter()
-        self._write_errors: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self.faults: Counter[Fault] = Counter()  # files that were not used; protected by the lock
 
     def scan(self) -> Iterator[Content]:
         """List the content of this space, least recently used first.
@@ -300,18 +240,15 @@ class DiskStore:
         older format, and temporary files of processes that died. Raises CacheFolderError if the folder cannot be read.
         """
         try:
-            with self._listing:
-                irregular = self._list_root()
+            irregular = self._list_root()
         except OSError as error:
             text = f"the cache folder {self._root} cannot be read: {error.strerror or error}"
             raise CacheFolderError(text) from error
         for path in irregular:
             self._note_damage(path, Fault.NOT_A_FILE)
-        with self._lock:
-            self._counts["newer_files"] = 0
-        for path in self._index.own_paths():
+        for path in self.index.own_paths():
             content = self._identify(path)
-            if content is not None and self._index.learn(path, content):
+            if content is not None and self.index.learn(path, content):
                 yield content
 
     def write(self, content: Content, payload: memoryview) -> Written:
@@ -324,19 +261,16 @@ class DiskStore:
         error = None
         is_stored = False
         try:
-            if self._may_write(size):
-                self._list_root_if_due()
-                is_stored = self._renew(path, size, content) or self._write(path, content, payload, size)
+            if size <= self.index.max_bytes and not self.is_paused:
+                if self._clock() >= self._next_listing_s:
+                    self._list_root()
+                if not self._renew(path, size, content):
+                    self._write(path, content, payload, size)
+                is_stored = True
         except OSError as failure:
             error = failure
             self._note_error(failure)
-        return Written(is_stored, self._index.take_gone(), error)
-
-    def read(self, content: Content, out: memoryview) -> None:
-        """Read content into `out`. Raises DamagedBlock; a damaged file is deleted."""
-        (damage,) = self.read_many([content], [out])
-        if damage is not None:
-            raise damage
+        return Written(is_stored, self.index.take_gone(), error)
 
     def read_many(self, contents: Sequence[Content], outs: Sequence[memoryview]) -> list[DamagedBlock | None]:
         """Read contents into buffers. Returns what is wrong with each; damaged files are deleted."""
@@ -344,46 +278,38 @@ class DiskStore:
         paths = [self.space.file(content.kind, content.key) for content in contents]
         reads = [BlockRead(*read) for read in zip(paths, contents, outs, strict=True)]
         found = read_blocks(reads, self.space.digest, now_ns)
-        num_bytes = []
         for read, damage in zip(reads, found, strict=True):
             if damage is None:
                 size = file_bytes(len(read.content.tokens), read.out.nbytes)
-                self._index.put(read.path, Entry(size, now_ns, read.content))
-                num_bytes.append(read.out.nbytes)
+                self.index.put(read.path, Entry(size, now_ns, read.content))
             else:
                 self._note_damage(read.path, damage.fault)
-        with self._lock:
-            self._counts.update(num_reads=len(num_bytes), read_bytes=sum(num_bytes))
         return found
 
     def remove(self, content: Content) -> bool:
         """Delete content. Returns whether it was there. Raises OSError if it cannot be deleted."""
         path = self.space.file(content.kind, content.key)
-        self._index.drop(path)
+        self.index.drop(path)
         try:
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
-    def clear(self) -> Cleared:
+    def clear(self) -> None:
         """Delete all content of this space. If some of it cannot be deleted, deletes the rest and raises OSError."""
-        num_files = num_bytes = 0
         problem: OSError | None = None
         for file in list_files(self.space.path).files:
-            self._index.drop(file.path)
+            self.index.drop(file.path)
             try:
                 if file.is_regular:
                     os.unlink(file.path)
-                    num_files += 1
-                    num_bytes += file.size
             except FileNotFoundError:
                 pass
             except OSError as error:
                 problem = problem or error
         if problem is not None:
             raise problem
-        return Cleared(num_files, num_bytes)
 
     def resync(self, cleared_ns: int | None = None) -> tuple[Content, ...]:
         """List the folder now. Returns the content of this space that is not there any more. Raises OSError.
@@ -392,47 +318,22 @@ class DiskStore:
         deleted first, because they may have old content. Others that are newer were written after the clear.
         """
         if cleared_ns is not None:
-            known = set(self._index.known_paths())
+            known = set(self.index.known_paths())
             for file in list_files(self.space.path).files:
                 if file.is_regular and (file.used_ns <= cleared_ns or file.path in known):
-                    self._index.drop(file.path)
+                    self.index.drop(file.path)
                     with suppress(FileNotFoundError):
                         os.unlink(file.path)
-        with self._listing:
-            self._list_root()
-        return self._index.take_gone()
+        self._list_root()
+        return self.index.take_gone()
 
-    def stats(self) -> DiskStats:
-        sizes = self._index.sizes()
-        with self._lock:
-            counts = self._counts
-            return DiskStats(
-                num_files=sizes.num_files,
-                num_bytes=sizes.num_bytes,
-                own_files=sizes.own_files,
-                own_bytes=sizes.own_bytes,
-                max_bytes=self._index.max_bytes,
-                is_paused=self._clock() < self._paused_until_s,
-                num_reads=counts["num_reads"],
-                read_bytes=counts["read_bytes"],
-                num_writes=counts["num_writes"],
-                written_bytes=counts["written_bytes"],
-                num_evictions=counts["num_evictions"],
-                num_skipped=counts["num_skipped"],
-                num_foreign=counts["foreign_names"] + counts["newer_files"],
-                faults=dict(self._faults),
-                write_errors=dict(self._write_errors),
-            )
+    @property
+    def is_paused(self) -> bool:
+        """Whether writes are not tried for a while, because one failed."""
+        return self._clock() < self._paused_until_s
 
     # Writing. An entry leaves the index before its file is deleted, and enters it after the file was written: a thread
     # that does the opposite meanwhile leaves at most an entry without a file, never a file that nobody counts.
-
-    def _may_write(self, size: int) -> bool:
-        with self._lock:
-            may_write = size <= self._index.max_bytes and self._clock() >= self._paused_until_s
-            if not may_write:
-                self._counts["num_skipped"] += 1
-            return may_write
 
     def _renew(self, path: str, size: int, content: Content) -> bool:
         """Whether the content is stored already. If so, it is used now."""
@@ -444,29 +345,19 @@ class DiskStore:
             os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        self._index.put(path, Entry(size, now_ns, content))
+        self.index.put(path, Entry(size, now_ns, content))
         return True
 
-    def _write(self, path: str, content: Content, payload: memoryview, size: int) -> bool:
-        """Make room and write a file. Returns False if there is no room."""
-        while not self._index.reserve(size):
-            oldest = self._index.pop_oldest()
-            if oldest is None:  # other threads have reserved all of it
-                with self._lock:
-                    self._counts["num_skipped"] += 1
-                return False
-            self._evict(*oldest)
-        try:
-            self._write_file(path, content, payload)
-            self._index.put(path, Entry(size, time.time_ns(), content))
-        finally:
-            self._index.release(size)
-        with self._lock:
-            self._counts.update(num_writes=1, written_bytes=payload.nbytes)
-            was_warned, self._is_warned = self._is_warned, False
+    def _write(self, path: str, content: Content, payload: memoryview, size: int) -> None:
+        """Make room and write a file."""
+        while self.index.num_bytes + size > self.index.max_bytes:
+            if (oldest := self.index.pop_oldest()) is not None:  # else a reader has found a damaged file meanwhile
+                self._evict(*oldest)
+        self._write_file(path, content, payload)
+        self.index.put(path, Entry(size, time.time_ns(), content))
+        was_warned, self._is_warned = self._is_warned, False
         if was_warned:
             log.warning("cached content is saved to %s again", self._root)
-        return True
 
     def _write_file(self, path: str, content: Content, payload: memoryview) -> None:
         try:
@@ -481,39 +372,30 @@ class DiskStore:
     def _restore_root(self) -> None:
         log.warning("the cache folder %s was deleted: creating it again", self._root)
         restore_root(self._root, self._secret)
-        with self._lock:
-            self._next_listing_s = 0.0  # the next write reports the files that are gone
+        self._next_listing_s = 0.0  # the next write reports the files that are gone
 
     def _evict(self, path: str, entry: Entry) -> None:
         """Delete a file, unless another process has used it since."""
         try:
             used_ns = os.lstat(path).st_mtime_ns
             if used_ns > entry.used_ns:
-                self._index.put(path, entry._replace(used_ns=used_ns))
+                self.index.put(path, entry._replace(used_ns=used_ns))
                 return
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
-            is_evicted = False  # another process was faster
+            pass  # another process was faster
         except OSError:
-            self._index.put(path, entry)
+            self.index.put(path, entry)
             raise
-        else:
-            is_evicted = True
-        self._index.note_gone(entry)
-        with self._lock:
-            self._counts["num_evictions"] += is_evicted
+        self.index.note_gone(entry)
 
     def _note_error(self, error: OSError) -> None:
-        with self._lock:
-            self._write_errors[errno.errorcode.get(error.errno or 0, "unknown")] += 1
-            now_s = self._clock()
-            is_single = error.errno in _SINGLE_FILE_ERRORS
-            if not is_single:
-                self._paused_until_s = now_s + PAUSE_S
-            is_due = self._warned_s is None or now_s - self._warned_s >= WARN_AGAIN_S
-            if is_due:
-                self._warned_s, self._is_warned = now_s, not is_single
-        if is_due:
+        now_s = self._clock()
+        is_single = error.errno in _SINGLE_FILE_ERRORS
+        if not is_single:
+            self._paused_until_s = now_s + PAUSE_S
+        if self._warned_s is None or now_s - self._warned_s >= WARN_AGAIN_S:
+            self._warned_s, self._is_warned = now_s, not is_single
             reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename and is_single else ''}"
             later = "" if is_single else f"; it is tried again after {PAUSE_S:g} s"
             log.warning("cached content cannot be saved to %s: %s%s", self._root, reason, later)
@@ -530,51 +412,36 @@ class DiskStore:
                 raise DamagedBlock(Fault.KEY, path)
         except DamagedBlock as damage:
             self._note_damage(path, damage.fault)
-            with self._lock:
-                self._counts["newer_files"] += damage.fault is Fault.NEWER_VERSION
             return None
         return content
 
     def _note_damage(self, path: str, fault: Fault) -> None:
         with self._lock:
-            self._faults[fault] += 1
+            self.faults[fault] += 1
         if fault not in KEPT_FAULTS or fault is Fault.MISSING:
-            self._index.drop(path)
+            self.index.drop(path)
         if fault not in KEPT_FAULTS:
             with suppress(OSError):  # a directory, or a read-only folder
                 os.unlink(path)
 
-    def _list_root_if_due(self) -> None:
-        with self._lock:
-            is_due = self._clock() >= self._next_listing_s
-        if is_due and self._listing.acquire(blocking=False):  # else another thread lists the folder
-            try:
-                self._list_root()
-            finally:
-                self._listing.release()
-
     def _list_root(self) -> list[str]:
-        """List the files of all spaces. The caller holds `_listing`.
+        """List the files of all spaces.
 
         Returns the paths in this space where something other than a file has the name of one.
         """
         begin_s = self._clock()
         found: list[StoredFile] = []
-        num_foreign = 0
-        self._index.begin_listing()
+        self.index.begin_listing()
         try:
             remove_stale(list_drafts(self._root), time.time_ns())
             for folder in space_folders(self._root):
                 listing = list_files(folder)
                 found += listing.files
-                num_foreign += len(listing.foreign)
                 remove_stale(listing.temporaries, time.time_ns())
-            self._index.end_listing(file for file in found if file.is_regular)
+            self.index.end_listing(file for file in found if file.is_regular)
         except BaseException:
-            self._index.abandon_listing()
+            self.index.abandon_listing()
             raise
-        with self._lock:
-            self._counts["foreign_names"] = num_foreign
-            now_s = self._clock()
-            self._next_listing_s = now_s + max(RESCAN_S, RESCAN_COST * (now_s - begin_s))
+        now_s = self._clock()
+        self._next_listing_s = now_s + max(RESCAN_S, RESCAN_COST * (now_s - begin_s))
         return [file.path for file in found if not file.is_regular and file.path.startswith(self._own_prefix)]

@@ -256,25 +256,6 @@ class _Exported(NamedTuple):
     generation: int
 
 
-class _FilesRead(NamedTuple):
-    reads: Sequence[_FileRead]
-    buffers: Sequence[memoryview]
-    are_read: Sequence[bool]
-    now_ns: int
-
-
-class _WriteDone(NamedTuple):
-    exported: _Exported
-    written: Written
-
-
-class _Resynced(NamedTuple):
-    gone: tuple[Content, ...]
-
-
-_Finished = _FilesRead | _WriteDone | _Resynced
-
-
 class _FileThreads:
     """Threads that read or write files. They do not keep the process alive: a file system may never answer."""
 
@@ -335,8 +316,7 @@ class Transfers:
         self._num_readers = num_readers
         self._readers = _FileThreads(num_readers, "kv-read") if disk is not None else None
         self._writers = _FileThreads(NUM_WRITERS, "kv-write") if disk is not None else None
-        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
-        self._received: deque[_Finished] = deque()  # from that queue, in order
+        self._finished: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # ends of the jobs of threads
         self._loading: dict[int, _Loading] = {}  # loads in flight whose pieces are not all known
         self._reading: dict[int, _Reading] = {}
         self._reads: deque[_FileRead] = deque()  # not submitted yet: all buffers are in use
@@ -488,16 +468,7 @@ class Transfers:
         """Advance all transfers, and return what has ended. `is_busy`: requests run, and should not be delayed."""
         with suppress(queue.Empty):
             while True:
-                self._received.append(self._finished.get_nowait())
-        while self._received:
-            finished = self._received.popleft()
-            self._num_jobs -= 1
-            if isinstance(finished, _FilesRead):
-                self._end_files(finished)
-            elif isinstance(finished, _WriteDone):
-                self._end_write(finished)
-            elif finished.gone:
-                self._done.append(Lost(finished.gone))
+                self._end_job(self._finished.get_nowait())
         self._end_exports()
         self._start_imports(is_busy=is_busy)
         self._submit_reads()
@@ -506,15 +477,17 @@ class Transfers:
 
     def wait(self, limit_s: float) -> None:
         """Wait until a transfer has probably advanced."""
-        if self._received:
-            return
         if self._importing or self._exporting:
             time.sleep(min(limit_s, 0.0001))  # a device reports nothing by itself
         elif self._num_jobs:
             with suppress(queue.Empty):
-                self._received.append(self._finished.get(timeout=limit_s))
+                self._end_job(self._finished.get(timeout=limit_s))
         elif self._reads:
             time.sleep(limit_s)  # their buffers are being allocated
+
+    def _end_job(self, end: Callable[[], None]) -> None:
+        self._num_jobs -= 1
+        end()
 
     def _submit_reads(self) -> None:
         """Give reads to the threads, several at once, while there are buffers."""
@@ -559,12 +532,14 @@ class Transfers:
         except Exception:
             log.exception("cached content on disk could not be read")
         finally:
-            self._finished.put(_FilesRead(reads, buffers, are_read, time.monotonic_ns()))
+            self._finished.put(partial(self._end_files, reads, buffers, are_read, time.monotonic_ns()))
 
-    def _end_files(self, done: _FilesRead) -> None:
+    def _end_files(
+        self, reads: Sequence[_FileRead], buffers: Sequence[memoryview], are_read: Sequence[bool], now_ns: int
+    ) -> None:
         self._num_read_jobs -= 1
-        for read, buffer, is_read in zip(done.reads, done.buffers, done.are_read, strict=True):
-            read.reading.last_ns = max(read.reading.last_ns, done.now_ns)
+        for read, buffer, is_read in zip(reads, buffers, are_read, strict=True):
+            read.reading.last_ns = max(read.reading.last_ns, now_ns)
             is_kept = is_read and not read.reading.is_dropped
             if not is_kept:
                 self._read_slots.put(read.content.kind, buffer)
@@ -664,18 +639,21 @@ class Transfers:
         except Exception:
             log.exception("cached content could not be written to disk")
         finally:
-            self._finished.put(_WriteDone(exported, written))
+            self._finished.put(partial(self._end_write, exported, written))
 
-    def _end_write(self, done: _WriteDone) -> None:
-        (save, piece, generation), written = done
+    def _end_write(self, exported: _Exported, written: Written) -> None:
+        save, piece, generation = exported
         store = self._store_of(save)
         store.release(piece)
         if store is self._staging:
             store.discard(piece)
-        if written.gone:
-            self._done.append(Lost(written.gone))
+        self._lose(written.gone)
         if generation == self._generation:
             self._done.append(SaveDone(save.content, Level.DISK, written.is_stored))
+
+    def _lose(self, gone: tuple[Content, ...]) -> None:
+        if gone:
+            self._done.append(Lost(gone))
 
     # Deletions by other processes
 
@@ -700,7 +678,7 @@ class Transfers:
         except Exception:
             log.exception("files were deleted from the cache folder, and the rest could not be listed")
         finally:
-            self._finished.put(_Resynced(gone))
+            self._finished.put(partial(self._lose, gone))
 
     # End
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from quire.core.cache.block import NULL_BLOCK_ID, KVCacheBlock
@@ -19,7 +19,6 @@ from quire.core.scheduler import Scheduler
 from quire.errors import InvalidRequest
 
 FIRST_BLOCK = NULL_BLOCK_ID + 1
-MAX_KNOWN = 10_000  # distinct cell contents kept for deduplication
 
 
 class BlockState(IntEnum):
@@ -95,10 +94,7 @@ class BlockMap:
         num_cells = -(-self.num_blocks // self.blocks_per_cell)
         self._states = bytearray(len(cache.pool.blocks))
         self._holders = [0] * len(cache.pool.blocks)
-        self._counts = [[0] * len(BlockState) for _ in range(num_cells)]
-        self._cells = [(0, 0, 0, 0)] * num_cells  # counts as `runs` reports them; equal tuples are the same object
-        self._known = {cell: cell for cell in self._cells}
-        self._totals = [self.num_blocks, *[0] * (len(BlockState) - 1)]
+        self._counts = [[0] * len(BlockState) for _ in range(num_cells)]  # of free blocks: less than at the start
         self._by_holders: Counter[int] = Counter()
         self._held: set[int] = set()  # blocks that a request holds or a pin keeps
         self._shared: set[int] = set()
@@ -121,18 +117,11 @@ class BlockMap:
     @property
     def totals(self) -> tuple[int, ...]:
         """Number of blocks, indexed by BlockState. Blocks that were not read yet count as free."""
-        return tuple(self._totals)
+        free, *others = map(sum, zip(*self._counts, strict=True))
+        return (self.num_blocks + free, *others)
 
     def runs(self) -> tuple[CellRun, ...]:
-        runs: list[CellRun] = []
-        last, num_cells = self._cells[0], 0
-        for cell in self._cells:
-            if cell is last:
-                num_cells += 1
-            else:
-                runs.append(CellRun(num_cells, *last))
-                last, num_cells = cell, 1
-        return (*runs, CellRun(num_cells, *last))
+        return tuple(CellRun(len(list(cells)), *counts[_CACHED:]) for counts, cells in groupby(self._counts))
 
     def held_runs(self, max_blocks: int) -> tuple[HeldRun, ...]:
         """Blocks that a request holds or a pin keeps, in order. If there are more than `max_blocks`: shared ones only.
@@ -141,17 +130,7 @@ class BlockMap:
         be a part of one cell.
         """
         chosen = self._held if len(self._held) <= max_blocks else set(islice(self._shared, max_blocks))
-        runs: list[HeldRun] = []
-        first = end = num_holders = 0  # the current run, not complete yet
-        for block_id in sorted(chosen):
-            if block_id != end or self._holders[block_id] != num_holders:
-                if end > first:
-                    runs.append(HeldRun(first, end - first, num_holders))
-                first, num_holders = block_id, self._holders[block_id]
-            end = block_id + 1
-        if end > first:
-            runs.append(HeldRun(first, end - first, num_holders))
-        return tuple(runs)
+        return tuple(HeldRun(first, count, num_holders) for first, count, num_holders in _runs(chosen, self._holders))
 
     def update(self, max_blocks: int) -> None:
         """Read at most `max_blocks` blocks, changed blocks first."""
@@ -165,19 +144,11 @@ class BlockMap:
         end = min(self._next + max_blocks - len(todo), len(self._states))
         todo += range(self._next, end)
         self._next = end
-        if len(self._known) > MAX_KNOWN:
-            self._known = {cell: cell for cell in self._cells}
-        known = self._known
-        for index in self._look(todo):
-            _, cached, in_use, shared, pinned = self._counts[index]
-            cell = cached, in_use, shared, pinned
-            self._cells[index] = known.setdefault(cell, cell)
+        self._look(todo)
 
-    def _look(self, block_ids: list[int]) -> set[int]:
-        """Read these blocks. Returns the indices of the cells whose counts changed."""
-        blocks, states, holders, totals = self._cache.pool.blocks, self._states, self._holders, self._totals
+    def _look(self, block_ids: list[int]) -> None:
+        blocks, states, holders = self._cache.pool.blocks, self._states, self._holders
         pinned = self._cache.pins.holders
-        dirty: set[int] = set()
         for block_id in block_ids:
             block = blocks[block_id]
             num_pins = pinned.get(block_id, 0)
@@ -187,16 +158,11 @@ class BlockMap:
                 self._move(holders[block_id], num_holders)
                 holders[block_id] = num_holders
             if old != new:
-                cell = (block_id - FIRST_BLOCK) // self.blocks_per_cell
-                counts = self._counts[cell]
+                counts = self._counts[(block_id - FIRST_BLOCK) // self.blocks_per_cell]
                 counts[old] -= 1
                 counts[new] += 1
-                totals[old] -= 1
-                totals[new] += 1
                 states[block_id] = new
                 self._sort(block_id, new)
-                dirty.add(cell)
-        return dirty
 
     def _sort(self, block_id: int, state: BlockState) -> None:
         for blocks, is_in in ((self._held, state >= _IN_USE), (self._shared, state == _SHARED)):
@@ -226,17 +192,20 @@ def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple
         request = scheduler.get(request_id)
         if request is not None:
             held.update(request.block_table)
-    ranges: list[tuple[int, int]] = []
-    first = end = NULL_BLOCK_ID  # current range
-    for block_id in sorted(held):
-        if block_id != end:
-            if end > first:
-                ranges.append((first, end - first))
-            first = block_id
-        end = block_id + 1
-    if end > first:
-        ranges.append((first, end - first))
-    return tuple(ranges)
+    return tuple((first, count) for first, count, _ in _runs(held))
+
+
+def _runs(block_ids: set[int], values: Sequence[int] | None = None) -> list[tuple[int, int, int]]:
+    """Consecutive blocks with equal values, in order: the first one, their number and the value."""
+    runs: list[tuple[int, int, int]] = []
+    for block_id in sorted(block_ids):
+        value = 0 if values is None else values[block_id]
+        first, count, last = runs[-1] if runs else (FIRST_BLOCK, 0, value)
+        if count and first + count == block_id and last == value:
+            runs[-1] = first, count + 1, value
+        else:
+            runs.append((block_id, 1, value))
+    return runs
 
 
 def view_blocks(scheduler: Scheduler, first: int, count: int) -> BlocksView:

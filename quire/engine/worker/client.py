@@ -18,11 +18,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from types import NoneType
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -35,23 +37,20 @@ from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
+from quire.engine.process import log_format
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.kv_events import KvEventsConfig
-from quire.engine.worker.log_lines import log_format
+from quire.engine.worker.kv_events import CacheReport, KvEventsConfig
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
     Add,
-    Answer,
+    Answered,
+    Ask,
     Begun,
     Blocks,
-    BlocksViewed,
-    CacheAnswer,
-    CacheReport,
     Cancel,
     ClearCache,
     DropBlocks,
     Explain,
-    Explained,
     Failed,
     FindHeld,
     Fingerprinted,
@@ -61,7 +60,6 @@ from quire.engine.worker.protocol import (
     FromWorker,
     GetBlocks,
     GetStats,
-    HeldFound,
     Load,
     Loading,
     PinCache,
@@ -80,7 +78,6 @@ from quire.engine.worker.protocol import (
     pack,
 )
 from quire.errors import (
-    CacheFolderError,
     InvalidRequest,
     LostBeforeStart,
     QueueFull,
@@ -95,19 +92,62 @@ STDERR = 2
 # Of the server only: a worker needs no keys, and whoever can read its memory must not find them.
 SERVER_SECRETS = ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY")
 
+T = TypeVar("T")
+HeldRanges = tuple[tuple[int, int], ...]
+
 log = logging.getLogger(__name__)
 
 
-class WorkerProcess:
-    """One worker process and the socket to it.
+class WorkerLink(ABC):
+    """Exchanges messages with a worker: a process of this machine, or a replica of a cluster.
 
-    `on_end` is called once, with the reason, unless the process was closed on purpose. `is_over` may be True before.
+    `on_end` is called once, with the reason, unless the link was closed on purpose. `is_over` may be True before.
     """
+
+    pid = 0  # of a process of this machine
 
     def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_end = on_end
+        self.is_over = False
+        self.announced_s = 0.0  # the silence that the worker announced with `Working`; 0: it has sent a message since
+        self._heard_s = self._loop.time()
+
+    @property
+    def silence_s(self) -> float:
+        """Time since its last message, or since the first message was expected."""
+        return self._loop.time() - self._heard_s
+
+    def _hear(self, message: FromWorker) -> None:
+        """Take a message, and the time."""
+        self.announced_s = message.limit_s if isinstance(message, Working) else 0.0
+        self._heard_s = self._loop.time()
+        if not self.is_over:
+            self._on_message(message)
+
+    @abstractmethod
+    def send(self, message: ToWorker) -> None:
+        """Send a message without blocking. Raises QueueFull if too much is unread, except for Cancel and Finish."""
+
+    @abstractmethod
+    def expect_message(self, limit_s: float | None) -> None:
+        """Count silence from now on, unless a message was expected already. None: no message is expected."""
+
+    @abstractmethod
+    def end(self, reason: str = "") -> None:
+        """End the link; no further messages are sent or received. `on_end` gets `reason`, or what is found."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the link on purpose."""
+
+
+class WorkerProcess(WorkerLink):
+    """One worker process and the socket to it. Silence beyond the limit is a hang, which ends the process."""
+
+    def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
+        super().__init__(on_message, on_end)
         self._limit_s = HANG_LIMIT_S
         self._socket, worker_end = socket.socketpair()
         with worker_end:
@@ -119,36 +159,15 @@ class WorkerProcess:
         self._socket.setblocking(False)
         self._reader = FrameReader()
         self._writer = FrameWriter(self._socket)
-        self._is_over = False
         self._ending: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._deadline_s = 0.0
-        self._heard_s = self._loop.time()
-        self._announced_s = 0.0
         self._loop.add_reader(self._socket, self._read)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
-
-    @property
-    def silence_s(self) -> float:
-        """Time since its last message, or since the first message was expected."""
-        return self._loop.time() - self._heard_s
-
-    @property
-    def announced_s(self) -> float:
-        """The silence that the worker announced with `Working`. 0: none, or it has sent a message since."""
-        return self._announced_s
+        self.pid = self._process.pid
 
     def send(self, message: ToWorker) -> None:
-        """Send a message without blocking. Raises QueueFull if too much is unread, except for Cancel and Finish."""
         frame = pack(message)
-        if self._is_over:
+        if self.is_over:
             return
         if self._writer.num_unsent + len(frame) > MAX_UNSENT and not isinstance(message, Cancel | Finish):
             raise QueueFull(f"{self._writer.num_unsent} bytes are waiting to be read by the model's process")
@@ -163,28 +182,24 @@ class WorkerProcess:
             self._loop.add_writer(self._socket, self._flush)
 
     def expect_message(self, limit_s: float | None) -> None:
-        """Treat silence beyond the limit as a hang from now on. None: no message is expected, and no timer runs."""
         if self._watch is not None and limit_s != self._limit_s:
             self._watch.cancel()
             self._watch = None
-        if limit_s is not None and self._watch is None and not self._is_over:
+        if limit_s is not None and self._watch is None and not self.is_over:
             self._limit_s = limit_s
-            self._heard_s, self._announced_s = self._loop.time(), 0.0
+            self._heard_s, self.announced_s = self._loop.time(), 0.0
             self._deadline_s = self._heard_s + limit_s
             self._watch = self._loop.call_at(self._deadline_s, self._check)
 
     def end(self, reason: str = "", grace_s: float = EXIT_LIMIT_S) -> None:
-        """End the process; no further messages are sent or received.
-
-        Calls `on_end` when the process has ended, with `reason` or a description of its exit code.
-        """
-        if not self._is_over:
+        """End the process. `on_end` is called when it has ended, with `reason` or a description of its exit code."""
+        if not self.is_over:
             self._detach()
             self._ending = self._loop.create_task(self._report(reason, grace_s))
 
     async def close(self) -> None:
         """End the process on purpose. It exits when its socket closes; otherwise it is killed."""
-        if not self._is_over:
+        if not self.is_over:
             self._detach()
             await self._wait_or_kill(EXIT_LIMIT_S)
         elif self._ending is not None:
@@ -209,11 +224,9 @@ class WorkerProcess:
             self.end(f"sent an invalid message: {error}")
             return
         for message in messages:
-            self._announced_s = message.limit_s if isinstance(message, Working) else 0.0
-            self._heard_s = self._loop.time()
-            self._deadline_s = self._heard_s + max(self._limit_s, self._announced_s)
-            if not self._is_over:
-                self._on_message(message)
+            announced_s = message.limit_s if isinstance(message, Working) else 0.0
+            self._deadline_s = self._loop.time() + max(self._limit_s, announced_s)
+            self._hear(message)
 
     def _flush(self) -> None:
         try:
@@ -234,7 +247,7 @@ class WorkerProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
-        limit_s = max(self._limit_s, self._announced_s)
+        limit_s = max(self._limit_s, self.announced_s)
         self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
@@ -249,7 +262,7 @@ class WorkerProcess:
             return await asyncio.to_thread(self._process.wait)
 
     def _detach(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self.expect_message(None)
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
@@ -472,31 +485,7 @@ MOVING_LIMIT_S = 8.0  # allowed silence while there is work; then /health report
 LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
 
 
-class Worker(Protocol):
-    """A worker as its connection sees it: `WorkerProcess`, or a replica of a cluster."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-    @property
-    def silence_s(self) -> float: ...
-
-    @property
-    def announced_s(self) -> float: ...
-
-    def send(self, message: ToWorker) -> None: ...
-
-    def expect_message(self, limit_s: float | None) -> None: ...
-
-    def end(self, reason: str = "") -> None: ...
-
-    async def close(self) -> None: ...
-
-
-Connect = Callable[[Callable[[FromWorker], None], Callable[[str], None]], Worker]  # takes on_message and on_end
+Connect = Callable[[Callable[[FromWorker], None], Callable[[str], None]], WorkerLink]  # takes on_message and on_end
 
 
 class SafeCallback:
@@ -550,7 +539,7 @@ class WorkerConnection:
         self._probe_id = probe_id
         self._loop = asyncio.get_running_loop()
         self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
-        self._queries: dict[int, asyncio.Future[Answer]] = {}
+        self._queries: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._error: QuireError | None = None  # reported by the worker before it ended
         self._is_probing = False
         self._has_served = False
@@ -559,7 +548,7 @@ class WorkerConnection:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ready.add_done_callback(_retrieve)
         self.ended = asyncio.Event()
-        self.process: Worker = connect(self._take_message, self._take_end)
+        self.process: WorkerLink = connect(self._take_message, self._take_end)
 
     @property
     def num_requests(self) -> int:
@@ -597,21 +586,25 @@ class WorkerConnection:
             generation.wake()
             self._probe_if_idle()
 
-    async def ask(self, query: Query) -> Answer:
+    async def ask(self, query_id: int, query: Query, kind: type[T]) -> T:
         if self.process.is_over:
             raise WorkerDied(f"the process that runs {self._name} has just ended and is being replaced")
-        answer: asyncio.Future[Answer] = self._loop.create_future()
-        self.process.send(query)
-        self._queries[query.query_id] = answer
+        answer: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+        self.process.send(Ask(query_id, query))
+        self._queries[query_id] = answer
         self._watch()
         try:
-            return await answer
+            return msgspec.msgpack.decode(await answer, type=kind)
         finally:
-            self._queries.pop(query.query_id, None)
+            self._queries.pop(query_id, None)
             if answer.cancelled():
                 self._probe_if_idle()
             else:
                 self._watch()
+
+    def drop_blocks(self) -> None:
+        with suppress(QueueFull):  # it is sent again next time
+            self.process.send(DropBlocks())
 
     def fail(self, error: QuireError) -> None:
         """Fail everything that waits for this worker."""
@@ -645,12 +638,12 @@ class WorkerConnection:
                 self._on_loading(num_done, num_bytes)
             case Ready() | Fingerprinted():
                 self._take_facts(message)
-            case Stats(query_id=query_id) if query_id == self._probe_id:
-                self._is_probing = False
-                self._watch()
-            case Explained() | Stats() | Blocks() | BlocksViewed() | HeldFound() | CacheAnswer():
-                if (query := self._queries.get(message.query_id)) is not None and not query.done():
-                    query.set_result(message)
+            case Answered(query_id=query_id, result=result):
+                if query_id == self._probe_id:
+                    self._is_probing = False
+                    self._watch()
+                elif (query := self._queries.get(query_id)) is not None and not query.done():
+                    query.set_result(result)
             case Failed(kind=kind, message=text):
                 self._error = errors.error_of(kind, text)
                 self.process.end()  # at once, so that the next request starts another worker
@@ -774,7 +767,7 @@ class WorkerConnection:
         if not self._is_busy:
             self._is_probing = True
             with suppress(QueueFull):
-                self.process.send(GetStats(self._probe_id))
+                self.process.send(Ask(self._probe_id, GetStats()))
         self._watch()
 
     def _watch(self) -> None:
@@ -807,10 +800,142 @@ def _retrieve(ready: asyncio.Future[None]) -> None:
 MAX_BACKOFF_S = 30.0
 
 
-class EngineClient:
-    """Submits requests and queries to a worker, which it starts and restarts.
+class ModelClient(ABC):
+    """Submits requests and queries to the workers of one model. Must be used from a single event loop."""
 
-    Must be used from a single event loop. `async with` closes it and ends its worker.
+    def __init__(self, text: ModelText, config: EngineConfig, ids: Iterator[int]) -> None:
+        self.text = text
+        self.max_model_len = text.spec.max_model_len  # until a worker reports what fits its pool
+        self._config = config
+        self._ids = ids  # of requests and queries
+
+    @property
+    @abstractmethod
+    def facts(self) -> Ready | None:
+        """A running worker's report about itself; None if there is none."""
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """Identifies everything on this side that changes answers. None: not known yet, see `Fingerprinting`."""
+        return (self.facts.system_fingerprint or None) if self.facts is not None else None
+
+    @property
+    def is_caching(self) -> bool:
+        return self._config.enable_prefix_caching
+
+    @property
+    def capacity(self) -> Capacity | None:
+        return None if self.facts is None else self.facts.capacity
+
+    @property
+    def scheduling(self) -> Scheduling | None:
+        """The scheduling settings of a running worker."""
+        return None if self.capacity is None else self._config.scheduling(self.capacity)
+
+    @property
+    @abstractmethod
+    def is_moving(self) -> bool:
+        """Whether a worker is ready, and is idle or sent a message recently."""
+
+    @property
+    @abstractmethod
+    def num_restarts(self) -> int:
+        """The number of workers started after the first, or lost."""
+
+    @property
+    def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
+        """Empty: the model has a single worker on this machine."""
+        return ()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Make the model ready now instead of at the first request."""
+
+    @abstractmethod
+    async def supervise(self) -> None:
+        """Keep workers running until cancelled or closed."""
+
+    @abstractmethod
+    async def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        updated: asyncio.Event | None = None,
+        on_start: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        """Submit a request. Waits until there is a worker.
+
+        `updated` is set whenever this generation changes. Several generations may share it; see `Generation.take`.
+        `on_start` is called when the request is admitted, before its first step; it must not raise.
+        """
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        return await (await self.submit(request)).result()
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Unfinished requests fail."""
+
+    # Queries to running workers. They never start one: without a worker there is no cache.
+
+    @abstractmethod
+    async def ask(self, query: Query, kind: type[T]) -> list[T]:
+        """The answers of all workers, of the type that belongs to the query. Raises their errors."""
+
+    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
+        """How much of this prompt is cached now by the worker with the longest prefix, and why not more."""
+        request = GenerationRequest(prompt, SamplingParams(), salt=salt)  # refuses an invalid prompt
+        found = await self.ask(Explain(request.packed, request.salt), CacheExplanation)
+        nothing = CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
+        return max(found, key=lambda one: one.num_tokens, default=nothing)
+
+    async def stats(self) -> Stats | None:
+        """None if there is no worker."""
+        return _first(await self.ask(GetStats(), Stats))
+
+    async def blocks(self, max_cells: int) -> Blocks | None:
+        """The block map, in at most `max_cells` cells. The worker maintains it until `drop_blocks`."""
+        return _first(await self.ask(GetBlocks(max_cells), Blocks))
+
+    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
+        """The holders and fill levels of these blocks."""
+        return _first(await self.ask(ViewBlocks(first, count), BlocksView))
+
+    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The blocks that these requests hold, as (first, count)."""
+        return _first(await self.ask(FindHeld(request_ids), HeldRanges)) or ()
+
+    @abstractmethod
+    def drop_blocks(self) -> None:
+        """Stop maintaining the block map."""
+
+    async def clear_cache(self) -> None:
+        """Drop all cached content and all pins. Running requests keep their blocks.
+
+        Raises CacheFolderError if files of the disk cache cannot be deleted; the rest is cleared.
+        """
+        await self.ask(ClearCache(), NoneType)
+
+    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
+        """Pin the cached full blocks of this prefix for `ttl_s`. Returns the number of tokens of the longest one."""
+        pin = PinPrefix(pin_id, len(prompt), ttl_s)
+        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))  # refuses an invalid pin
+        return max(await self.ask(PinCache(pin_id, request.packed, salt, ttl_s), int), default=0)
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Returns False if there is no pin of that name."""
+        check_pin_id(pin_id)
+        return any(await self.ask(UnpinCache(pin_id), bool))
+
+
+def _first(answers: Sequence[T]) -> T | None:
+    return answers[0] if answers else None
+
+
+class EngineClient(ModelClient):
+    """The client of a worker on this machine, which it starts and restarts.
+
+    `async with` closes it and ends its worker.
     """
 
     def __init__(
@@ -830,10 +955,8 @@ class EngineClient:
         The tokens of one answer that arrive together count as evenly spaced. `kv_events`: where the worker announces
         its cache.
         """
-        self.text = text
-        self.max_model_len = text.spec.max_model_len  # until the worker reports what fits its pool
+        super().__init__(text, config, count(1))
         self._path = path
-        self._config = config
         self._kv_events = kv_events
         self._on_loading = SafeCallback("on_loading", on_loading)
         self._on_step = SafeCallback("on_step", on_step)
@@ -843,7 +966,6 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self._pause: asyncio.Task[None] | None = None  # backoff before the next start
-        self._ids = count(1)
         self._num_starts = 0
         self._num_early_deaths = 0  # in a row, without a finished request in between
         self._is_closed = False
@@ -856,27 +978,8 @@ class EngineClient:
 
     @property
     def facts(self) -> Ready | None:
-        """The running worker's report about itself; None if there is no worker."""
         connection = self._serving_connection()
         return None if connection is None else connection.facts
-
-    @property
-    def system_fingerprint(self) -> str | None:
-        """Identifies everything on this side that changes answers. None: not known yet, see `Fingerprinting`."""
-        return (self.facts.system_fingerprint or None) if self.facts is not None else None
-
-    @property
-    def is_caching(self) -> bool:
-        return self._config.enable_prefix_caching
-
-    @property
-    def capacity(self) -> Capacity | None:
-        return None if self.facts is None else self.facts.capacity
-
-    @property
-    def scheduling(self) -> Scheduling | None:
-        """The scheduling settings of the running worker."""
-        return None if self.capacity is None else self._config.scheduling(self.capacity)
 
     @property
     def worker_pid(self) -> int | None:
@@ -884,26 +987,18 @@ class EngineClient:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a worker is ready, and is idle or sent a message recently."""
         connection = self._serving_connection()
         return connection is not None and connection.is_moving
 
     @property
     def num_restarts(self) -> int:
-        """The number of workers started after the first."""
         return max(self._num_starts - 1, 0)
 
-    @property
-    def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
-        """Empty: the model has a single worker on this machine."""
-        return ()
-
     async def start(self) -> None:
-        """Load the model now instead of at the first request."""
         await self._ready_connection()
 
     async def supervise(self) -> None:
-        """Keep a worker running until cancelled or closed: start another when one dies.
+        """Start another worker when one dies.
 
         A failure of the first start is raised, because a retry would not help. Later failures are logged and retried
         after a pause.
@@ -931,11 +1026,6 @@ class EngineClient:
         updated: asyncio.Event | None = None,
         on_start: Callable[[Generation], None] | None = None,
     ) -> Generation:
-        """Submit a request. Starts a worker if there is none.
-
-        `updated` is set whenever this generation changes. Several generations may share it; see `Generation.take`.
-        `on_start` is called when the request is admitted, before its first step; it must not raise.
-        """
         connection = await self._ready_connection()
         request_ids = tuple(next(self._ids) for _ in range(request.n))
         generation = Generation(
@@ -944,11 +1034,7 @@ class EngineClient:
         connection.submit(request, generation)
         return generation
 
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await (await self.submit(request)).result()
-
     async def close(self) -> None:
-        """End the worker. Unfinished requests fail."""
         self._is_closed = True
         if self._pause is not None:
             self._pause.cancel()
@@ -957,89 +1043,13 @@ class EngineClient:
             connection.fail(WorkerDied("the engine was closed"))
             await connection.process.close()
 
-    # Queries to the running worker. They never start one: without a worker there is no cache.
-
-    async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
-        """How much of this prompt is cached now, and why not more. Changes nothing."""
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt)  # refuses an invalid prompt
-        if (connection := self._serving_connection()) is None:
-            return CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
-        answer = await connection.ask(Explain(next(self._ids), request.packed, request.salt))
-        assert isinstance(answer, Explained)
-        if answer.explanation is None:
-            raise InvalidRequest(answer.error or "no explanation")
-        return answer.explanation
-
-    async def stats(self) -> Stats | None:
-        """None if there is no worker."""
-        if (connection := self._serving_connection()) is None:
-            return None
-        answer = await connection.ask(GetStats(next(self._ids)))
-        assert isinstance(answer, Stats)
-        return answer
-
-    async def blocks(self, max_cells: int) -> Blocks | None:
-        """The block map, in at most `max_cells` cells. The worker maintains it until `drop_blocks`."""
-        if (connection := self._serving_connection()) is None:
-            return None
-        answer = await connection.ask(GetBlocks(next(self._ids), max_cells))
-        assert isinstance(answer, Blocks)
-        return answer
-
-    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
-        """The holders and fill levels of these blocks."""
-        if (connection := self._serving_connection()) is None:
-            return None
-        answer = await connection.ask(ViewBlocks(next(self._ids), first, count))
-        assert isinstance(answer, BlocksViewed)
-        if answer.view is None:
-            raise InvalidRequest(answer.error or "no such blocks")
-        return answer.view
-
-    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """The blocks that these requests hold, as (first, count)."""
-        if (connection := self._serving_connection()) is None:
-            return ()
-        answer = await connection.ask(FindHeld(next(self._ids), request_ids))
-        assert isinstance(answer, HeldFound)
-        return answer.ranges
+    async def ask(self, query: Query, kind: type[T]) -> list[T]:
+        connection = self._serving_connection()
+        return [] if connection is None else [await connection.ask(next(self._ids), query, kind)]
 
     def drop_blocks(self) -> None:
-        """Stop maintaining the block map."""
         if (connection := self._serving_connection()) is not None:
-            with suppress(QueueFull):  # it is sent again next time
-                connection.process.send(DropBlocks())
-
-    async def clear_cache(self) -> None:
-        """Drop all cached content and all pins. Running requests keep their blocks.
-
-        Raises CacheFolderError if files of the disk cache cannot be deleted; the rest is cleared.
-        """
-        await self._change_cache(ClearCache(next(self._ids)), CacheFolderError)
-
-    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
-        """Pin the cached full blocks of this prefix for `ttl_s`. Returns their number of tokens."""
-        pin = PinPrefix(pin_id, len(prompt), ttl_s)
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))  # refuses an invalid pin
-        answer = await self._change_cache(PinCache(next(self._ids), pin_id, request.packed, salt, ttl_s))
-        return 0 if answer is None else answer.num_tokens
-
-    async def unpin(self, pin_id: str) -> bool:
-        """Returns False if there is no pin of that name."""
-        check_pin_id(pin_id)
-        answer = await self._change_cache(UnpinCache(next(self._ids), pin_id))
-        return answer is not None and answer.is_found
-
-    async def _change_cache(
-        self, order: ClearCache | PinCache | UnpinCache, error_type: type[QuireError] = InvalidRequest
-    ) -> CacheAnswer | None:
-        if (connection := self._serving_connection()) is None:
-            return None
-        answer = await connection.ask(order)
-        assert isinstance(answer, CacheAnswer)
-        if answer.error is not None:
-            raise error_type(answer.error)
-        return answer
+            connection.drop_blocks()
 
     # The worker
 

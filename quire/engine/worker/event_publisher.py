@@ -16,10 +16,9 @@ import zmq
 
 from quire.core.kv_cache import KVCacheManager
 from quire.engine.worker.kv_events import (
-    KvEventQueue,
+    CacheEvents,
     KvEventsConfig,
     KvEventsStatus,
-    LevelEvents,
     cannot_listen,
     parse_endpoint,
     start_payload,
@@ -42,7 +41,7 @@ class EventPublisher:
 
     def __init__(self, config: KvEventsConfig) -> None:
         """Bind both sockets. Raises InvalidRequest, naming the setting, if that is not possible."""
-        self.events: KvEventQueue | None = None  # None: nothing is announced
+        self.events: CacheEvents | None = None  # None: nothing is announced
         self._topic = config.topic.encode()
         self._kept = ReplayBuffer()
         # Sequence numbers start at the time in microseconds. A worker sends less than one batch per microsecond, so the
@@ -90,10 +89,8 @@ class EventPublisher:
         elif not cache.is_caching:
             silent_because = "the prefix cache is off"
         else:
-            self.events = KvEventQueue(cache.tree.root(""), cache.block_size)
-            cache.tree.on_change = self.events.take
-            if cache.levels is not None:
-                LevelEvents(cache.levels, self.events).start(cache.tree.root(""))
+            self.events = CacheEvents(cache.tree.root(""), cache.block_size)
+            self.events.follow(cache)
         self._publish(start_payload(time.time()))
         return KvEventsStatus(self.endpoint, self.replay_endpoint, self._topic.decode(), silent_because)
 

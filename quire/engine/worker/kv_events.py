@@ -1,4 +1,4 @@
-"""KV cache events in vLLM's wire format: settings, and the encoding of changes of the prefix cache on all levels.
+"""Changes of the prefix cache in all levels: as KV events in vLLM's wire format, and as reports to a router.
 
 Knows no sockets (`event_publisher.py`) and does not import pyzmq.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import NamedTuple
@@ -16,12 +17,13 @@ import msgspec
 
 from quire.core.cache.context import unpack_tokens
 from quire.core.events import Published, Removed, TreeChange
-from quire.core.levels.levels import Levels
+from quire.core.kv_cache import KVCacheManager
+from quire.core.levels.lower_level import LowerLevel
 from quire.core.step import Content, MemoryKind
 from quire.core.values import TOKEN_BYTES, Level
 from quire.errors import InvalidRequest, MissingExtra
 
-HASH_BYTES = 8
+HASH_BYTES = 8  # of a chain key, in events and reports: enough to tell a billion blocks apart
 MAX_TOPIC = 256
 PORTS_PER_MODEL = 2  # events and replay
 
@@ -99,12 +101,9 @@ class KvEventsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class KvEventsStatus:
+class KvEventsStatus(KvEventsConfig):
     """The sockets of a worker, with the ports that were bound."""
 
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
     silent_because: str | None = None  # why nothing is announced; None: the cache is announced
 
 
@@ -154,7 +153,7 @@ class Medium(NamedTuple):
     """A level in events."""
 
     name: str  # vLLM's word; the device level is "GPU" with every backend
-    bit: int  # in `KvEventQueue._tiers`
+    bit: int  # in `CacheEvents._levels`
 
 
 MEDIA = {Level.DEVICE: Medium("GPU", 1), Level.HOST: Medium("CPU", 2), Level.DISK: Medium("STORAGE", 4)}
@@ -175,21 +174,25 @@ class _Removed(NamedTuple):
     keys: list[bytes]
 
 
-class KvEventQueue:
-    """Collects changes of the cache until they are sent as one batch.
+class CacheEvents:
+    """Collects the changes of the cache in all levels until they are sent, as KV events or as a report to a router.
 
-    The cache has levels. Every level announces its own content: `take` for the prefix tree, which is the device level,
-    `stored` and `removed` for the levels below it. Content is announced only if it follows the root of the empty salt
-    or content that is announced in some level, so no prefix with a salt is ever announced, and each parent before its
-    children.
+    Every level announces its own content: `take` for the prefix tree, which is the device level, `stored` and `removed`
+    for the levels below it. KV events have tokens, so content is announced only if it follows the root of the empty
+    salt or content that is announced in some level: no prefix with a salt is ever announced, and each parent before its
+    children. Reports have no tokens and include prefixes of all salts: without the secret, a chain key tells nothing.
     """
 
-    def __init__(self, root: bytes, block_size: int) -> None:
-        """`root`: the root key of the empty salt."""
+    def __init__(self, root: bytes, block_size: int, *, has_salts: bool = False) -> None:
+        """`root`: the root key of the empty salt. `has_salts`: for reports."""
         self._root = root
         self._block_size = block_size
+        self._has_salts = has_salts
+        self._below: Sequence[LowerLevel] = ()
         self._levels: dict[bytes, int] = {}  # key of announced content -> bits of the levels that hold it
-        self._changes: list[_Stored | _Removed | AllBlocksCleared] = []  # since the last batch
+        self._changes: list[_Stored | _Removed | AllBlocksCleared] = []  # since the last batch of events
+        self._changed: dict[bytes, None] = {}  # keys, since the last report
+        self._is_cleared = False  # since the last report
         self._encoder = msgspec.msgpack.Encoder()
         self._is_first = True
 
@@ -197,8 +200,43 @@ class KvEventQueue:
         """The number of announced contents."""
         return len(self._levels)
 
-    def is_announced(self, key: bytes) -> bool:
-        return key in self._levels
+    def follow(self, cache: KVCacheManager) -> None:
+        """Announce what lower levels hold already, and from now on all changes.
+
+        Routers learn each block after its parent. Levels are not filled in this order: the end of a prefix is evicted,
+        and saved, before its beginning. So blocks that are already stored are announced together with their parent.
+        """
+        cache.tree.reports_salts = self._has_salts
+        cache.tree.on_change = self.take
+        self._below = () if cache.levels is None else cache.levels.levels
+        for level in self._below:
+            level.on_change = self._take_level
+            for stored in level.pieces(MemoryKind.BLOCK).values() if self._has_salts else ():
+                self._store_content(level.level, stored.content)
+        self._announce_after(self._root)
+
+    def _take_level(self, level: Level, content: Content, is_stored: bool) -> None:
+        if content.kind is not MemoryKind.BLOCK:
+            return
+        if not is_stored:
+            self.removed(level, (content.key,))
+            return
+        self._store_content(level, content)
+        if content.key in self._levels:
+            self._announce_after(content.key)
+
+    def _announce_after(self, key: bytes) -> None:
+        keys = [key]
+        while keys:
+            parent_key = keys.pop()
+            for level in self._below:
+                for stored in level.blocks_after(parent_key) or ():
+                    if stored.content.key not in self._levels:
+                        keys.append(stored.content.key)
+                    self._store_content(level.level, stored.content)
+
+    def _store_content(self, level: Level, content: Content) -> None:
+        self.stored(level, content.key, content.parent_key, content.tokens)
 
     def take(self, change: TreeChange) -> None:
         """Announce a change of the prefix tree. This is its `on_change`."""
@@ -222,17 +260,20 @@ class KvEventQueue:
         """Announce that the device level is empty. The event for that clears all levels: others need single events."""
         if all(levels == DEVICE.bit for levels in self._levels.values()):
             self._levels.clear()
-            self._changes = [AllBlocksCleared()]
+            self._changes, self._changed, self._is_cleared = [AllBlocksCleared()], {}, True
         else:
             self._remove(DEVICE, [*reversed(self._levels)])  # children before their parents
 
     def _store(self, medium: Medium, key: bytes, parent_key: bytes, tokens: bytes) -> None:
         known = self._levels
         levels = known.get(key, 0)
-        is_public = parent_key in known or parent_key == self._root or levels
+        is_public = self._has_salts or parent_key in known or parent_key == self._root or levels
         if levels & medium.bit or not is_public:
             return
         known[key] = levels | medium.bit
+        if self._has_salts:
+            self._changed[key] = None
+            return
         last = self._changes[-1] if self._changes else None
         if isinstance(last, _Stored) and last.keys[-1] == parent_key and last.medium is medium:
             last.keys.append(key)
@@ -251,6 +292,9 @@ class KvEventQueue:
                 del known[key]
             else:
                 known[key] = levels & ~medium.bit
+        if self._has_salts:
+            self._changed |= dict.fromkeys(gone)
+            return
         last = self._changes[-1] if self._changes else None
         if isinstance(last, _Removed) and last.medium is medium:
             last.keys.extend(gone)
@@ -265,12 +309,26 @@ class KvEventQueue:
         """
         if not self._changes:
             return None
-        events = [self._event(change) for change in self._changes]
-        self._changes = []
+        changes, self._changes = self._changes, []
+        events = [self._event(change) for change in changes]
         if self._is_first:
             events.insert(0, AllBlocksCleared())
             self._is_first = False
         return self._encoder.encode(Batch(now_s, events))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is something to report."""
+        return bool(self._changed) or self._is_cleared
+
+    def pop_report(self, num_free_blocks: int) -> CacheReport:
+        """The changes since the last call, as a report."""
+        known, changed = self._levels, self._changed
+        added = b"".join([key[:HASH_BYTES] for key in changed if key in known])
+        removed = b"".join([key[:HASH_BYTES] for key in changed if key not in known])
+        report = CacheReport(added, removed, self._is_cleared, num_free_blocks)
+        self._changed, self._is_cleared = {}, False
+        return report
 
     def _event(self, change: _Stored | _Removed | AllBlocksCleared) -> KvEvent:
         if isinstance(change, _Stored):
@@ -289,41 +347,44 @@ def start_payload(now_s: float) -> bytes:
     return msgspec.msgpack.encode(Batch(now_s, [AllBlocksCleared()]))
 
 
-class LevelEvents:
-    """Passes changes of lower levels to the queue of events.
+INTERVAL_S = 0.05  # between reports while steps run
 
-    Routers learn each block after its parent. Levels are not filled in this order: the end of a prefix is evicted, and
-    saved, before its beginning. So blocks that are already stored are announced together with their parent.
+
+class CacheReport(msgspec.Struct, tag="cache_report", frozen=True):
+    """Changes of the prefix cache since the last report, for a router: the first 8 bytes of chain keys.
+
+    Content of all levels counts as cached. Removals come before additions.
     """
 
-    def __init__(self, levels: Levels, events: KvEventQueue) -> None:
-        self._levels = levels
-        self._events = events
-        for level in levels.levels:
-            level.on_change = self._take
+    added: bytes
+    removed: bytes
+    is_cleared: bool  # before these changes
+    num_free_blocks: int  # that no running request uses
 
-    def start(self, root: bytes) -> None:
-        """Announce what is stored already, from the root of the empty salt on."""
-        self._announce_after(root)
 
-    def _take(self, level: Level, content: Content, is_stored: bool) -> None:
-        if content.kind is not MemoryKind.BLOCK:
-            return
-        if is_stored:
-            self._events.stored(level, content.key, content.parent_key, content.tokens)
-            if self._events.is_announced(content.key):
-                self._announce_after(content.key)
-        else:
-            self._events.removed(level, (content.key,))
+def split_keys(keys: bytes) -> list[bytes]:
+    """The first bytes of chain keys, from a report in which they follow each other."""
+    return [keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)]
 
-    def _announce_after(self, key: bytes) -> None:
-        keys = [key]
-        while keys:
-            parent_key = keys.pop()
-            for level in self._levels.levels:
-                for stored in level.blocks_after(parent_key) or ():
-                    content = stored.content
-                    is_new = not self._events.is_announced(content.key)
-                    self._events.stored(level.level, content.key, content.parent_key, content.tokens)
-                    if is_new:
-                        keys.append(content.key)
+
+class CacheReporter:
+    """Makes the reports of a cache to the front of a cluster (`quire/scale/routing.py`)."""
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._pool = cache.pool
+        self._last_s = 0.0
+        self._num_free = -1
+        self._events = CacheEvents(cache.tree.root(""), cache.block_size, has_salts=True)
+        if cache.is_caching:
+            self._events.follow(cache)
+
+    def pop(self, *, is_idle: bool) -> CacheReport | None:
+        """The report that is due. While steps run, one is due after an interval."""
+        num_free = self._pool.num_free
+        if not self._events.has_changes and num_free == self._num_free:
+            return None
+        now_s = time.monotonic()
+        if not is_idle and now_s - self._last_s < INTERVAL_S:
+            return None
+        self._last_s, self._num_free = now_s, num_free
+        return self._events.pop_report(num_free)

@@ -25,14 +25,13 @@ from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.params import PinPrefix
-from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
-from quire.engine.worker.kv_events import KvEventsConfig, KvEventsStatus
+from quire.engine.worker.block_map import CellRun, HeldRun
+from quire.engine.worker.kv_events import CacheReport, KvEventsConfig, KvEventsStatus
 from quire.text.grammar import Grammar
 
 MAX_FRAME = 256 << 20  # a corrupt length must not exhaust memory
 MAX_RUNNING_LISTED = 256  # requests in `Blocks`
 MAX_UNSENT = 64 << 20  # bytes; a peer that leaves this much unread has stopped or is overloaded
-ENTRY_KEY_BYTES = 8  # of a chain key that reports have: enough to tell a billion blocks apart
 _HEADER = Struct("<I")
 
 log = logging.getLogger(__name__)
@@ -75,19 +74,17 @@ class Finish(msgspec.Struct, tag="finish", frozen=True):
 class Explain(msgspec.Struct, tag="explain", frozen=True):
     """How much of this prompt is cached? Changes nothing."""
 
-    query_id: int
     prompt: PackedPrompt
     salt: str
 
 
 class GetStats(msgspec.Struct, tag="stats", frozen=True):
-    query_id: int
+    """The figures of the worker."""
 
 
 class GetBlocks(msgspec.Struct, tag="blocks", frozen=True):
     """Get the block map, for display. The worker maintains it until `DropBlocks`."""
 
-    query_id: int
     max_cells: int
     min_per_cell: int = 1  # blocks; maps with the same number of blocks per cell can be joined
 
@@ -95,15 +92,13 @@ class GetBlocks(msgspec.Struct, tag="blocks", frozen=True):
 class ViewBlocks(msgspec.Struct, tag="view_blocks", frozen=True):
     """Which requests hold these blocks?"""
 
-    query_id: int
     first: int
     count: int
 
 
 class FindHeld(msgspec.Struct, tag="find_held", frozen=True):
-    """Which blocks do these requests hold?"""
+    """Which blocks do these requests hold? Answered with pairs of a first block and a count."""
 
-    query_id: int
     request_ids: tuple[int, ...]
 
 
@@ -114,13 +109,10 @@ class DropBlocks(msgspec.Struct, tag="drop_blocks", frozen=True):
 class ClearCache(msgspec.Struct, tag="clear", frozen=True):
     """Drop all cached content, pins included. Running requests keep their blocks."""
 
-    query_id: int
-
 
 class PinCache(msgspec.Struct, tag="pin", frozen=True):
-    """Pin the cached blocks of this prefix."""
+    """Pin the cached blocks of this prefix. Answered with their number of tokens."""
 
-    query_id: int
     pin_id: str
     prompt: PackedPrompt
     salt: str
@@ -128,8 +120,19 @@ class PinCache(msgspec.Struct, tag="pin", frozen=True):
 
 
 class UnpinCache(msgspec.Struct, tag="unpin", frozen=True):
-    query_id: int
+    """Answered with whether there was a pin of that name."""
+
     pin_id: str
+
+
+Query = Explain | GetStats | GetBlocks | ViewBlocks | FindHeld | ClearCache | PinCache | UnpinCache
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """A query, which is answered by `Answered` or `Refused` with the same id."""
+
+    query_id: int
+    query: Query
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
@@ -222,37 +225,15 @@ class Working(msgspec.Struct, tag="working", frozen=True):
     limit_s: float
 
 
-class CacheReport(msgspec.Struct, tag="cache_report", frozen=True):
-    """Changes of the prefix cache since the last report, for a router: the first 8 bytes of chain keys.
-
-    Removals come before additions.
-    """
-
-    added: bytes
-    removed: bytes
-    is_cleared: bool  # before these changes
-    num_free_blocks: int  # that no running request uses
-
-
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    request_ids: tuple[int, ...]
+    request_ids: tuple[int, ...]  # or a query's id
     kind: str  # the name of a class in `quire.errors`
     message: str
 
 
-class Explained(msgspec.Struct, tag="explained", frozen=True):
+class Answered(msgspec.Struct, tag="answered", frozen=True):
     query_id: int
-    explanation: CacheExplanation | None
-    error: str | None = None
-
-
-class CacheAnswer(msgspec.Struct, tag="cache", frozen=True):
-    """The answer to ClearCache, PinCache and UnpinCache."""
-
-    query_id: int
-    num_tokens: int = 0  # pinned
-    is_found: bool = True  # whether there was a pin of that name
-    error: str | None = None
+    result: msgspec.Raw  # decoded by the one who asked
 
 
 class TierStats(NamedTuple):
@@ -263,10 +244,9 @@ class TierStats(NamedTuple):
     oldest_age_s: float  # the longest total wait of one of them; 0 if none waits
 
 
-class Stats(msgspec.Struct, tag="stats", frozen=True):
+class Stats(msgspec.Struct, frozen=True):
     """The current state, and counts since the worker started."""
 
-    query_id: int
     cache: CacheStats
     num_running: int
     num_waiting: int
@@ -299,8 +279,7 @@ class Running(NamedTuple):
     num_blocks: int  # held, shared ones included
 
 
-class Blocks(msgspec.Struct, tag="blocks", frozen=True):
-    query_id: int
+class Blocks(msgspec.Struct, frozen=True):
     num_blocks: int
     block_size: int
     blocks_per_cell: int
@@ -312,17 +291,6 @@ class Blocks(msgspec.Struct, tag="blocks", frozen=True):
     held: tuple[HeldRun, ...] = ()  # blocks in use and pinned; a bounded number
 
 
-class BlocksViewed(msgspec.Struct, tag="blocks_viewed", frozen=True):
-    query_id: int
-    view: BlocksView | None
-    error: str | None = None
-
-
-class HeldFound(msgspec.Struct, tag="held_found", frozen=True):
-    query_id: int
-    ranges: tuple[tuple[int, int], ...]  # first block, count
-
-
 class Failed(msgspec.Struct, tag="failed", frozen=True):
     """The last message of a worker that cannot continue."""
 
@@ -330,23 +298,20 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
-Query = Explain | GetStats | GetBlocks | ViewBlocks | FindHeld | ClearCache | PinCache | UnpinCache
-ToWorker = Load | Add | Cancel | Finish | DropBlocks | Query
-Answer = Explained | Stats | Blocks | BlocksViewed | HeldFound | CacheAnswer
-FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | CacheReport | Refused | Answer | Failed
+ToWorker = Load | Add | Cancel | Finish | DropBlocks | Ask
+FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | CacheReport | Refused | Answered | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
-def split_keys(keys: bytes) -> list[bytes]:
-    """The first bytes of chain keys, from a report in which they follow each other."""
-    return [keys[at : at + ENTRY_KEY_BYTES] for at in range(0, len(keys), ENTRY_KEY_BYTES)]
-
-
-def encode(message: ToWorker | FromWorker) -> bytes:
+def encode(message: object) -> bytes:
     return _encoder.encode(message)
+
+
+def answered(query_id: int, result: object) -> Answered:
+    return Answered(query_id, msgspec.Raw(encode(result)))
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:

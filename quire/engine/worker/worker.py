@@ -14,40 +14,38 @@ import signal
 import socket
 import sys
 import time
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
+from quire.core.fairness import StepCost
 from quire.core.request import Request
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
-from quire.engine.tuning import calm_collector
+from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
+from quire.engine.process import calm_collector, setup_worker_log
 from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
-from quire.engine.worker.cache_report import CacheReporter
-from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
-from quire.engine.worker.kv_events import KvEventsConfig, check_installed
-from quire.engine.worker.log_lines import setup_worker_log
+from quire.engine.worker.kv_events import CacheReporter, KvEventsConfig, check_installed
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
     Add,
+    Ask,
     Begun,
     Blocks,
-    BlocksViewed,
-    CacheAnswer,
     Cancel,
     Channel,
     ClearCache,
     DropBlocks,
     Explain,
-    Explained,
     Failed,
     FindHeld,
     Fingerprinted,
@@ -55,10 +53,10 @@ from quire.engine.worker.protocol import (
     GetBlocks,
     GetStats,
     Gone,
-    HeldFound,
     Load,
     Loading,
     PinCache,
+    Query,
     Ready,
     Refused,
     Running,
@@ -69,14 +67,126 @@ from quire.engine.worker.protocol import (
     UnpinCache,
     ViewBlocks,
     Working,
+    answered,
     stepped,
 )
-from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
-from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
+from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
 if TYPE_CHECKING:
-    from quire.engine.arithmetic import Fingerprinting
+    from quire.engine.fingerprint import Fingerprinting
     from quire.engine.worker.event_publisher import EventPublisher
+
+
+KEPT = 9  # steps per size: the median is used, so that an outlier does not matter
+# Cost of attention relative to the rest of a token. Both depend on model and machine. The middle of the measured range
+# is good enough for a limit of ten times the prediction.
+CONTEXT_PER_TOKEN = 300  # keys read from the cache: 70 to 1,000
+PAIRS_PER_TOKEN = 8000  # pairs of a query and a key in a prompt: 4,000 (135M) to 30,000 (8B)
+MAX_BATCH = 512  # in tokens of effort: larger steps do not show the cost of another row
+MEMORY_BOUND = 64  # tokens that may take no longer than one: the step is limited by reading the weights
+
+
+class Work(NamedTuple):
+    """The amount of work of a step."""
+
+    num_tokens: int
+    effort: float  # in tokens, attention included
+
+
+NO_WORK = Work(0, 0.0)
+
+
+def work_of(plan: StepPlan) -> Work:
+    num_tokens, pairs = plan.num_tokens, 0
+    context = num_tokens + sum([piece.start for piece in plan.slices])
+    if num_tokens > len(plan.slices):  # not only decodes
+        pairs = sum([piece.length * (2 * piece.start + piece.length) for piece in plan.slices if piece.length > 1]) // 2
+    return Work(num_tokens, num_tokens + context / CONTEXT_PER_TOKEN + pairs / PAIRS_PER_TOKEN)
+
+
+class _Size:
+    """The last steps of about one size: their efforts are within a factor of two."""
+
+    __slots__ = ("_last", "_sorted", "median")
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float]] = deque()  # seconds and effort, in order of time
+        self._sorted: list[tuple[float, float]] = []
+        self.median = 0.0, 0.0  # of two steps, the shorter one: the first of a kind is often slow
+
+    def take(self, took_s: float, effort: float) -> None:
+        step = took_s, effort
+        if len(self._last) == KEPT:
+            self._sorted.remove(self._last.popleft())
+        self._last.append(step)
+        insort(self._sorted, step)
+        self.median = self._sorted[(len(self._sorted) - 1) // 2]
+
+
+class StepEstimator:
+    """Interpolates between the medians of the sizes seen, and extrapolates beyond the largest.
+
+    A step has a fixed cost and a cost per token. One size alone does not separate the two, so a decode does not show
+    the cost of a prompt. Beyond the largest step seen, each further token costs the duration of that step divided by
+    its number of tokens, which is taken as at least `MEMORY_BOUND`. Each size keeps its own last steps, so that a
+    thousand decodes do not displace the durations of prompts.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}  # keyed by the bit length of the effort
+        self._batches: dict[int, _Size] = {}  # the same, without single-token steps
+        self._single = _Size()  # single-token steps only
+
+    def learn(self, work: Work, took_s: float) -> None:
+        if work.num_tokens:
+            size = self._sizes.setdefault(int(work.effort).bit_length(), _Size())
+            size.take(took_s, work.effort)
+            if work.num_tokens == 1:
+                self._single.take(took_s, work.effort)
+            else:
+                batch = self._batches.setdefault(int(work.effort).bit_length(), _Size())
+                batch.take(took_s, work.effort)
+
+    def cost(self) -> StepCost | None:
+        """The fixed cost of a step and the cost of a token in a batch. None: too few steps were seen.
+
+        A single-token step may be faster than predicted from larger ones: backends have a special path for it.
+        """
+        batches = [size.median for bits, size in self._batches.items() if 1 << bits <= 2 * MAX_BATCH]
+        seen = batches if len(batches) > 1 else [*batches, self._single.median]
+        seen = [step for step in seen if step[1]]
+        if len(seen) < 2:
+            return None
+        (least_s, least), (most_s, most) = min(seen, key=_effort), max(seen, key=_effort)
+        slope_s = max(0.0, most_s - least_s) / (most - least)
+        base_s = max(0.0, least_s - slope_s * least)
+        single_s, single = self._single.median
+        saved_s = max(0.0, base_s + slope_s * single - single_s) if single else 0.0
+        token_ns = max(1, round(slope_s * 1e9))
+        return StepCost(round(base_s * 1e9), token_ns, token_ns // CONTEXT_PER_TOKEN, round(saved_s * 1e9))
+
+    def predict_s(self, work: Work) -> float:
+        """The predicted duration. 0: no steps were seen, or there is no work."""
+        if not self._sizes or not work.num_tokens:
+            return 0.0
+        seen = [self._sizes[bits].median for bits in sorted(self._sizes)]
+        base_s, least = seen[0]
+        if work.effort <= least:
+            return base_s
+        for (low_s, low), (high_s, high) in pairwise(seen):
+            if work.effort <= high:
+                return low_s + (high_s - low_s) * (work.effort - low) / (high - low)
+        most_s, most = seen[-1]
+        token_s = most_s / max(most, MEMORY_BOUND)
+        if most > least:
+            token_s = max(token_s, (most_s - base_s) / (most - least))
+        token_s = min(token_s, *(took_s / effort for took_s, effort in seen))  # no token takes longer than its step
+        return most_s + token_s * (work.effort - most)
+
+
+def _effort(step: tuple[float, float]) -> float:
+    return step[1]
+
 
 AUDIT_AFTER_S = 1.0  # an audit starts after this much idle time
 SAVE_AFTER_S = 0.5  # saves to disk start after this much idle time
@@ -156,15 +266,8 @@ class Worker:
             Add: self._add,
             Cancel: self._cancel,
             Finish: self._finish,
-            Explain: self._explain,
-            GetStats: self._stats,
-            GetBlocks: self._blocks,
-            ViewBlocks: self._view_blocks,
-            FindHeld: self._find_held,
             DropBlocks: self._drop_blocks,
-            ClearCache: self._clear_cache,
-            PinCache: self._pin,
-            UnpinCache: self._unpin,
+            Ask: self._answer,
         }
 
     def warm_up(self) -> None:
@@ -218,7 +321,8 @@ class Worker:
     def _handle(self, messages: Sequence[ToWorker]) -> None:
         for message in messages:
             self._handlers[type(message)](message)
-            if type(message) not in READ_ONLY:
+            kind = type(message.query) if isinstance(message, Ask) else type(message)
+            if kind not in READ_ONLY:
                 self._note_change()
 
     def _note_change(self) -> None:
@@ -345,14 +449,14 @@ class Worker:
                 self._compilations.add(message)
                 return
         except QuireError as error:
-            self._refuse(message, error)
+            self._refuse(message.request_ids, error)
         else:
             self._admit(message, compiled)
 
     def _take_compiled(self, compilations: GrammarQueue) -> None:
         for message, outcome in compilations.take():
             if isinstance(outcome, QuireError):
-                self._refuse(message, outcome)
+                self._refuse(message.request_ids, outcome)
             else:
                 self._admit(message, outcome)
         if compilations.is_sign_due():
@@ -380,10 +484,10 @@ class Worker:
         except QuireError as error:
             for request_id in added:
                 self._engine.cancel(request_id)
-            self._refuse(message, error)
+            self._refuse(message.request_ids, error)
 
-    def _refuse(self, message: Add, error: QuireError) -> None:
-        self._channel.send(Refused(message.request_ids, type(error).__name__, str(error)))
+    def _refuse(self, ids: tuple[int, ...], error: QuireError) -> None:
+        self._channel.send(Refused(ids, type(error).__name__, str(error)))
 
     def _cancel(self, message: Cancel) -> None:
         if self._compilations:
@@ -398,86 +502,72 @@ class Worker:
 
     # Queries
 
-    def _explain(self, message: Explain) -> None:
+    def _answer(self, message: Ask) -> None:
         try:
-            request = Request(0, message.prompt, salt=message.salt)
-            self._channel.send(Explained(message.query_id, self._engine.scheduler.explain(request)))
+            result = self._result(message.query)
         except QuireError as error:
-            self._channel.send(Explained(message.query_id, None, str(error)))
+            self._refuse((message.query_id,), error)
+        else:
+            self._channel.send(answered(message.query_id, result))
 
-    def _stats(self, message: GetStats) -> None:
+    def _result(self, query: Query) -> object:
         scheduler = self._engine.scheduler
-        self._channel.send(
-            Stats(
-                message.query_id,
-                cache=scheduler.cache.stats(),
-                num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting) + len(self._compilations or ()),
-                tiers=tier_stats(scheduler.waiting, self._engine.clock()),
-                num_preemptions=self._observer.num_preemptions,
-                num_steps=self._num_steps,
-                num_violations=self._num_violations,
-                num_drafted=scheduler.num_drafted,
-                num_accepted=scheduler.num_accepted,
-            )
+        match query:
+            case Explain(prompt=prompt, salt=salt):
+                return scheduler.explain(Request(0, prompt, salt=salt))
+            case GetStats():
+                return self._stats()
+            case GetBlocks(max_cells=max_cells, min_per_cell=min_per_cell):
+                return self._blocks(max_cells, min_per_cell)
+            case ViewBlocks(first=first, count=count):
+                return view_blocks(scheduler, first, count)
+            case FindHeld(request_ids=request_ids):
+                return held_ranges(scheduler, request_ids)
+            case ClearCache():
+                self._engine.clear_cache()
+            case PinCache(pin_id=pin_id, prompt=prompt, salt=salt, ttl_s=ttl_s):
+                return self._engine.pin(pin_id, prompt, salt, ttl_s)
+            case UnpinCache(pin_id=pin_id):
+                return scheduler.cache.pins.unpin(pin_id)
+        return None
+
+    def _stats(self) -> Stats:
+        scheduler = self._engine.scheduler
+        return Stats(
+            cache=scheduler.cache.stats(),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self._compilations or ()),
+            tiers=tier_stats(scheduler.waiting, self._engine.clock()),
+            num_preemptions=self._observer.num_preemptions,
+            num_steps=self._num_steps,
+            num_violations=self._num_violations,
+            num_drafted=scheduler.num_drafted,
+            num_accepted=scheduler.num_accepted,
         )
 
-    def _blocks(self, message: GetBlocks) -> None:
+    def _blocks(self, max_cells: int, min_per_cell: int) -> Blocks:
         scheduler = self._engine.scheduler
         found = self._map
-        wanted = message.max_cells, message.min_per_cell
-        if found is None or (found.max_cells, found.min_per_cell) != wanted:
-            found = self._map = BlockMap(scheduler.cache, *wanted)
+        if found is None or (found.max_cells, found.min_per_cell) != (max_cells, min_per_cell):
+            found = self._map = BlockMap(scheduler.cache, max_cells, min_per_cell)
         found.update(MAX_VISITED_BLOCKS)
         running = islice(scheduler.running, MAX_RUNNING_LISTED)
-        self._channel.send(
-            Blocks(
-                message.query_id,
-                num_blocks=found.num_blocks,
-                block_size=scheduler.cache.block_size,
-                blocks_per_cell=found.blocks_per_cell,
-                cells=found.runs(),
-                totals=found.totals,
-                max_holders=found.max_holders,
-                num_pending=found.num_pending,
-                running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
-                held=found.held_runs(MAX_HELD_BLOCKS),
-            )
+        return Blocks(
+            num_blocks=found.num_blocks,
+            block_size=scheduler.cache.block_size,
+            blocks_per_cell=found.blocks_per_cell,
+            cells=found.runs(),
+            totals=found.totals,
+            max_holders=found.max_holders,
+            num_pending=found.num_pending,
+            running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
+            held=found.held_runs(MAX_HELD_BLOCKS),
         )
-
-    def _view_blocks(self, message: ViewBlocks) -> None:
-        try:
-            view = view_blocks(self._engine.scheduler, message.first, message.count)
-            self._channel.send(BlocksViewed(message.query_id, view))
-        except QuireError as error:
-            self._channel.send(BlocksViewed(message.query_id, None, str(error)))
-
-    def _find_held(self, message: FindHeld) -> None:
-        found = held_ranges(self._engine.scheduler, message.request_ids)
-        self._channel.send(HeldFound(message.query_id, found))
 
     def _drop_blocks(self, _: DropBlocks) -> None:
         if self._map is not None:
             self._map.close()
             self._map = None
-
-    def _clear_cache(self, message: ClearCache) -> None:
-        try:
-            self._engine.clear_cache()
-            self._channel.send(CacheAnswer(message.query_id))
-        except CacheFolderError as error:
-            self._channel.send(CacheAnswer(message.query_id, error=str(error)))
-
-    def _pin(self, message: PinCache) -> None:
-        try:
-            num_tokens = self._engine.pin(message.pin_id, message.prompt, message.salt, message.ttl_s)
-            self._channel.send(CacheAnswer(message.query_id, num_tokens))
-        except QuireError as error:
-            self._channel.send(CacheAnswer(message.query_id, error=str(error)))
-
-    def _unpin(self, message: UnpinCache) -> None:
-        is_found = self._engine.scheduler.cache.pins.unpin(message.pin_id)
-        self._channel.send(CacheAnswer(message.query_id, is_found=is_found))
 
 
 def tier_stats(waiting: Iterable[Request], now_ns: int) -> tuple[TierStats, ...]:

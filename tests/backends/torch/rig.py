@@ -18,7 +18,7 @@ from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.guesses import Speculation
-from quire.engine.structured.masks import Matcher
+from quire.engine.masks import Matcher
 
 
 @dataclass

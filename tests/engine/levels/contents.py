@@ -30,10 +30,17 @@ def new_buffer(num_bytes: int = PAYLOAD_BYTES) -> memoryview:
     return memoryview(bytearray(num_bytes))
 
 
+def read(store: DiskStore, content: Content, out: memoryview) -> None:
+    """Read content. Raises what is wrong with its file."""
+    (damage,) = store.read_many([content], [out])
+    if damage is not None:
+        raise damage
+
+
 def read_back(store: DiskStore, content: Content, num_bytes: int = PAYLOAD_BYTES) -> bool:
     """Read content and compare it with what was written."""
     buffer = new_buffer(num_bytes)
-    store.read(content, buffer)
+    read(store, content, buffer)
     return buffer == make_payload(content, num_bytes)
 
 

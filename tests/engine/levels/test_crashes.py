@@ -67,8 +67,8 @@ def check(root: Path) -> None:
     found = list(store.scan())
     assert len(found) == len(all_files(root)) <= NUM_CONTENTS
     assert all(read_back(store, content, PAYLOAD_BYTES) for content in found)
-    assert store.stats().faults == {}
-    assert store.stats().num_bytes <= MAX_BYTES
+    assert store.faults == {}
+    assert store.index.num_bytes <= MAX_BYTES
 
 
 def test_killed_inside_a_system_call(children: Children, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from quire.engine.levels.cache_folder import (
     open_space,
     root_secret,
 )
-from quire.engine.worker.protocol import GetStats, Stats
+from quire.engine.worker.protocol import Answered, Ask, GetStats, Stats
 from tests.engine.levels.contents import FACTS, Clock, all_files, make_content
 from tests.engine.levels.test_disk_store import new_store, stored_numbers, write
 from tests.engine.levels.test_engine_levels import CAPACITY, Client, make
@@ -66,7 +67,7 @@ def num_pieces(engine: Engine) -> list[int]:
 def num_indexed(engine: Engine) -> int:
     assert engine.transfers is not None
     assert engine.transfers.disk is not None
-    return engine.transfers.disk.stats().num_files
+    return len(engine.transfers.disk.index)
 
 
 # Marks
@@ -108,7 +109,7 @@ def test_what_other_processes_write_after_a_clear_stays(tmp_path: Path) -> None:
         os.utime(path, ns=(found.cleared_ns + later_ns,) * 2)
     first.resync(found.cleared_ns)
     assert stored_numbers(tmp_path) == [3]
-    assert first.stats().num_files == 1
+    assert len(first.index) == 1
 
 
 # The command
@@ -217,21 +218,22 @@ def test_a_worker_looks_before_it_answers(tmp_path: Path, monkeypatch: pytest.Mo
     class Commanded(Script):
         def receive(self, timeout_s: float | None) -> list[Any]:
             found = super().receive(timeout_s)
-            if found and isinstance(found[0], GetStats):
+            if found and isinstance(found[0], Ask):
                 command("clear", "--yes", folder=tmp_path / "kv")
             return found
 
     def has_ended() -> bool:
         if engine.has_work:
             return False
-        if not any(isinstance(one, Stats) for one in channel.sent):
-            channel._orders.append(GetStats(7))
+        if not any(isinstance(one, Answered) for one in channel.sent):
+            channel._orders.append(Ask(7, GetStats()))
             return False
         return True
 
     channel = Commanded([prompt()], has_ended)
     serve(engine, channel)
-    (stats,) = [one for one in channel.sent if isinstance(one, Stats)]
+    (answer,) = [one for one in channel.sent if isinstance(one, Answered)]
+    stats = msgspec.msgpack.decode(answer.result, type=Stats)
     assert stats.cache.num_cached == 0
     engine.close()
 

@@ -29,6 +29,7 @@ from tests.engine.levels.contents import (
     make_content,
     make_payload,
     new_buffer,
+    read,
     read_back,
     temporary_files,
 )
@@ -64,7 +65,7 @@ def stored_numbers(root: Path, facts: dict[str, str] = FACTS) -> list[int]:
 
 def is_missing(store: DiskStore, number: int) -> bool:
     try:
-        store.read(make_content(number), new_buffer())
+        read(store, make_content(number), new_buffer())
     except DamagedBlock as damage:
         return damage.fault is Fault.MISSING
     return False
@@ -86,10 +87,8 @@ def test_content_survives_a_restart(tmp_path: Path) -> None:
     again = new_store(tmp_path)
     assert list(again.scan()) == contents
     assert all(read_back(again, content) for content in contents)
-    stats = again.stats()
-    assert (stats.num_files, stats.own_files, stats.num_reads, stats.read_bytes) == (4, 4, 4, 4 * PAYLOAD_BYTES)
-    assert stats.num_bytes == stats.own_bytes == sum(file.size for file in all_files(tmp_path))
-    assert (stats.faults, stats.write_errors, stats.is_paused) == ({}, {}, False)
+    assert (len(again.index), again.index.num_bytes) == (4, sum(file.size for file in all_files(tmp_path)))
+    assert (again.faults, again.is_paused) == ({}, False)
 
 
 def test_a_space_has_its_own_content(tmp_path: Path) -> None:
@@ -97,19 +96,19 @@ def test_a_space_has_its_own_content(tmp_path: Path) -> None:
     write_all(store, [1])
     assert is_missing(other, 1)
     assert list(other.scan()) == []
-    assert (other.stats().num_files, other.stats().own_files) == (1, 0)
+    assert len(other.index) == 1
 
 
 def test_content_that_is_stored_is_not_written_again(tmp_path: Path) -> None:
     store, other = new_store(tmp_path), new_store(tmp_path)
     write_all(store, [1, 2])
     before = all_files(tmp_path)
+    inodes = {os.stat(file.path).st_ino for file in before}
     write_all(other, [1])
+    assert {os.stat(file.path).st_ino for file in all_files(tmp_path)} == inodes
     assert [file.path for file in all_files(tmp_path)] == [before[1].path, before[0].path]  # 1 was used
-    assert (store.stats().num_writes, other.stats().num_writes) == (2, 0)
     os.truncate(before[0].path, 10)
     write_all(other, [1])
-    assert other.stats().num_writes == 1
     assert read_back(other, make_content(1))
 
 
@@ -119,10 +118,10 @@ def test_remove_and_clear(tmp_path: Path) -> None:
     write_all(other, [9])
     assert store.remove(make_content(3))
     assert not store.remove(make_content(3))
-    assert store.stats().own_files == 4
-    assert store.clear() == (4, 4 * FILE_BYTES)
-    assert store.clear() == (0, 0)
-    assert (store.stats().num_files, stored_numbers(tmp_path)) == (0, [])
+    assert len(store.index) == 4
+    store.clear()
+    store.clear()
+    assert (len(store.index), stored_numbers(tmp_path)) == (0, [])
     assert read_back(other, make_content(9))
 
 
@@ -156,7 +155,6 @@ def test_the_least_recently_used_files_are_evicted(tmp_path: Path) -> None:
     assert write(store, 5) == Written(True, (make_content(3),))
     assert write(store, 6) == Written(True, (make_content(4),))
     assert stored_numbers(tmp_path) == [1, 2, 5, 6]
-    assert store.stats().num_evictions == 2
     assert is_missing(store, 3)
 
 
@@ -184,8 +182,7 @@ def test_the_budget_is_for_all_spaces(tmp_path: Path) -> None:
     write_all(first, [1, 2, 3])
     write_all(second, [11, 12, 13, 14])
     assert (stored_numbers(tmp_path), stored_numbers(tmp_path, facts)) == ([2, 3], [11, 12, 13, 14])
-    assert second.stats().num_evictions == 1
-    assert (second.stats().num_files, second.stats().own_files) == (6, 4)
+    assert len(second.index) == 6
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 500, PAYLOAD_BYTES, 3000, 100_000])
@@ -197,8 +194,7 @@ def test_the_folder_never_exceeds_its_budget(tmp_path: Path, num_bytes: int) -> 
         assert store.write(content, payload).is_stored == (payload.nbytes < 20_000)
         sizes = [file.size for file in all_files(tmp_path)]
         assert sum(sizes) <= 20_000
-        assert (store.stats().num_bytes, store.stats().num_files) == (sum(sizes), len(sizes))
-    assert store.stats().num_skipped == (20 if num_bytes == 100_000 else 0)
+        assert (store.index.num_bytes, len(store.index)) == (sum(sizes), len(sizes))
 
 
 def test_a_smaller_budget_is_reached_with_the_first_write(tmp_path: Path) -> None:
@@ -221,7 +217,6 @@ def test_files_with_other_names_are_never_deleted(tmp_path: Path) -> None:
         assert write(again, number).is_stored
     again.clear()
     assert all(path.stat().st_size == 100_000 for path in foreign)
-    assert again.stats().num_foreign == 2  # those in the folder of the space
 
 
 # Other processes: a second store in this process knows as little about the first as one in another process
@@ -238,7 +233,6 @@ def test_writes_of_others_are_noticed_by_the_next_listing(tmp_path: Path) -> Non
     clock.now_s = RESCAN_S
     assert write(store, 4) == Written(True, (make_content(1),))
     assert len(all_files(tmp_path)) == 10
-    assert store.stats().num_evictions == 3  # 1, and two of the other's
 
 
 def test_a_slow_listing_makes_the_next_one_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,14 +267,13 @@ def test_a_file_that_another_process_evicted(tmp_path: Path) -> None:
     for number in (1, 3):
         assert other.remove(make_content(number))
     assert is_missing(store, 1)
-    assert store.stats().faults == {Fault.MISSING: 1}
+    assert store.faults == {Fault.MISSING: 1}
     clock.now_s = RESCAN_S
     assert write(store, 4) == Written(True, (make_content(3),))  # 1 was reported by the read
     # the same when the victim of an eviction is gone: no listing is due
     write_all(store, [5, 6])
     assert other.remove(make_content(2))
     assert write(store, 7) == Written(True, (make_content(2),))
-    assert store.stats().num_evictions == 0
 
 
 def test_content_that_is_gone_and_stored_again_is_not_reported(tmp_path: Path) -> None:
@@ -311,7 +304,7 @@ def test_changes_during_a_listing_are_kept(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(disk_store, "space_folders", list_while_others_write)
     assert numbers_of(list(store.scan())) == [2, 3]
-    assert (store.stats().num_files, store.stats().num_bytes) == (2, 2 * FILE_BYTES)
+    assert (len(store.index), store.index.num_bytes) == (2, 2 * FILE_BYTES)
 
 
 WRITER = """
@@ -324,19 +317,21 @@ from tests.engine.levels.contents import FACTS, make_content, make_payload, read
 disk_store.RESCAN_S = disk_store.RESCAN_COST = 0
 store = disk_store.DiskStore(Path(sys.argv[1]), FACTS, int(sys.argv[2]))
 rng = random.Random(sys.argv[3])
+num_gone = 0
 for _ in range(400):
     content = make_content(rng.randrange(60))
     if rng.random() < 0.6:
         result = store.write(content, make_payload(content))
         assert result.is_stored and result.error is None, result
+        num_gone += len(result.gone)
     else:
         try:
             assert read_back(store, content)
         except DamagedBlock as damage:
             assert damage.fault is Fault.MISSING, damage
-faults = store.stats().faults
+faults = store.faults
 assert set(faults) <= {Fault.MISSING}, faults
-print(store.stats().num_evictions)
+print(num_gone)
 """
 
 
@@ -361,6 +356,7 @@ def test_processes_that_write_and_evict_in_one_folder(tmp_path: Path) -> None:
 def test_threads(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, FACTS, 15 * FILE_BYTES)
     failures: list[BaseException] = []
+    writing = threading.Lock()  # one thread at a time writes and lists
 
     def work(seed: int) -> None:
         try:
@@ -368,15 +364,17 @@ def test_threads(tmp_path: Path) -> None:
                 number = (seed * 7919 + step * 31) % 40
                 match step % 5:
                     case 0 | 1 | 2:
-                        result = write(store, number)
+                        with writing:
+                            result = write(store, number)
                         assert result.error is None
                     case 3:
                         assert is_missing(store, number) or read_back(store, make_content(number))
                     case _:
                         store.remove(make_content(number))
                 if step % 50 == 0:
-                    for content in store.scan():
-                        assert content == make_content(numbers_of([content])[0])
+                    with writing:
+                        found = list(store.scan())
+                    assert all(content == make_content(numbers_of([content])[0]) for content in found)
         except DamagedBlock as damage:
             if damage.fault is not Fault.MISSING:
                 failures.append(damage)
@@ -391,33 +389,10 @@ def test_threads(tmp_path: Path) -> None:
     assert not failures
     list(store.scan())
     sizes = [file.size for file in all_files(tmp_path)]
-    stats = store.stats()
-    assert (stats.num_files, stats.num_bytes) == (len(sizes), sum(sizes))
+    assert (len(store.index), store.index.num_bytes) == (len(sizes), sum(sizes))
     assert sum(sizes) <= 15 * FILE_BYTES
-    assert set(stats.faults) <= {Fault.MISSING}
+    assert set(store.faults) <= {Fault.MISSING}
     assert not temporary_files(tmp_path)
-
-
-def test_files_that_are_being_written_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = new_store(tmp_path, 2)
-    write_all(store, [1])
-    fsync = os.fsync
-    results: list[Written] = []
-
-    def write_meanwhile(descriptor: int) -> None:
-        monkeypatch.setattr(os, "fsync", fsync)
-        results.extend([write(store, 3), write(store, 4)])
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", write_meanwhile)
-    assert write(store, 2).is_stored
-    assert results == [Written(True, (make_content(1),)), Written(True, (make_content(3),))]
-    assert stored_numbers(tmp_path) == [2, 4]
-    small = new_store(tmp_path / "small", 1)
-    monkeypatch.setattr(os, "fsync", lambda _: results.append(write(small, 6)))
-    assert write(small, 5).is_stored
-    assert results[-1] == Written(False, ())  # nothing to evict: the other write has reserved all of it
-    assert small.stats().num_skipped == 1
 
 
 # What the scan finds
@@ -440,18 +415,16 @@ def test_the_scan_removes_what_nobody_can_use(tmp_path: Path) -> None:
     write_block(paths[6], bytes(32), make_content(6), make_payload(make_content(6)))
     again = new_store(tmp_path)
     assert numbers_of(list(again.scan())) == [7]
-    stats = again.stats()
-    assert stats.faults == {
+    assert again.faults == {
         Fault.TRUNCATED: 2,
         Fault.OLDER_VERSION: 1,
         Fault.NEWER_VERSION: 1,
         Fault.NOT_A_FILE: 2,
         Fault.SPACE: 1,
     }
-    assert stats.num_foreign == 1
     assert [os.path.lexists(path) for path in paths] == [False, False, False, True, True, False, False, True]
-    assert (stats.num_files, stats.num_bytes) == (2, 2 * FILE_BYTES)  # the newer one takes room
-    assert new_store(tmp_path).stats().faults == {}
+    assert (len(again.index), again.index.num_bytes) == (2, 2 * FILE_BYTES)  # the newer one takes room
+    assert new_store(tmp_path).faults == {}
 
 
 def test_the_scan_removes_temporary_files_of_dead_processes(tmp_path: Path) -> None:
@@ -473,7 +446,7 @@ def test_a_swapped_name_is_found_by_the_scan(tmp_path: Path) -> None:
     first, second, _ = (store.space.file(one.kind, one.key) for one in map(make_content, (1, 2, 3)))
     shutil.copy(first, second)
     assert numbers_of(list(store.scan())) == [1, 3]
-    assert store.stats().faults == {Fault.KEY: 1}
+    assert store.faults == {Fault.KEY: 1}
     assert not os.path.exists(second)
 
 
@@ -486,10 +459,10 @@ def test_a_damaged_file_is_removed_and_can_be_written_again(tmp_path: Path) -> N
     path.write_bytes(data)
     assert numbers_of(list(store.scan())) == [1]  # the payload was not read
     with pytest.raises(DamagedBlock):
-        store.read(make_content(1), new_buffer())
+        read(store, make_content(1), new_buffer())
     assert not path.exists()
-    assert store.stats().faults == {Fault.DIGEST: 1}
-    assert store.stats().num_files == 0
+    assert store.faults == {Fault.DIGEST: 1}
+    assert len(store.index) == 0
     write_all(store, [1])
     assert read_back(store, make_content(1))
 
@@ -505,8 +478,8 @@ def test_a_file_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pyt
         patched.setattr(block_file, "load_library", lambda: None)
         patched.setattr(os, "pread", fail)
         with pytest.raises(DamagedBlock):
-            store.read(make_content(1), new_buffer())
-    assert store.stats().faults == {Fault.UNREADABLE: 1}
+            read(store, make_content(1), new_buffer())
+    assert store.faults == {Fault.UNREADABLE: 1}
     assert read_back(store, make_content(1))
 
 
@@ -531,7 +504,7 @@ def test_a_full_disk_pauses_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for _ in range(100):
             assert write(store, 3) == Written(False, ())
         assert len(tries) == 1
-        assert (store.stats().is_paused, store.stats().num_skipped) == (True, 100)
+        assert store.is_paused
         assert read_back(store, make_content(1))  # reads go on
         clock.now_s += PAUSE_S
         assert write(store, 3).error is not None
@@ -540,8 +513,7 @@ def test_a_full_disk_pauses_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not temporary_files(tmp_path)
     clock.now_s += PAUSE_S
     write_all(store, [2])
-    assert store.stats().write_errors == {errno.errorcode[number]: 2}
-    assert not store.stats().is_paused
+    assert not store.is_paused
 
 
 def test_evictions_before_a_failed_write_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,8 +526,7 @@ def test_evictions_before_a_failed_write_are_reported(tmp_path: Path, monkeypatc
     assert result.error.errno == errno.ENOSPC
     monkeypatch.undo()
     assert stored_numbers(tmp_path) == [2]
-    stats = store.stats()
-    assert (stats.num_files, stats.num_bytes) == (1, FILE_BYTES)  # nothing stays reserved
+    assert (len(store.index), store.index.num_bytes) == (1, FILE_BYTES)  # nothing stays reserved
 
 
 def test_a_directory_with_the_name_of_a_file_does_not_pause_writes(tmp_path: Path) -> None:
@@ -604,7 +575,7 @@ def test_a_root_that_was_deleted_is_created_again(tmp_path: Path, caplog: pytest
     assert is_missing(store, 1)
     assert write(store, 4).gone == (make_content(2),)
     assert stored_numbers(root) == [3, 4]
-    assert store.stats().num_files == 2
+    assert len(store.index) == 2
 
 
 def test_a_root_that_cannot_be_created_again(tmp_path: Path) -> None:
@@ -619,7 +590,7 @@ def test_a_root_that_cannot_be_created_again(tmp_path: Path) -> None:
     clock.now_s = max(RESCAN_S, PAUSE_S)
     assert set(write(store, 4).gone) == {make_content(1), make_content(2)}
     assert list(store.scan()) == []
-    assert store.clear() == (0, 0)
+    store.clear()
     assert not store.remove(make_content(2))
 
 
@@ -668,11 +639,11 @@ def test_victims_that_cannot_be_deleted_stay_known(tmp_path: Path, monkeypatch: 
         patched.setattr(os, "unlink", fail)
         result = write(store, 3)
     assert (result.is_stored, result.gone, result.error and result.error.errno) == (False, (), errno.EROFS)
-    assert (store.stats().num_files, store.stats().num_evictions) == (2, 0)
+    assert len(store.index) == 2
 
 
 LIMITED = """
-import resource, sys
+import errno, resource, sys
 from pathlib import Path
 from quire.engine.levels.disk_store import DiskStore
 from tests.engine.levels.contents import FACTS, make_content, make_payload
@@ -680,9 +651,9 @@ store = DiskStore(Path(sys.argv[1]), FACTS, 1 << 30)
 content = make_content(1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 result = store.write(content, make_payload(content, 10_000))
-print(result.is_stored, type(result.error).__name__, list(store.stats().write_errors))
+print(result.is_stored, type(result.error).__name__, result.error and errno.errorcode[result.error.errno])
 result = store.write(content, make_payload(content, 1000))
-print(result.is_stored, store.stats().is_paused)
+print(result.is_stored, store.is_paused)
 """
 
 
@@ -692,7 +663,7 @@ def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
     )
     text = f"cached content cannot be saved to {tmp_path}: File too large; it is tried again after 30 s\n"
     assert outcome.stderr == text
-    assert outcome.stdout.split("\n")[:2] == ["False OSError ['EFBIG']", "False True"]
+    assert outcome.stdout.split("\n")[:2] == ["False OSError EFBIG", "False True"]
     assert not temporary_files(tmp_path)
     assert all_files(tmp_path) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 5000
@@ -721,7 +692,7 @@ for number in range(100):
         break
     stored.append(content)
 assert 10 < len(stored) < 30 and not temporary_files(root)
-assert store.write(content, make_payload(content, 40_000)) == (False, (), None) and store.stats().is_paused
+assert store.write(content, make_payload(content, 40_000)) == (False, (), None) and store.is_paused
 assert list(store.scan()) == stored and all(read_back(store, one, 40_000) for one in stored)
 assert store.remove(stored.pop(0)) and store.remove(stored.pop(0))
 clock.now_s += PAUSE_S
@@ -734,8 +705,7 @@ again = DiskStore(root, FACTS, 1 << 30, clock=clock)
 assert list(again.scan()) == stored and root_secret(root) == secret
 assert all(read_back(again, one, 40_000) for one in stored)
 result = again.write(make_content(500), make_payload(make_content(500)))
-assert result.error is not None and result.error.errno == errno.EROFS and again.stats().is_paused, result
-assert again.stats().write_errors == {"EROFS": 1}
+assert result.error is not None and result.error.errno == errno.EROFS and again.is_paused, result
 try:
     DiskStore(root, {"other": "facts"}, 1 << 30)
 except CacheFolderError as error:

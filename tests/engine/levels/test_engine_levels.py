@@ -14,10 +14,9 @@ from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.levels.lower_level import NS_PER_S
 from quire.core.values import Level, SamplingParams
-from quire.engine.arithmetic import describe
-from quire.engine.composition import EngineConfig, make_scheduler
+from quire.engine.composition import EngineConfig, OpenedLevels, make_scheduler
 from quire.engine.engine import Engine
-from quire.engine.levels.opening import LevelSettings, OpenedLevels
+from quire.engine.fingerprint import describe
 from tests.engine.levels.contents import all_files
 from tests.restart import patient_loads
 
@@ -37,12 +36,12 @@ def make(
 ) -> Engine:
     """Make an engine over a new runner. `disk_files`: about as many blocks fit into the folder."""
     runner = FakeRunner(capacity, is_late=is_late, seed=seed)
-    settings = LevelSettings(host_bytes, disk_files * 250, folder if disk_files else None)
+    config = EngineConfig(max_chunk_tokens=8, host_cache=host_bytes, disk_cache=disk_files * 250, cache_dir=str(folder))
     pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
     levels = OpenedLevels(
-        settings, runner.block_io(), pool_sizes, "model", lambda: describe("digest", "auto", runner.facts())
+        config, runner.block_io(), pool_sizes, "model", lambda: describe("digest", "auto", runner.facts())
     )
-    scheduler = make_scheduler(runner, EngineConfig(max_chunk_tokens=8), levels=levels)
+    scheduler = make_scheduler(runner, config, levels=levels)
     assert scheduler.cache.levels is not None
     levels.start(scheduler.cache.levels)
     return Engine(runner, scheduler, transfers=levels.transfers)

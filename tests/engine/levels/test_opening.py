@@ -11,11 +11,10 @@ import pytest
 
 from quire.backends.fake import FakeRunner
 from quire.core.values import Level, SamplingParams
-from quire.engine.composition import EngineConfig, check_cache_folders, make_engine
+from quire.engine.composition import EngineConfig, OpenedLevels, check_cache_folders, make_engine, measure_disk
 from quire.engine.engine import Engine
 from quire.engine.levels.block_file import file_bytes
 from quire.engine.levels.cache_folder import open_space
-from quire.engine.levels.opening import OpenedLevels, measure_disk
 from quire.engine.llm import LLM
 from quire.engine.params import GenerationParams
 from quire.errors import CacheFolderError, InvalidRequest

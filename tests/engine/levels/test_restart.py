@@ -79,7 +79,7 @@ def test_answers_after_a_restart(default_model: Path, stored: Stored) -> None:
     engine = open_engine(default_model, stored.folder, threads=1)
     assert disk_stats(engine).num_pieces == stored.num_files > 50
     outcome = compare(stored.cases, stored.answers, answer_again(engine, stored.cases, quiet))
-    stats, faults = disk_stats(engine), store_of(engine).stats().faults
+    stats, faults = disk_stats(engine), store_of(engine).faults
     engine.close()
     assert outcome.problems == []
     assert (outcome.num_prompts, outcome.num_equal, outcome.num_recomputed) == (NUM_CASES, NUM_CASES, 0)
@@ -106,10 +106,10 @@ def test_a_flipped_bit_in_every_file(default_model: Path, stored: Stored, copied
         Path(file.path).write_bytes(data)
     engine = open_engine(default_model, copied, threads=1)
     store = store_of(engine)
-    num_in_headers = sum(store.stats().faults.values())
+    num_in_headers = sum(store.faults.values())
     assert disk_stats(engine).num_pieces == len(files) - num_in_headers
     answers = answer_again(engine, stored.cases, quiet)
-    stats, faults = disk_stats(engine), store.stats().faults
+    stats, faults = disk_stats(engine), store.faults
     engine.close()
     for answer, expected in zip(answers, stored.answers, strict=True):
         assert answer.is_equal(expected)

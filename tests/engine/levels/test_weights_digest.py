@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.levels import weights_digest as module
-from quire.engine.levels.weights_digest import weights_digest
+from quire.engine import fingerprint as module
+from quire.engine.fingerprint import weights_digest
 
 
 @pytest.fixture

@@ -15,14 +15,11 @@ from quire.core.levels.levels import MIN_TIMEOUT_NS
 from quire.core.levels.lower_level import LevelSpeed
 from quire.core.step import Content
 from quire.core.values import PackedPrompt, Priority, SamplingParams
-from quire.engine.composition import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.levels.block_file import DamagedBlock
-from quire.engine.model_text import ModelText
-from quire.engine.worker.client import EngineClient
-from quire.engine.worker.protocol import Add, CacheAnswer, ClearCache, Gone, Stepped, Working
+from quire.engine.worker.protocol import Add, Ask, ClearCache, Gone, Refused, Stepped, Working
 from quire.engine.worker.worker import SAVE_INTERVAL_S, Observer, Worker
-from quire.errors import CacheFolderError
+from quire.errors import CacheFolderError, error_of
 from tests.engine.levels.contents import all_files
 from tests.engine.levels.test_engine_levels import CAPACITY, Client, make
 from tests.engine.serving import client, request, run, stats
@@ -86,7 +83,7 @@ def test_a_busy_worker_does_not_save_yet(tmp_path: Path, monkeypatch: pytest.Mon
     assert all_files(tmp_path / "kv") == []
 
 
-def test_files_that_cannot_be_deleted(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(tmp_path / "kv", is_late=False, disk_files=100)
 
     def fail() -> None:
@@ -96,34 +93,16 @@ def test_files_that_cannot_be_deleted(tiny_model: Path, tmp_path: Path, monkeypa
     assert engine.transfers.disk is not None
     with monkeypatch.context() as patched:
         patched.setattr(engine.transfers.disk, "clear", fail)
-        channel = Script([ClearCache(5), prompt()], lambda: not engine.has_work)
+        channel = Script([Ask(5, ClearCache()), prompt()], lambda: not engine.has_work)
         serve(engine, channel)
-    (answer,) = [message for message in channel.sent if isinstance(message, CacheAnswer)]
-    assert answer.query_id == 5
-    assert answer.error is not None
-    assert answer.error.endswith("could be deleted: Read-only file system")
-    with pytest.raises(CacheFolderError, match="Read-only"):
-        run(clear_with(tiny_model, answer))
+    (answer,) = [message for message in channel.sent if isinstance(message, Refused)]
+    assert answer.request_ids == (5,)
+    assert answer.message.endswith("could be deleted: Read-only file system")
+    assert isinstance(error_of(answer.kind, answer.message), CacheFolderError)
     client_ = Client(Random(0), CAPACITY)
     client_.send(engine)
     client_.finish(engine)
     engine.close()
-
-
-async def clear_with(model: Path, answer: CacheAnswer) -> None:
-    """Clear the cache through a client whose worker gives this answer."""
-
-    class Connection:
-        async def ask(self, _: object) -> CacheAnswer:
-            return answer
-
-    text = ModelText.open(model)
-    engine = EngineClient(model, text, EngineConfig())
-    engine._serving_connection = Connection  # type: ignore[assignment,method-assign]
-    try:
-        await engine.clear_cache()
-    finally:
-        text.close()
 
 
 def test_a_worker_saves_at_its_end(tiny_model: Path, tmp_path: Path) -> None:

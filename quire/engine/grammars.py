@@ -1,32 +1,189 @@
 """Compiles grammars for one vocabulary with llguidance, which is imported at first use.
 
-Knows nothing of requests and steps. A compiled grammar is cached for its owner, an API key; every answer gets a copy.
-
-Grammars are compiled at normal priority within a budget of CPU time for each owner, and one for all.
+A compiled grammar is cached for its owner, an API key; every answer gets a copy. `GrammarTrial` compiles a grammar in a
+child process first, which can be killed, at normal priority within a budget of CPU time for each owner, and one for
+all. `GrammarQueue` has the requests that wait for their grammars: a slow one delays only requests of its own tenant.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from quire.engine.masks import GrammarFailed, Matcher
 from quire.engine.model_text import make_tokenizer
-from quire.engine.structured.masks import GrammarFailed, Matcher
-from quire.engine.structured.trial import GrammarTrial, Vocabulary, one_line
-from quire.engine.tuning import lower_thread_priority
-from quire.errors import InvalidRequest, MissingExtra, QuireError
+from quire.engine.process import lower_thread_priority
+from quire.engine.worker.protocol import Add
+from quire.errors import InvalidRequest, MissingExtra, QueueFull, QuireError, RequestFailed
+from quire.text.child_process import Child, Died, Interrupted, NoAnswer, TooSlow, died
 from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer
 from quire.weights.opening import open_checkpoint
 
 if TYPE_CHECKING:
     import llguidance
+
+
+COMPILE_LIMIT_S = 2.0  # CPU time
+FIRST_MASK_LIMIT_S = 0.1  # CPU time: a grammar with a slow first mask stays slow
+WAIT_LIMIT_S = 120.0  # wall-clock time: the machine may be busy with steps
+EXCHANGE_LIMIT_S = 120.0  # of one exchange with the child, or of its start
+LOOK_S = 0.02  # interval of the questions whether a slow trial has ended
+MIN_LIFE_S = 10.0  # a child that lives for a shorter time is not started again at once: it may be killed each time
+log = logging.getLogger(__name__)
+_CHILD = Path(__file__).with_name("trial_child.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a model, as a grammar compiler needs them."""
+
+    tokens: Sequence[bytes]  # one per logit; b"": never sampled
+    eos_token_ids: tuple[int, ...]
+    special_token_ids: tuple[int, ...]
+    slices: tuple[str, ...]  # regexes of tokens that grammars often allow or forbid together
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The result of a trial."""
+
+    normal_s: float  # at normal priority; at most the patience that was given
+    is_slow: bool  # it went on at a low priority
+    error: str = ""  # of the compiler
+    first_mask_s: float = 0.0
+    no_answer: NoAnswer | None = None  # the trial was ended by a limit
+
+    def check(self) -> None:
+        """Raise InvalidRequest with the compiler's error or the limit that was exceeded."""
+        if self.no_answer is not None:
+            raise InvalidRequest(f"grammar is too complex: {_why(self.no_answer)}")
+        if self.error:
+            if self.error.startswith("NoExtensionBias"):
+                raise InvalidRequest("grammar: no answer matches it")
+            raise InvalidRequest(f"grammar: {one_line(self.error)}")
+        if self.first_mask_s > FIRST_MASK_LIMIT_S:
+            took = f"choosing its first token takes {self.first_mask_s * 1000:.0f} ms"
+            raise InvalidRequest(f"grammar is too complex: {took}, more than {FIRST_MASK_LIMIT_S * 1000:.0f}")
+
+
+class GrammarTrial:
+    """Tries grammars in a child process, which forks for each of them. Thread-safe.
+
+    The child starts at the first use, or when `keep_running` is called, and ends with its parent.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, limits: Mapping[str, Any]) -> None:
+        self._vocabulary = vocabulary
+        self._limits = dict(limits)
+        self._lock = threading.Lock()  # held for one exchange with the child, not for a whole trial
+        self._child = Child(_CHILD)
+        self._closed = threading.Event()
+        self._keeper: threading.Thread | None = None
+
+    def run(self, source: str, patience_s: float) -> Tried:
+        """Try a grammar, for `patience_s` at normal priority, and then at a low one."""
+        try:
+            return self._try(source, patience_s)
+        except Interrupted as error:
+            log.warning("the process that checks grammars %s; checking again in a new process", error)
+        try:
+            return self._try(source, 0.0)
+        except Interrupted as error:
+            raise RequestFailed(f"the process that checks grammars {error}") from None
+
+    def _try(self, source: str, patience_s: float) -> Tried:
+        deadline_s = time.monotonic() + WAIT_LIMIT_S
+        answer = self._ask({"source": source, "patience_s": patience_s})
+        is_slow = "trial" in answer or patience_s <= 0
+        while "trial" in answer:
+            if time.monotonic() >= deadline_s:
+                self._ask({"drop": answer["trial"]})
+                return Tried(patience_s, is_slow, no_answer=TooSlow(f"did not finish within {WAIT_LIMIT_S:g} s"))
+            self._closed.wait(LOOK_S)
+            answer = self._ask({"trial": answer["trial"]})
+        normal_s = patience_s if is_slow else min(float(answer["cpu_s"]), patience_s)
+        if "returncode" in answer:
+            no_answer = died(int(answer["returncode"]))
+            if isinstance(no_answer, Interrupted):
+                raise no_answer
+            return Tried(normal_s, is_slow, no_answer=no_answer)
+        return Tried(normal_s, is_slow, str(answer["error"]), float(answer.get("first_mask_s", 0.0)))
+
+    def _ask(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        with self._lock:
+            self._start()
+            try:
+                return self._child.ask(order, EXCHANGE_LIMIT_S)
+            except Interrupted:
+                raise
+            except NoAnswer as error:  # not the fault of the grammar, which is compiled in a fork
+                raise Interrupted(str(error)) from None
+
+    def keep_running(self) -> None:
+        """Start the child in a thread, and again whenever it has ended, so that no grammar waits for that."""
+        with self._lock:
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="grammar trial", daemon=True)
+                self._keeper.start()
+
+    def _keep(self) -> None:
+        while not self._closed.is_set():
+            begin_s = time.monotonic()
+            with self._lock, suppress(NoAnswer, RequestFailed):  # a request that needs the child reports the problem
+                self._start()
+            self._child.wait()
+            self._closed.wait(max(begin_s + MIN_LIFE_S - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            self._child.kill()
+
+    def _start(self) -> None:
+        if self._closed.is_set():
+            raise RequestFailed("the engine is closed")
+        try:
+            if self._child.start():
+                self._child.ask(self._first_order(), EXCHANGE_LIMIT_S)
+        except Interrupted:
+            raise
+        except NoAnswer as error:
+            raise RequestFailed(f"the process that checks grammars {error}") from None
+
+    def _first_order(self) -> dict[str, Any]:
+        return {
+            "tokens": [token.decode("latin-1") for token in self._vocabulary.tokens],
+            "eos_token_ids": self._vocabulary.eos_token_ids,
+            "special_token_ids": self._vocabulary.special_token_ids,
+            "slices": self._vocabulary.slices,
+            "limits": self._limits,
+            "max_cpu_s": COMPILE_LIMIT_S,
+        }
+
+
+def one_line(error: str, limit: int = 300) -> str:
+    """An error message of llguidance, which has several lines, as one short line."""
+    text = " ".join(error.replace("<non-verbose/>", "").split())
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+
+
+def _why(error: NoAnswer) -> str:
+    if isinstance(error, TooSlow):
+        return f"compiling it does not finish within {WAIT_LIMIT_S:g} s"
+    if isinstance(error, Died) and error.returncode == -signal.SIGPROF:
+        return f"compiling it takes more than {COMPILE_LIMIT_S:g} s"
+    return "its rules are nested too deeply, or compiling it takes too much memory"
 
 
 PATIENCE_S = 0.1  # for one grammar; a common schema takes 5 ms
@@ -154,8 +311,7 @@ class Grammars:
     def submit(self, grammar: Grammar, owner: str = "") -> Future[Compiled]:
         """Compile in a thread. The future may raise a QuireError: InvalidRequest if the grammar is at fault."""
         with self._lock:
-            known = self._jobs.get((owner, grammar))
-            if known is not None:
+            if (known := self._jobs.get((owner, grammar))) is not None:
                 return known
             job = self._jobs[owner, grammar] = _submit(self._pool, self._compile, grammar, owner)
             return job
@@ -443,3 +599,115 @@ class _Compiler:
             return matcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:
             raise InvalidRequest(f"grammar: {one_line(str(error))}") from None
+
+
+MAX_COMPILING = 256  # requests; a common grammar takes milliseconds, a hostile one two seconds
+HARD_FACTOR = 4  # requests of all tenants together: at most this many times MAX_COMPILING
+MAX_OF_TENANT = NUM_THREADS - 1  # compiled at the same time: one tenant does not use every thread
+SIGN_OF_LIFE_S = 5.0  # interval of messages while the worker only waits for grammars
+
+
+class _Compiling(NamedTuple):
+    message: Add
+    job: Future[Compiled]
+
+
+class GrammarQueue:
+    """Compiles the grammars of waiting requests; tenants (API keys) take turns.
+
+    Used by the thread of the worker's loop. Other threads call `wake` when there is something to `take`.
+    """
+
+    def __init__(self, grammars: Grammars, wake: Callable[[], None]) -> None:
+        self._grammars = grammars
+        self._wake = wake
+        self._lines: dict[str, deque[Add]] = {}  # of tenants with waiting requests, in the order of their turns
+        self._compiling: list[_Compiling] = []
+        self._abandoned: list[_Compiling] = []  # cancelled requests whose grammars still use a thread
+        self._last_sign_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._compiling) + sum(map(len, self._lines.values()))
+
+    def add(self, message: Add) -> None:
+        """Queue the compilation of a request's grammar. Raises QueueFull.
+
+        A full queue refuses a request with which its tenant would have more than an equal part of the queue.
+        """
+        num_all = len(self)
+        compiling = [one.message.tenant for one in self._compiling]
+        num_tenants = len({message.tenant, *self._lines, *compiling})
+        num_own = len(self._lines.get(message.tenant, ())) + compiling.count(message.tenant)
+        is_greedy = (num_own + 1) * num_tenants > MAX_COMPILING
+        if num_all >= MAX_COMPILING and (is_greedy or num_all >= HARD_FACTOR * MAX_COMPILING):
+            raise QueueFull(f"{num_all} requests wait for their grammars to be compiled, which is the limit")
+        if not num_all:
+            self._last_sign_s = time.monotonic()
+        self._lines.setdefault(message.tenant, deque()).append(message)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start jobs while threads are free. Tenants take turns, one request each."""
+        self._abandoned = [one for one in self._abandoned if not one.job.done()]
+        while (tenant := self._next_tenant()) is not None:
+            line = self._lines.pop(tenant)
+            message = line.popleft()
+            if line:
+                self._lines[tenant] = line
+            job = self._job(message)
+            self._compiling.append(_Compiling(message, job))
+            job.add_done_callback(lambda _: self._wake())
+
+    def _next_tenant(self) -> str | None:
+        """The tenant whose turn it is. None: no thread is free for any of them."""
+        running = Counter(one.message.tenant for one in (*self._compiling, *self._abandoned) if not one.job.done())
+        if running.total() >= NUM_THREADS:
+            return None
+        return next((tenant for tenant in self._lines if running[tenant] < MAX_OF_TENANT), None)
+
+    def _job(self, message: Add) -> Future[Compiled]:
+        assert message.grammar is not None
+        compiled = self._grammars.find(message.grammar, message.tenant)  # compiled for an earlier request
+        if compiled is None:
+            return self._grammars.submit(message.grammar, message.tenant)
+        job: Future[Compiled] = Future()
+        job.set_result(compiled)
+        return job
+
+    def cancel(self, request_id: int) -> None:
+        """Remove a request with all its samples: a client that cancels one cancels all of them."""
+        self._abandoned += [one for one in self._compiling if request_id in one.message.request_ids]
+        self._compiling = [one for one in self._compiling if request_id not in one.message.request_ids]
+        for tenant, line in list(self._lines.items()):
+            kept = deque(message for message in line if request_id not in message.request_ids)
+            if kept:
+                self._lines[tenant] = kept
+            else:
+                del self._lines[tenant]
+
+    def take(self) -> Sequence[tuple[Add, Compiled | QuireError]]:
+        """The requests whose grammars are compiled or failed, in the order in which their compilation began."""
+        done: list[_Compiling] = []
+        compiling: list[_Compiling] = []
+        for one in self._compiling:
+            (done if one.job.done() else compiling).append(one)
+        self._compiling = compiling
+        self._begin()
+        return [(one.message, _outcome(one.job)) for one in done]
+
+    def is_sign_due(self) -> bool:
+        """Whether to tell the client that the worker is alive and waiting. True at most once per interval."""
+        now_s = time.monotonic()
+        if not len(self) or now_s - self._last_sign_s < SIGN_OF_LIFE_S:
+            return False
+        self._last_sign_s = now_s
+        return True
+
+
+def _outcome(job: Future[Compiled]) -> Compiled | QuireError:
+    try:
+        return job.result()
+    except QuireError as error:
+        return error
+    except Exception as error:
+        return RequestFailed(f"compiling the grammar failed: {type(error).__name__}: {error}")

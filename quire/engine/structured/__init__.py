@@ -1,1 +1,0 @@
-"""Structured output: compiles grammars and computes the token masks of a step."""
