@@ -454,7 +454,7 @@ def check_levels(scheduler: Scheduler, levels: Levels, size: int) -> Iterator[No
         if [num_pending[kind] for kind in MemoryKind] != level.num_reserved:
             _fail(f"{level.level} reserves {level.num_reserved} slots for saves of {num_pending}")
     for request in scheduler.waiting.load_waiters:
-        load_id = scheduler.waiting.load_waiters.load_of(request)
+        load_id = scheduler.waiting.load_waiters.group_of(request)
         awaited = levels.loads.get(load_id) or levels.reads.get(load_id)
         is_ready = isinstance(awaited, PrefixRead) and awaited.state is ReadState.READY
         if awaited is None or awaited.is_abandoned or is_ready:

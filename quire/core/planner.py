@@ -14,9 +14,8 @@ from heapq import heapify, heappop, heapreplace
 from quire.core.admission import Admission, GrowthRoom, Outcome, StepBuilder
 from quire.core.cache.prefix import CacheExplanation, PrefixHit
 from quire.core.events import Observer, ignore
-from quire.core.fairness import Ledger, TierWork, Turn
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import Policy
+from quire.core.policy import Ledger, Policy, TierWork, Turn
 from quire.core.queues import Key, RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import SeqSlice

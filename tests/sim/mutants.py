@@ -143,8 +143,8 @@ MUTANTS = (
     _mutant(
         "waiter of a cancelled owner stuck",
         "core/queues.py",
-        "while heap and (not is_owner or heap.first()[0][0] <= owner.num_computed):",
-        "while heap and heap.first()[0][0] <= owner.num_computed:",
+        "self.prefix_waiters.pop(group, owner.num_computed if is_owner else None)",
+        "self.prefix_waiters.pop(group, owner.num_computed)",
     ),
     _mutant(
         "equal draws for n > 1",
@@ -223,7 +223,7 @@ MUTANTS = (
     ),
     _mutant(
         "credit that was set aside is spent again",
-        "core/fairness.py",
+        "core/policy.py",
         "            self.credits[request.priority] -= num_tokens * UNITS\n",
         "",
         "tests/core/test_ledger.py",
@@ -237,7 +237,7 @@ MUTANTS = (
     ),
     _mutant(
         "credit is lost in pauses of higher tiers",
-        "core/fairness.py",
+        "core/policy.py",
         "        kept = credit if is_saving else min(credit, 0)\n",
         "        kept = min(credit, 0)\n",
         "tests/core/test_ledger.py",
@@ -265,7 +265,7 @@ MUTANTS = (
     ),
     _mutant(
         "a tier has twice its share of a step from each kind of credit",
-        "core/fairness.py",
+        "core/policy.py",
         "self._max_owed(priority) - num_served)",
         "self._max_owed(priority))",
         "tests/core/test_ledger.py",
@@ -286,7 +286,7 @@ MUTANTS = (
     ),
     _mutant(
         "a tenant with a refund keeps its place",
-        "core/fairness.py",
+        "core/policy.py",
         "        self.refunded.add(tenant)\n",
         "",
         "tests/core/test_pressure.py",
@@ -307,28 +307,28 @@ MUTANTS = (
     ),
     _mutant(
         "served tokens not deducted from credit",
-        "core/fairness.py",
+        "core/policy.py",
         "changed = credit + gain - (self._served[priority] - self._num_prepaid[priority]) * UNITS",
         "changed = credit + gain",
         "tests/core/test_ledger.py",
     ),
     _mutant(
         "spare capacity makes a debt",
-        "core/fairness.py",
+        "core/policy.py",
         "changed = max(changed, kept)",
         "pass",
         "tests/core/test_ledger.py",
     ),
     _mutant(
         "no turn for a tier that is owed",
-        "core/fairness.py",
+        "core/policy.py",
         "owed = [priority for priority in self.credits if self.is_owed(priority)]",
         "owed: list[Priority] = []",
         "tests/core/test_fair.py",
     ),
     _mutant(
         "lower tiers go first",
-        "core/fairness.py",
+        "core/policy.py",
         "        for priority in TIERS:\n            yield Turn",
         "        for priority in reversed(TIERS):\n            yield Turn",
     ),
@@ -346,13 +346,13 @@ MUTANTS = (
     ),
     _mutant(
         "outdated heap entry of a tenant is first",
-        "core/fairness.py",
+        "core/policy.py",
         "            elif now > time:\n                heapreplace(self._heap, (now, number, tenant))\n",
         "",
     ),
     _mutant(
         "idle tenants keep their credit",
-        "core/fairness.py",
+        "core/policy.py",
         "self._times[tenant] = max(self._times.get(tenant, 0), self._floor)",
         "self._times[tenant] = self._times.get(tenant, 0)",
         "tests/core/test_tenants.py",
@@ -373,7 +373,7 @@ MUTANTS = (
     ),
     _mutant(
         "lower tiers lengthen a step without limit",
-        "core/fairness.py",
+        "core/policy.py",
         "self._alone_ns(cost, top) * SPARE_NUMERATOR // SPARE_DENOMINATOR",
         "self._alone_ns(cost, top) * 10",
         "tests/core/test_fair.py",

@@ -28,13 +28,12 @@ from quire.core.events import (
     Refused,
     StaleResultDropped,
 )
-from quire.core.fairness import StepCost
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.levels import MIN_TIMEOUT_NS
 from quire.core.levels.lower_level import LevelSpeed, LowerLevel
 from quire.core.levels.reads import ReadState
 from quire.core.levels.saves import SaveLimits
-from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
+from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy, StepCost
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, TokenUpdate
@@ -585,8 +584,8 @@ class World:
         waiters = self.scheduler.waiting.load_waiters
         if request in waiters:
             self.counts["cancels of load waiters"] += 1
-            load_id = waiters.load_of(request)
-            self.counts["loads without waiters"] += sum(waiters.load_of(one) == load_id for one in waiters) == 1
+            load_id = waiters.group_of(request)
+            self.counts["loads without waiters"] += sum(waiters.group_of(one) == load_id for one in waiters) == 1
 
     def _finish(self) -> None:
         """End a request at a stop string found above the core, some tokens ago."""
@@ -1055,7 +1054,7 @@ class World:
         levels, waiters = self.scheduler.cache.levels, self.scheduler.waiting.load_waiters
         if levels is None:
             return
-        awaited = Counter(waiters.load_of(request) for request in waiters)
+        awaited = Counter(waiters.group_of(request) for request in waiters)
         for load in (*levels.loads, *(read for read in levels.reads if read.state is ReadState.READING)):
             is_late = load.deadline_ns <= self.now_ns
             self._require(not (is_late and awaited[load.load_id]), f"a request waits for a late load: {load!r}")
@@ -1066,7 +1065,7 @@ class World:
             self._num_advances, self._advanced_ns = self.store.num_advances, self.now_ns
         is_quiet = self.now_ns - self._advanced_ns > MIN_TIMEOUT_NS and not self.store.is_copying
         self._require(not (is_quiet and awaited), f"nothing is read or copied for long, and {awaited} are waited for")
-        self._check_idle_step(plan, [one.priority for one in waiters if levels.loads.get(waiters.load_of(one))])
+        self._check_idle_step(plan, [one.priority for one in waiters if levels.loads.get(waiters.group_of(one))])
         self.counts["reads that hung"] = self.store.num_hung
         self.counts["reads that ended late"] = self.store.num_late_answers
         self.counts["steps with queued reads"] += any(read.state is ReadState.QUEUED for read in levels.reads)

@@ -10,7 +10,7 @@ from collections import deque
 from itertools import pairwise
 from typing import NamedTuple
 
-from quire.core.fairness import StepCost
+from quire.core.policy import StepCost
 from quire.core.step import StepPlan
 
 KEPT = 9  # steps per size: the median is used, so that an outlier does not matter
