@@ -48,8 +48,8 @@ class Scheduler:
         if max_model_len is not None and max_model_len < 2:
             raise InvalidRequest(f"{max_model_len = } is less than 2: one prompt token and one output token")
         self.max_model_len = cache.max_model_len if max_model_len is None else min(max_model_len, cache.max_model_len)
-        if cache.hybrid is not None:
-            cache.hybrid.reserve(max_num_seqs, min(max_chunk_tokens, self.max_model_len))
+        for group in cache.memory.groups:
+            group.reserve(max_num_seqs, min(max_chunk_tokens, self.max_model_len))
         self._observe = observe
         self._requests: dict[int, Request] = {}  # running and waiting requests by id
         self.requests = MappingProxyType(self._requests)  # read-only view
@@ -179,7 +179,7 @@ class Scheduler:
         levels = self.cache.levels
         if levels is None:
             return StepPlan((), (), ())
-        levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.blocks)
+        levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.held.blocks)
         return StepPlan((), (), (), (), *levels.pop_plan())
 
     def finish_read(self, read_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
@@ -211,11 +211,10 @@ class Scheduler:
             raise InvariantViolation(f"{len(result.tokens)} results for {len(plan.slices)} slices")
         self._in_flight.popleft()
         updates: list[TokenUpdate] = []
-        requests, hybrid = self._requests, self.cache.hybrid
+        requests, memory = self._requests, self.cache.memory
         # Before requests end: the sources of copies are ends of prefixes, to be evicted before the blocks they follow.
-        self.cache.settle(plan.copies)
-        if hybrid is not None:
-            hybrid.settle(plan.window_copies)
+        self.cache.settle(plan.copies, plan.window_copies)
+        is_hybrid = memory.is_hybrid
         has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rare, so tested once
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
@@ -231,8 +230,8 @@ class Scheduler:
                 tokens = self._settle_drafts(request, piece, tokens)
             else:
                 self._advance(request, piece.start + piece.length)
-                if hybrid is not None:
-                    hybrid.commit(request, self.cache.chain(request))
+                if is_hybrid:
+                    memory.commit(request, self.cache.chain(request))
             if not has_more:
                 if piece.wants_token:
                     updates.append(self._accept(request, piece, tokens))
@@ -265,10 +264,10 @@ class Scheduler:
         request.tokens.extend(tokens)
         request.num_planned = end = piece.start + piece.length - piece.num_drafts + len(tokens) - 1
         self._advance(request, end)
-        if (hybrid := self.cache.hybrid) is not None:
-            if end < piece.start + piece.length:
-                hybrid.roll_back(request, piece)
-            hybrid.commit(request, self.cache.chain(request))
+        memory = self.cache.memory
+        if memory.states.is_used and end < piece.start + piece.length:
+            memory.states.roll_back(request, piece)
+        memory.commit(request, self.cache.chain(request))
         return tokens
 
     def _accept(self, request: Request, piece: SeqSlice, tokens: tuple[int, ...]) -> TokenUpdate:

@@ -298,7 +298,7 @@ def test_a_search_looks_at_no_window_block_twice_for_a_position_that_it_excludes
     counting = Counting(Level.DISK, SIZES)
     for stored in rig.level(Level.DISK):
         counting.add(stored.content)
-    searching = LevelSearch([counting], BLOCK_SIZE, rig.cache.hybrid)
+    searching = LevelSearch([counting], rig.cache.memory)
     chain = rig.cache.chain(Request(0, tokens))
     Counting.num_finds = 0
     reach = searching.find(chain, len(tokens) - 1, NO_HIT)

@@ -1248,37 +1248,34 @@ class World:
             return False
         cache = scheduler.cache
         dropped = Counter(block for victim in victims for block in victim.block_table)
-        dropped.update(block.block_id for pin in cache.pins for block in pin.blocks)
+        dropped.update(block.block_id for pin in cache.pins for block in pin.held.blocks)
         num_freed = sum(cache.pool.blocks[block].ref_count == count for block, count in dropped.items())
         num_needed = -(-len(request.tokens) // setup.block_size)
         num_steps = len(request.tokens) // setup.max_chunk_tokens if request.num_preemptions else 0
         spare = (len(rest) + 1) * (1 + num_steps // setup.block_size) + num_kept + 1
         if cache.pool.num_free + num_freed < num_needed + spare:
             return False
-        windows = None if cache.hybrid is None else cache.hybrid.windows
-        if windows is None:
+        windows = cache.memory.windows
+        if not windows.is_used:
             return True
         tables = Counter(block for victim in victims for block in victim.window_table if block)
-        tables.update(block.block_id for pin in cache.pins for block in pin.windows)
+        tables.update(block.block_id for pin in cache.pins for block in pin.held.windows)
         num_freed = sum(windows.pool.blocks[block].ref_count == count for block, count in tables.items())
         num_needed = windows.needed(request, FROM_ZERO) + sum(map(windows.debt, rest))
         return windows.pool.num_free + num_freed >= num_needed + 1
 
     def _check_held_by_loads(self) -> None:
         """Check that reads hold no memory of the device: only requests, pins, copies and steps in flight do."""
-        scheduler, hybrid = self.scheduler, self.scheduler.cache.hybrid
+        scheduler, memory = self.scheduler, self.scheduler.cache.memory
         if len(scheduler.running) or self.in_flight or self.store.is_copying:
             return
         pins, pool = scheduler.cache.pins, scheduler.cache.pool
         self._require(pool.num_free == pool.num_usable - pins.num_blocks, "reads hold blocks")
-        if hybrid is not None and hybrid.windows is not None:
-            windows = hybrid.windows.pool
-            pinned = {block.block_id for pin in pins for block in pin.windows}
-            self._require(windows.num_free == windows.num_usable - len(pinned), "reads hold window blocks")
-        if hybrid is not None and hybrid.states is not None:
-            states = hybrid.states.pool
-            held = {pin.state.slot_id for pin in pins if pin.state is not None}
-            self._require(states.num_available == states.num_usable - len(held), "reads hold states")
+        windows, states = memory.windows.pool, memory.states.pool
+        pinned = {block.block_id for pin in pins for block in pin.held.windows}
+        self._require(windows.num_free == windows.num_usable - len(pinned), "reads hold window blocks")
+        held = {slot.block_id for pin in pins for slot in pin.held.states}
+        self._require(states.num_free == states.num_usable - len(held), "reads hold states")
 
     def _check_buffer_leaks(self) -> None:
         """Check that reads that hung hold buffers until they end, and nothing afterwards."""
@@ -1291,32 +1288,24 @@ class World:
         self._require(levels.reads.num_buffers == [0, 0, 0] and not len(levels.reads), "reads leaked")
 
     def _check_hybrid_leaks(self) -> None:
-        hybrid = self.scheduler.cache.hybrid
-        if hybrid is not None and hybrid.windows is not None:
-            pool = hybrid.windows.pool
-            self._require(pool.num_free == pool.num_usable, "window blocks leaked")
-            self.counts["window evictions"] += pool.num_evictions
-        if hybrid is not None and hybrid.states is not None:
-            states = hybrid.states.pool
-            self._require(states.num_available == states.num_usable, "states leaked")
-            self.counts["state evictions"] += states.num_evictions
+        windows, states = self.scheduler.cache.memory.windows.pool, self.scheduler.cache.memory.states.pool
+        self._require(windows.num_free == windows.num_usable, "window blocks leaked")
+        self._require(states.num_free == states.num_usable, "states leaked")
+        self.counts["window evictions"] += windows.num_evictions
+        self.counts["state evictions"] += states.num_evictions
 
     def _check_hybrid_memory(self) -> None:
         """Check that window blocks and snapshots have the content of the tokens for which they can be found."""
-        hybrid = self.scheduler.cache.hybrid
-        if hybrid is None:
-            return
-        if hybrid.windows is not None:
-            for block in hybrid.windows.pool.blocks:
-                if block.node is not None:
-                    entries, _ = self._hybrid_content(block.node.parent_key, block.node.tokens)
-                    found = self.runner.window_memory[block.block_id][: block.node.num_tokens]
-                    self._require(found == entries, f"{block!r} does not have the content recorded in the tree")
-        if hybrid.states is not None:
-            for slot in hybrid.states.pool.slots:
-                if slot.parent_key is not None:
-                    _, state = self._hybrid_content(slot.parent_key, slot.run)
-                    self._require(self.runner.states[slot.slot_id] == state, f"{slot!r} does not have its content")
+        memory = self.scheduler.cache.memory
+        for block in memory.windows.pool.blocks:
+            if block.node is not None:
+                entries, _ = self._hybrid_content(block.node.parent_key, block.node.tokens)
+                found = self.runner.window_memory[block.block_id][: block.node.num_tokens]
+                self._require(found == entries, f"{block!r} does not have the content recorded in the tree")
+        for slot in memory.states.pool.blocks:
+            if slot.parent_key is not None:
+                _, state = self._hybrid_content(slot.parent_key, slot.run)
+                self._require(self.runner.states[slot.block_id] == state, f"{slot!r} does not have its content")
 
     def _hybrid_content(self, parent_key: bytes | None, run: bytes) -> tuple[list[int], int]:
         """Window entries of the tokens `run` after a block, and the state after them."""

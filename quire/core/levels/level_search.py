@@ -9,7 +9,7 @@ from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
 from quire.core.cache.context import BLOCKS_PER_BATCH, TokenChain
 from quire.core.cache.prefix import PrefixHit, common_run
 from quire.core.levels.lower_level import LowerLevel, Stored
-from quire.core.memory.hybrid import HybridMemory, cached_window
+from quire.core.memory import Held, Memory, cached_window
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES, Level
 
@@ -21,9 +21,7 @@ class Reach(NamedTuple):
     blocks: tuple[Stored, ...]  # that follow the blocks of the hit, in order; the last may be a partial one
     windows: tuple[tuple[Stored, int], ...] = ()  # with the numbers of their blocks
     state: Stored | None = None
-    # What the request needs besides, and the device has: it must not be evicted while the rest is loaded.
-    kept_windows: tuple[WindowBlock, ...] = ()
-    kept_state: StateSlot | None = None
+    kept: Held = Held()  # what it needs besides, and the device has: not to be evicted while the rest is loaded
 
     @property
     def pieces(self) -> tuple[Stored, ...]:
@@ -69,16 +67,13 @@ class LevelSearch:
     def __init__(
         self,
         levels: Sequence[LowerLevel],
-        block_size: int,
-        hybrid: HybridMemory | None,
+        memory: Memory,
         is_used: Callable[[Stored], bool] | None = None,
     ) -> None:
         self._levels = levels
         self._is_used = is_used
-        self._block_size = block_size
-        self._hybrid = hybrid
-        self._windows = None if hybrid is None else hybrid.windows
-        self._states = None if hybrid is None else hybrid.states
+        self._block_size = memory.tree.block_size
+        self._memory = memory
 
     def find(self, chain: TokenChain, limit: int, hit: PrefixHit) -> Reach | None:
         """The reach of the levels for a hit of at most `limit` tokens. None if it is not longer than the hit."""
@@ -92,7 +87,7 @@ class LevelSearch:
         if tail is not None and end + num_tail > hit.num_tokens:
             blocks.append(tail)
             end += num_tail
-        if self._hybrid is None:
+        if not self._memory.is_hybrid:
             return Reach(end, tuple(blocks)) if end > hit.num_tokens else None
         return self._continue(chain, hit, blocks, max(end, hit.num_tokens))
 
@@ -161,42 +156,41 @@ class LevelSearch:
                 tuple(needed),
                 tuple(windows.stored),
                 position.stored,
-                kept_windows=tuple(windows.cached),
-                kept_state=position.cached,
+                Held((), tuple(windows.cached), () if position.cached is None else (position.cached,)),
             )
         return None
 
     def _positions(self, chain: TokenChain, hit: PrefixHit, end: int) -> Iterator[_Position]:
         """Positions to continue from, last first."""
-        size = self._block_size
-        if self._states is None:
+        size, states = self._block_size, self._memory.states
+        if not states.is_used:
             yield _Position(end)
             yield from map(_Position, range((end - 1) // size * size, 0, -size))
             return
         for number in range(end // size, -1, -1):
             key = chain.parent_key(number)
-            cached = (self._states.pool.at(key) or {}) if number <= len(hit.blocks) else {}
-            below = [states for level in self._levels if (states := level.states_after(key))]
+            cached = states.pool.at(key) if number <= len(hit.blocks) else {}
+            below = [stored for level in self._levels if (stored := level.states_after(key))]
             if not cached and not below:
                 continue
             longest = min(end - number * size, size - 1)
             run = chain.run(number * size, number * size + longest)
             for length in range(longest, -1, -1):
                 tokens = run[: length * TOKEN_BYTES]
-                if (state := cached.get(tokens)) is not None and self._states.may_hold(state):
+                if (state := cached.get(tokens)) is not None and states.may_hold(state):
                     yield _Position(number * size + length, None, state)
-                elif self._states.may_hold():
-                    found = (states[tokens] for states in below if tokens in states)
-                    stored = next(filter(self._accepts, found), None)
-                    if stored is not None:
-                        yield _Position(number * size + length, stored)
+                elif states.may_hold():
+                    found = (stored[tokens] for stored in below if tokens in stored)
+                    first = next(filter(self._accepts, found), None)
+                    if first is not None:
+                        yield _Position(number * size + length, first)
 
     def _windows_before(self, chain: TokenChain, hit: PrefixHit, blocks: Sequence[Stored], position: int) -> _Windows:
         """Find the window blocks that a token at `position` sees."""
         windows = _Windows([], [])
-        if self._windows is None:
+        if not self._memory.windows.is_used:
             return windows
-        for number in range(self._windows.first_block(position), -(-position // self._block_size)):
+        for number in range(self._memory.windows.first_block(position), -(-position // self._block_size)):
             node = self._node(hit, number, position)
             if node is not None:
                 if (cached := cached_window(node)) is not None:

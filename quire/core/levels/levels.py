@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import NamedTuple
 
-from quire.core.cache.block_pool import BlockPool
 from quire.core.cache.context import TokenChain
-from quire.core.cache.prefix import PrefixHit, PrefixTree
+from quire.core.cache.prefix import PrefixHit
 from quire.core.levels.level_search import LevelSearch, Reach
 from quire.core.levels.loads import Loaded, PrefixLoad, PrefixLoads
 from quire.core.levels.lower_level import NS_PER_S, LowerLevel, Stored
 from quire.core.levels.reads import READY_NS, UNLIMITED, PrefixRead, PrefixReads, ReadState, reads_of
 from quire.core.levels.saves import SaveLimits, Saves
-from quire.core.memory.hybrid import HybridMemory
+from quire.core.memory import Memory
 from quire.core.request import Request
 from quire.core.step import Content, Load, MemoryKind, Transfers
 from quire.core.values import Level
@@ -72,27 +71,20 @@ class EndedWait(NamedTuple):
 class Levels:
     """The levels below the device: stored content, reads, loads and saves."""
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        pool: BlockPool,
-        hybrid: HybridMemory | None,
-        levels: Sequence[LowerLevel],
-        limits: SaveLimits,
-    ) -> None:
+    def __init__(self, memory: Memory, levels: Sequence[LowerLevel], limits: SaveLimits) -> None:
         self.levels = tuple(levels)  # the fastest first
         self._by_level = {level.level: level for level in levels}
         self._counts = {level.level: _Counts() for level in levels}
-        self._block_size = tree.block_size
+        self._block_size = memory.tree.block_size
         load_ids = count(1)
         buffers = next((level.buffers for level in levels if level.buffers is not None), UNLIMITED)
         self.reads = PrefixReads(buffers, load_ids)
-        self.loads = PrefixLoads(tree, pool, hybrid, load_ids)
-        self._is_hybrid = hybrid is not None
+        self.loads = PrefixLoads(memory, load_ids)
+        self._is_hybrid = memory.is_hybrid
         # The first finds everything, the second only what is in host memory.
-        self._searches = [LevelSearch(self.levels, tree.block_size, hybrid)]
-        self._searches.append(LevelSearch(self.levels, tree.block_size, hybrid, self.is_in_host_memory))
-        self.saves = Saves(tree, pool, hybrid, levels, limits=limits)
+        self._searches = [LevelSearch(self.levels, memory)]
+        self._searches.append(LevelSearch(self.levels, memory, self.is_in_host_memory))
+        self.saves = Saves(memory, levels, limits=limits)
         self.ns_per_token: int | None = None  # measured duration of computing a prompt token; None: unknown
         # Called with the first pieces of a load while memory for the others is taken, which takes milliseconds. The
         # plan has the others, at least one. Not called if content must be saved before it is overwritten.

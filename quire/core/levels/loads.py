@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
-from quire.core.cache.block_pool import BlockPool
-from quire.core.cache.prefix import PrefixHit, PrefixTree
+from quire.core.cache.block import KVCacheBlock, Linked, StateSlot, WindowBlock
+from quire.core.cache.pool import Pool
+from quire.core.cache.prefix import PrefixHit
 from quire.core.levels.level_search import Reach
-from quire.core.memory.hybrid import HybridMemory
-from quire.core.step import Content, Load, MemoryKind, MemoryRef
+from quire.core.memory import Held, Memory
+from quire.core.step import Content, Load, MemoryRef
 from quire.core.values import TOKEN_BYTES, Level
 
 GROUPS = (16, 64)  # blocks of a load that are taken at a time: first, and later
@@ -48,29 +48,27 @@ class PrefixLoad:
         return (*self.prefix, *self.blocks)
 
     @property
-    def held_windows(self) -> tuple[WindowBlock, ...]:
-        return (*self.reach.kept_windows, *self.windows)
+    def states(self) -> tuple[StateSlot, ...]:
+        return () if self.state is None else (self.state,)
 
     @property
-    def held_states(self) -> tuple[StateSlot, ...]:
-        return tuple(slot for slot in (self.reach.kept_state, self.state) if slot is not None)
+    def held(self) -> Held:
+        kept = self.reach.kept
+        return Held(self.nodes, (*kept.windows, *self.windows), (*kept.states, *self.states))
 
-    def loads_of_blocks(self, first: int) -> Iterator[Load]:
+    def loads_of_blocks(self, first: int) -> list[Load]:
         """The copies of the blocks from this one on, in the order of the context."""
-        load_id, block_kind = self.load_id, MemoryKind.BLOCK
-        pieces = zip(self.reach.blocks[first:], self.blocks[first:], self.read_ids[first:], strict=False)
-        for stored, block, read_id in pieces:
-            yield Load(load_id, stored.content, stored.level, MemoryRef(block_kind, block.block_id), read_id)
+        return self._loads(first, self.blocks[first:])
 
-    def loads_of_others(self) -> Iterator[Load]:
+    def loads_of_others(self) -> list[Load]:
         """The copies of window blocks and of a state."""
-        targets = [MemoryRef(MemoryKind.WINDOW, window.block_id) for window in self.windows]
-        if self.state is not None:
-            targets.append(MemoryRef(MemoryKind.STATE, self.state.slot_id))
-        first = len(self.reach.blocks)
-        pieces = zip(self.reach.pieces[first:], targets, self.read_ids[first:], strict=True)
-        for stored, target, read_id in pieces:
-            yield Load(self.load_id, stored.content, stored.level, target, read_id)
+        return self._loads(len(self.reach.blocks), (*self.windows, *self.states))
+
+    def _loads(self, first: int, targets: Sequence[Linked]) -> list[Load]:
+        return [
+            Load(self.load_id, one.content, one.level, MemoryRef(one.content.kind, target.block_id), read_id)
+            for one, target, read_id in zip(self.reach.pieces[first:], targets, self.read_ids[first:], strict=False)
+        ]
 
 
 class Loaded(NamedTuple):
@@ -80,17 +78,17 @@ class Loaded(NamedTuple):
     is_whole: bool
 
 
+def _shortage(pool: Pool[Any], num_new: int, kept: Sequence[Linked]) -> int:
+    """Number of blocks that a load lacks if it takes new ones and holds others, which may be free."""
+    return num_new + [block.ref_count for block in kept].count(0) - pool.num_free
+
+
 class PrefixLoads:
     """Loads in flight."""
 
-    def __init__(
-        self, tree: PrefixTree, pool: BlockPool, hybrid: HybridMemory | None, load_ids: count[int] | None = None
-    ) -> None:
-        self._load_ids = load_ids or count(1)
-        self._tree = tree
-        self._pool = pool
-        self._windows = None if hybrid is None else hybrid.windows
-        self._states = None if hybrid is None else hybrid.states
+    def __init__(self, memory: Memory, load_ids: count[int]) -> None:
+        self._load_ids = load_ids
+        self._memory = memory
         self._loads: dict[int, PrefixLoad] = {}
         self._by_content: dict[Content, PrefixLoad] = {}
         self.groups = GROUPS
@@ -111,31 +109,25 @@ class PrefixLoads:
 
     def shortage(self, hit: PrefixHit, reach: Reach) -> int:
         """Number of free blocks that a load lacks; window blocks and states count too."""
-        prefix = self._prefix(hit, reach)
-        num_revived = [block.ref_count for block in prefix].count(0)
-        missing = len(reach.blocks) + num_revived - self._pool.num_free
-        if self._windows is not None and reach.windows:
-            num_revived = [block.ref_count for block in reach.kept_windows].count(0)
-            missing = max(missing, len(reach.windows) + num_revived - self._windows.pool.num_free)
-        if reach.state is not None and self._states is not None and not self._states.may_hold():
-            missing = max(missing, 1)
-        return missing
+        memory, kept = self._memory, reach.kept
+        missing = [_shortage(memory.blocks, len(reach.blocks), self._prefix(hit, reach))]
+        if reach.windows:
+            missing.append(_shortage(memory.windows.pool, len(reach.windows), kept.windows))
+        if reach.state is not None and not memory.states.may_hold():
+            missing.append(1)
+        return max(missing)
 
     def begin(
         self, hit: PrefixHit, reach: Reach, deadline_ns: int, *, num_tokens: int, read_ids: Sequence[int]
     ) -> PrefixLoad:
         """Take memory for a load, except for its blocks. `shortage` must not be positive."""
-        prefix = self._prefix(hit, reach)
-        self._pool.share(prefix)  # before blocks are taken, because taking may evict them
-        if self._windows is not None:
-            self._windows.pool.share(reach.kept_windows)
-        if self._states is not None and reach.kept_state is not None:
-            self._states.pool.share(reach.kept_state)
+        prefix, memory = self._prefix(hit, reach), self._memory
+        memory.share(reach.kept._replace(blocks=prefix))  # before blocks are taken, because taking may evict them
         for stored in reach.pieces:
             stored.num_loads += 1  # also before: what is evicted may be saved, and displace them
         state = None
-        if reach.state is not None and self._states is not None:
-            state = self._states.pool.take()
+        if reach.state is not None:
+            (state,) = memory.states.pool.take(1)
             state.position = reach.start
         load = PrefixLoad(
             next(self._load_ids),
@@ -144,7 +136,7 @@ class PrefixLoads:
             reach=reach,
             prefix=prefix,
             blocks=[],
-            windows=[] if self._windows is None else self._windows.pool.take(len(reach.windows)),
+            windows=memory.windows.pool.take(len(reach.windows)),
             state=state,
             source=reach.source,
             read_ids=tuple(read_ids),
@@ -162,7 +154,7 @@ class PrefixLoads:
         num_blocks = len(load.reach.blocks)
         while (first := len(load.blocks)) < num_blocks:
             size = self.groups[first > 0]
-            load.blocks += self._pool.take(min(size, num_blocks - first))
+            load.blocks += self._memory.blocks.take(min(size, num_blocks - first))
             yield first
 
     @staticmethod
@@ -181,12 +173,7 @@ class PrefixLoads:
             if self._by_content.get(stored.content) is load:
                 del self._by_content[stored.content]
         loaded = Loaded(0, False) if load.is_void else self._publish(load, failures)
-        self._pool.release((*load.prefix, *load.blocks))
-        if self._windows is not None:
-            self._windows.pool.release(load.held_windows, is_kept=True)
-        if self._states is not None:
-            for slot in load.held_states:
-                self._states.pool.release(slot)
+        self._memory.release(load.held)
         return loaded
 
     def _publish(self, load: PrefixLoad, failures: Collection[Content]) -> Loaded:
@@ -194,7 +181,7 @@ class PrefixLoads:
         num_pieces = num_blocks + self._publish_windows(load, failures) + self._publish_state(load, failures)
         if num_pieces == len(load.reach.pieces):
             return Loaded(load.num_tokens, True)
-        end = (len(load.prefix) + num_blocks) * self._tree.block_size
+        end = (len(load.prefix) + num_blocks) * self._memory.tree.block_size
         num_unloaded = load.reach.start - min(end, load.reach.start)
         return Loaded(max(load.num_tokens - num_unloaded, 0) if num_blocks else 0, False)
 
@@ -205,20 +192,19 @@ class PrefixLoads:
             is_first = not load.prefix and not number
             if content in failures or (content.parent_key != parent_key and not is_first):
                 return number  # damaged, or the block before it could not be published
-            is_full = len(content.tokens) == self._tree.block_size * TOKEN_BYTES
-            self._pool.publish(block, content.parent_key, content.key if is_full else None, content.tokens)
+            is_full = len(content.tokens) == self._memory.tree.block_size * TOKEN_BYTES
+            self._memory.blocks.publish(block, content.parent_key, content.key if is_full else None, content.tokens)
             parent_key = block.key
         return len(load.blocks)
 
     def _publish_windows(self, load: PrefixLoad, failures: Collection[Content]) -> int:
         num_loaded = 0
         for (stored, number), window in zip(load.reach.windows, load.windows, strict=True):
-            assert self._windows is not None
             node = load.nodes[number]
             is_same = (node.parent_key, node.tokens) == (stored.content.parent_key, stored.tokens)
             if stored.content not in failures and is_same:
                 if node.window is None:  # otherwise a request has computed it in the meantime
-                    self._windows.pool.attach(window, node)
+                    self._memory.windows.pool.attach(window, node)
                 num_loaded += 1
         return num_loaded
 
@@ -226,11 +212,10 @@ class PrefixLoads:
         stored, slot = load.reach.state, load.state
         if stored is None or slot is None or stored.content in failures:
             return 0
-        num_full = slot.position // self._tree.block_size
+        num_full = slot.position // self._memory.tree.block_size
         if num_full and load.nodes[num_full - 1].key != stored.content.parent_key:
             return 0  # the block before it could not be published
-        assert self._states is not None
-        self._states.pool.publish(slot, stored.content.parent_key, stored.tokens, load.num_tokens)
+        self._memory.states.pool.publish(slot, stored.content.parent_key, stored.tokens, load.num_tokens)
         return 1
 
     def clear(self) -> None:
