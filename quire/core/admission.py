@@ -15,8 +15,7 @@ from quire.core.cache.block import NULL_BLOCK_ID, Linked
 from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
 from quire.core.events import Admitted, Observer, Preempted, PrefixLoaded, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.loads import PrefixLoad
-from quire.core.levels.reads import PrefixRead
+from quire.core.levels.levels import PrefixLoad, PrefixRead
 from quire.core.memory import Memory, Pin
 from quire.core.policy import Policy
 from quire.core.queues import RunningSet, WaitingQueue
@@ -608,16 +607,16 @@ class Admission:
         `is_guarded`: room for growth is left beside spared requests.
         """
         upto = len(request.tokens)
-        num_spare = self._num_spare(request, hit, is_guarded=is_guarded)
-        missing = self._cache.shortage(request, upto, hit) + num_spare + num_kept
-        if missing > 0 and hit.tail is not None:
-            hit = self._cache.without_tail(
-                request, hit
-            )  # the source of a tail copy occupies one more block while the step is in flight
-            num_spare = self._num_spare(request, hit, is_guarded=is_guarded)
-            missing = self._cache.shortage(request, upto, hit) + num_spare + num_kept
+        missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit, is_guarded=is_guarded)
+        if missing + num_kept > 0 and hit.tail is not None:
+            # The source of a tail copy occupies one more block while the step is in flight.
+            hit = self._cache.without_tail(request, hit)
+            missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit, is_guarded=is_guarded)
         windows = self._cache.memory.windows
-        return hit, (missing, windows.shortage(request, hit.continuation or FROM_ZERO, self._running.requests))
+        return hit, (
+            missing + num_kept,
+            windows.shortage(request, hit.continuation or FROM_ZERO, self._running.requests),
+        )
 
     def _num_spare(self, request: Request, hit: PrefixHit, *, is_guarded: bool = True) -> int:
         """Number of blocks to leave free: for the running requests, and for a resumed or guarded request itself."""

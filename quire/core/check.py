@@ -18,9 +18,8 @@ from quire.core.cache.block import NULL_BLOCK_ID, KVCacheBlock, Linked, StateSlo
 from quire.core.cache.pool import Pool, StatePool
 from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import Levels
+from quire.core.levels.levels import Levels, PrefixRead, ReadState
 from quire.core.levels.lower_level import LowerLevel
-from quire.core.levels.reads import PrefixRead, ReadState
 from quire.core.memory import Memory, PinBoard
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler

@@ -14,9 +14,8 @@ from quire.core.cache.context import Context, Digest, TokenChain, hash_block_tok
 from quire.core.cache.pool import BlockPool, PoolStats, StateStats
 from quire.core.cache.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.events import Observer, PrefixHitFound, ignore
-from quire.core.levels.level_search import Reach
 from quire.core.levels.levels import Levels, LevelStats
-from quire.core.levels.lower_level import LowerLevel
+from quire.core.levels.lower_level import LowerLevel, Reach
 from quire.core.levels.saves import NO_SAVES, SaveLimits
 from quire.core.memory import ALL_PLACES, Memory, PinBoard, Place
 from quire.core.request import Request

@@ -53,13 +53,13 @@ class Scheduler:
         self._observe = observe
         self._requests: dict[int, Request] = {}  # running and waiting requests by id
         self.requests = MappingProxyType(self._requests)  # read-only view
-        self._running = RunningSet(max_num_seqs, cache)
-        self._waiting = WaitingQueue(policy.make_lane, max_waiting)
+        self.running = RunningSet(max_num_seqs, cache)
+        self.waiting = WaitingQueue(policy.make_lane, max_waiting)
         self.planner = Planner(
             cache,
             policy,
-            self._running,
-            self._waiting,
+            self.running,
+            self.waiting,
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_mixed_tokens=max_mixed_tokens,
@@ -72,14 +72,6 @@ class Scheduler:
         self._is_draining = False
 
     # Queries
-
-    @property
-    def running(self) -> RunningSet:
-        return self._running
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        return self._waiting
 
     @property
     def in_flight(self) -> tuple[StepPlan, ...]:
@@ -109,7 +101,7 @@ class Scheduler:
             if request.state is not RequestState.NEW or request.request_id in self._requests:
                 raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
             self.cache.check_fits(request.num_prompt_tokens, self.max_model_len)
-            self._waiting.check_room()
+            self.waiting.check_room()
         except QuireError as error:
             self._observe(Refused(request.request_id, type(error).__name__))
             raise
@@ -123,7 +115,7 @@ class Scheduler:
         request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
         self._requests[request.request_id] = request
         self.policy.ledger.arrive(request)
-        self._waiting.push(request)
+        self.waiting.push(request)
         self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 
     def cancel(self, request_id: int) -> bool:
@@ -167,7 +159,7 @@ class Scheduler:
         transfers = NO_TRANSFERS if levels is None else levels.pop_plan()
         if not step.slices:
             return StepPlan((), (), (), (), *transfers)
-        released = self._running.pop_released()
+        released = self.running.pop_released()
         plan = StepPlan(tuple(step.slices), tuple(step.copies), released, tuple(step.window_copies), *transfers)
         self._in_flight.append(plan)
         return plan
@@ -290,9 +282,9 @@ class Scheduler:
             return False
         self.policy.ledger.give_back(request)
         if request.state is RequestState.RUNNING:
-            self._running.vacate(request)
+            self.running.vacate(request)
         else:
-            self._waiting.remove(request)
+            self.waiting.remove(request)
             request.epoch += 1
         if num_output_tokens is not None:  # a new array: a plan in flight reads the old one as its history
             request.tokens = request.tokens[: request.num_prompt_tokens + num_output_tokens]

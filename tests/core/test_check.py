@@ -10,7 +10,7 @@ import pytest
 
 from quire.core.cache.block import KVCacheBlock, Linked
 from quire.core.check import audit, check_scheduler
-from quire.core.levels.loads import PrefixLoad
+from quire.core.levels.levels import PrefixLoad
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.values import Level, SamplingParams

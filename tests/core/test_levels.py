@@ -11,9 +11,8 @@ from quire.core.admission import MAX_LOAD_WAITS
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.check import check_scheduler
 from quire.core.events import PrefixLoaded
-from quire.core.levels.levels import MIN_TIMEOUT_NS
+from quire.core.levels.levels import MIN_TIMEOUT_NS, READY_NS
 from quire.core.levels.lower_level import LevelSpeed
-from quire.core.levels.reads import READY_NS
 from quire.core.request import Request, RequestState
 from quire.core.step import Load, MemoryKind
 from quire.core.values import Level, Priority, SamplingParams

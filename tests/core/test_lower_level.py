@@ -8,8 +8,7 @@ from typing import Any
 from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.cache.prefix import NO_HIT
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.level_search import LevelSearch, Reach
-from quire.core.levels.lower_level import LevelSpeed, LowerLevel
+from quire.core.levels.lower_level import LevelSearch, LevelSpeed, LowerLevel, Reach
 from quire.core.request import Request
 from quire.core.step import Content, MemoryKind
 from quire.core.values import Level

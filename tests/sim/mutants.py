@@ -66,7 +66,7 @@ MUTANTS = (
         "leak on cancel",
         "core/scheduler.py",
         "        if request.state is RequestState.RUNNING:\n",
-        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self._running.requests.remove(request)\n            self._running._free_batch_indices.append(request.batch_index)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
+        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self.running.requests.remove(request)\n            self.running._free_batch_indices.append(request.batch_index)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
     ),
     _mutant(
         "age lost on re-queue",
@@ -109,7 +109,7 @@ MUTANTS = (
             Edit(
                 "core/scheduler.py",
                 "            request = requests.get(piece.request_id)\n",
-                "            request = next((r for r in self._running if r.batch_index == piece.batch_index), None)\n",
+                "            request = next((r for r in self.running if r.batch_index == piece.batch_index), None)\n",
             ),
             Edit("core/scheduler.py", "request is None or request.epoch != piece.epoch:", "request is None:"),
         ),
@@ -824,14 +824,14 @@ MUTANTS = (
     # Tiers below the device
     _mutant(
         "a load publishes blocks after a failed one",
-        "core/levels/loads.py",
+        "core/levels/levels.py",
         "if content in failures or (content.parent_key != parent_key and not is_first):",
         "if content.parent_key != parent_key and not is_first:",
         first_world=FIRST_TIERED,
     ),
     _mutant(
         "a load does not hold the prefix before it",
-        "core/levels/loads.py",
+        "core/levels/levels.py",
         "memory.share(reach.kept._replace(blocks=prefix))",
         "memory.share(reach.kept)",
         first_world=FIRST_TIERED,
@@ -840,11 +840,11 @@ MUTANTS = (
         "a load does not hold window blocks on the device",
         (
             Edit(
-                "core/levels/loads.py",
+                "core/levels/levels.py",
                 "memory.share(reach.kept._replace(blocks=prefix))",
                 "memory.share(reach.kept._replace(blocks=prefix, windows=()))",
             ),
-            Edit("core/levels/loads.py", "(*kept.windows, *self.windows)", "(*self.windows,)"),
+            Edit("core/levels/levels.py", "(*kept.windows, *self.windows)", "(*self.windows,)"),
         ),
         "tests/core/test_levels.py",
     ),
@@ -857,7 +857,7 @@ MUTANTS = (
     ),
     _mutant(
         "the pieces of a load count as loaded for ever",
-        "core/levels/loads.py",
+        "core/levels/levels.py",
         "            stored.num_loads -= 1",
         "            stored.num_loads -= 0",
         first_world=FIRST_TIERED,
@@ -878,14 +878,14 @@ MUTANTS = (
     ),
     _mutant(
         "a loaded state counts for one token more",
-        "core/levels/loads.py",
+        "core/levels/levels.py",
         "            state.position = reach.start\n",
         "            state.position = reach.start + 1\n",
         "tests/core/test_levels.py",
     ),
     _mutant(
         "a loaded state is published after fewer tokens",
-        "core/levels/loads.py",
+        "core/levels/levels.py",
         "self._memory.states.pool.publish(slot, stored.content.parent_key, stored.tokens, load.num_tokens)",
         "self._memory.states.pool.publish(slot, stored.content.parent_key, stored.tokens[:-4], load.num_tokens)",
         "tests/core/test_levels.py",
@@ -894,10 +894,12 @@ MUTANTS = (
         "a loaded window block is attached to the wrong node",
         (
             Edit(
-                "core/levels/loads.py", "            node = load.nodes[number]\n", "            node = load.nodes[-1]\n"
+                "core/levels/levels.py",
+                "            node = load.nodes[number]\n",
+                "            node = load.nodes[-1]\n",
             ),
             Edit(
-                "core/levels/loads.py",
+                "core/levels/levels.py",
                 "is_same = (node.parent_key, node.tokens) == (stored.content.parent_key, stored.tokens)",
                 "is_same = node.is_published",
             ),
@@ -906,14 +908,14 @@ MUTANTS = (
     ),
     _mutant(
         "a loaded tail is published as a full block",
-        "core/levels/loads.py",
+        "core/levels/levels.py",
         "content.key if is_full else None",
         "content.key",
         first_world=FIRST_TIERED,
     ),
     _mutant(
         "a load publishes what was cleared",
-        "core/levels/loads.py",
+        "core/levels/levels.py",
         "loaded = Loaded(0, False) if load.is_void else self._publish(load, failures)",
         "loaded = self._publish(load, failures)",
         "tests/core/test_levels.py",
@@ -934,7 +936,7 @@ MUTANTS = (
     ),
     _mutant(
         "a late load is waited for again",
-        "core/levels/loads.py",
+        "core/levels/levels.py",
         "return None if load is None or load.is_abandoned or load.is_void else load",
         "return None if load is None or load.is_void else load",
         "tests/core/test_levels.py",
@@ -1082,7 +1084,7 @@ MUTANTS = (
     ),
     _mutant(
         "reads use more buffers than there are",
-        "core/levels/reads.py",
+        "core/levels/levels.py",
         "if any(self.num_buffers[kind] + number > self.limits[kind] for kind, number in read.kinds.items()):",
         "if any(number > self.limits[kind] for kind, number in read.kinds.items()):",
         first_world=FIRST_TIERED,
@@ -1096,7 +1098,7 @@ MUTANTS = (
     ),
     _mutant(
         "a read that nothing needs is kept",
-        "core/levels/reads.py",
+        "core/levels/levels.py",
         "return not self.is_void and any(user.state is RequestState.WAITING for user in self.users)",
         "return not self.is_void",
         first_world=FIRST_TIERED,
@@ -1110,7 +1112,7 @@ MUTANTS = (
     ),
     _mutant(
         "the store is not told which reads were dropped",
-        "core/levels/reads.py",
+        "core/levels/levels.py",
         "            self._dropped.append(read.load_id)\n",
         "            pass\n",
         first_world=FIRST_TIERED,

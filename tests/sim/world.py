@@ -29,9 +29,8 @@ from quire.core.events import (
     StaleResultDropped,
 )
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import MIN_TIMEOUT_NS
+from quire.core.levels.levels import MIN_TIMEOUT_NS, ReadState
 from quire.core.levels.lower_level import LevelSpeed, LowerLevel
-from quire.core.levels.reads import ReadState
 from quire.core.levels.saves import SaveLimits
 from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy, StepCost
 from quire.core.request import Request, RequestState

@@ -198,9 +198,9 @@ class BlockPool(Pool[KVCacheBlock]):
         assert block.ref_count > 0, f"{block!r} published without a reference"
         if block.parent_key is not None:
             self._lose_content(self._tree.remove(block))
-        inserted = self._tree.insert(block, parent_key, key, tokens)
-        if inserted.superseded is not None:
-            self._lose_content((inserted.superseded,))
+        superseded = self._tree.insert(block, parent_key, key, tokens)
+        if superseded is not None:
+            self._lose_content((superseded,))
 
     def evict_unused(self) -> int:
         """Evict the content of all free blocks. Returns the number of evicted blocks."""
