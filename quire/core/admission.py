@@ -15,7 +15,7 @@ from quire.core.cache.block import NULL_BLOCK_ID, Linked
 from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
 from quire.core.events import Admitted, Observer, Preempted, PrefixLoaded, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import PrefixLoad, PrefixRead
+from quire.core.levels.levels import Transfer
 from quire.core.memory import Memory, Pin
 from quire.core.policy import Policy
 from quire.core.queues import RunningSet, WaitingQueue
@@ -220,7 +220,7 @@ class LoadAdmission:
             return False
         if is_first:
             request.num_unloaded_tokens = hit.start
-        awaited: PrefixLoad | PrefixRead | None = levels.loads.find(reach)
+        awaited: Transfer | None = levels.loads.find(reach)
         if awaited is None:
             part = levels.ready_part(hit, reach)
             levels.read(unread, request)
@@ -276,9 +276,9 @@ class LoadAdmission:
     def expire(self, now_ns: int) -> None:
         """Send requests back to the queue whose load takes too long, or is of no use since the cache was cleared."""
         levels = self._cache.levels
-        for load_id, is_late in () if levels is None else levels.expire(now_ns):
-            for request in self._waiting.unpark_load(load_id):
-                if is_late:
+        for ended in () if levels is None else levels.expire(now_ns):
+            for request in self._waiting.unpark_load(ended.load_id):
+                if not ended.is_void:
                     self._give_up(request)
 
     @staticmethod

@@ -10,7 +10,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Generic, Protocol, TypeVar
 
 from quire.core.kv_cache import KVCacheManager
@@ -222,7 +222,7 @@ class WaitingQueue:
     def head(self, tiers: Collection[Priority] = tuple(Priority)) -> tuple[Key, Request] | None:
         """The next request of these tiers, with its key."""
         heads = [self._lanes[priority].first() for priority in tiers if self._lanes[priority]]
-        return min(heads, key=_key_of) if heads else None
+        return min(heads, key=itemgetter(0)) if heads else None
 
     def park(self, request: Request, owner: Request, num_tokens: int) -> None:
         """Let a request wait for a prefix in flight, until `owner` has computed `num_tokens` or has stopped running."""
@@ -266,10 +266,6 @@ class WaitingQueue:
         else:
             self._lanes[request.priority].remove(request)
         self.num_tokens -= len(request.tokens)
-
-
-def _key_of(head: tuple[Key, Request]) -> Key:
-    return head[0]
 
 
 _order = attrgetter("urgency", "sequence")

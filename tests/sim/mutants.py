@@ -872,8 +872,8 @@ MUTANTS = (
     _mutant(
         "content is saved after it was evicted",
         "core/cache/pool.py",
-        "        if self.on_eviction is not None:\n            self.on_eviction(block)\n        self.num_cached -= 1\n        self.num_evictions += 1\n        self._lose(block)\n",
-        "        self.num_cached -= 1\n        self.num_evictions += 1\n        self._lose(block)\n        if self.on_eviction is not None:\n            self.on_eviction(block)\n",
+        "        if self.on_eviction is not None:\n            self.on_eviction(block)\n        num_tokens = block.num_tokens\n        key = block.key\n        self.num_cached -= 1\n        self.num_evictions += 1\n        descendants = self._tree.remove(block)\n",
+        "        num_tokens = block.num_tokens\n        key = block.key\n        self.num_cached -= 1\n        self.num_evictions += 1\n        descendants = self._tree.remove(block)\n        if self.on_eviction is not None:\n            self.on_eviction(block)\n",
         first_world=FIRST_TIERED,
     ),
     _mutant(
@@ -923,8 +923,8 @@ MUTANTS = (
     _mutant(
         "waiters of a late load are not sent back",
         "core/admission.py",
-        "        for load_id, is_late in () if levels is None else levels.expire(now_ns):\n",
-        "        for load_id, is_late in levels.expire(now_ns)[:0] if levels is not None else ():\n",
+        "        for ended in () if levels is None else levels.expire(now_ns):\n",
+        "        for ended in () if levels is None else levels.expire(now_ns)[:0]:\n",
         first_world=FIRST_TIERED,
     ),
     _mutant(

@@ -46,10 +46,14 @@ class Pool(Generic[B]):
         self.free = FreeKVCacheBlockQueue(self.blocks[NULL_BLOCK_ID + 1 :])
         self.lists = [self.free]  # of free blocks
         self.num_cached = 0  # free, with content
+        self.num_shared = 0  # with two or more references
         self.num_evictions = 0
         self.num_releases = 0  # grows with each released block; callers compare it to detect that memory was freed
         self.on_eviction: Callable[[B], None] | None = None  # called before a block loses its content
-        self._pop = self.free.pop_front  # removes the block that is taken next from the free ones
+        self.changed: set[int] | None = None  # ids of changed blocks, emptied by a BlockMap; None: not recorded
+        # Attributes, because calls of the list's methods are faster than of methods that call them.
+        self._pop: Callable[[], B] = self.free.pop_front  # removes the block that is taken next from the free ones
+        self._unlink: Callable[[B], None] = self.free.remove  # removes a block from the free ones
 
     @property
     def num_usable(self) -> int:
@@ -68,13 +72,14 @@ class Pool(Generic[B]):
         """Allocate `count` blocks of undefined content, or raise `OutOfBlocks` and allocate none."""
         if count > self.num_free:
             raise OutOfBlocks(f"{count = } blocks requested, {self.num_free} are free")
-        taken = []
+        taken, pop = [], self._pop
         for _ in range(count):
-            block = self._pop()
+            block = pop()
             if block.parent_key is not None:
                 self._evict(block)
             block.ref_count = 1
             taken.append(block)
+        self._note(taken)
         return taken
 
     def share(self, blocks: Sequence[B]) -> None:
@@ -82,8 +87,12 @@ class Pool(Generic[B]):
         for block in blocks:
             if block.ref_count == 0:
                 self._unlink(block)
-                self.num_cached -= block.parent_key is not None
+                if block.parent_key is not None:
+                    self.num_cached -= 1
+            elif block.ref_count == 1:
+                self.num_shared += 1
             block.ref_count += 1
+        self._note(blocks)
 
     def release(self, blocks: Sequence[B]) -> None:
         """Drop one reference of each block."""
@@ -91,19 +100,20 @@ class Pool(Generic[B]):
         for block in blocks:
             assert block.ref_count > 0, f"{block!r} released without a reference"
             block.ref_count -= 1
-            if block.ref_count == 0 and block.parent_key is None:
+            if block.ref_count == 1:
+                self.num_shared -= 1
+            elif block.ref_count == 0 and block.parent_key is None:
                 self.free.prepend(block)
             elif block.ref_count == 0:
                 self.num_cached += 1
                 self._keep(block)
 
+    def _note(self, blocks: Sequence[B]) -> None:
+        if self.changed is not None:
+            self.changed.update([block.block_id for block in blocks])
+
     def _keep(self, block: B) -> None:
         """Add a cached block to the free ones."""
-        self.free.append(block)
-
-    def _unlink(self, block: B) -> None:
-        """Remove a block from the free ones."""
-        self.free.remove(block)
 
     def _evict(self, block: B) -> None:
         """Drop the content of a cached block that is not among the free ones any more."""
@@ -115,7 +125,6 @@ class Pool(Generic[B]):
 
     def _lose(self, block: B) -> None:
         """Forget the content of a block."""
-        block.parent_key = None
 
     def _lose_cached(self, block: B) -> None:
         """Forget the content of a block that cannot be found any more. If it is free, it is taken first now."""
@@ -139,24 +148,6 @@ class BlockPool(Pool[KVCacheBlock]):
         super().__init__([KVCacheBlock(block_id) for block_id in range(num_blocks)])
         self._tree = tree
         self._observe = observe
-        self.num_shared = 0  # with two or more references
-        self.changed: set[int] | None = None  # ids of changed blocks, emptied by a BlockMap; None: not recorded
-
-    def take(self, count: int) -> list[KVCacheBlock]:
-        taken = super().take(count)
-        self._note(taken)
-        return taken
-
-    def share(self, blocks: Sequence[KVCacheBlock]) -> None:
-        for block in blocks:
-            if block.ref_count == 0:
-                self.free.remove(block)
-                if block.parent_key is not None:
-                    self.num_cached -= 1
-            elif block.ref_count == 1:
-                self.num_shared += 1
-            block.ref_count += 1
-        self._note(blocks)
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop one reference of each block.
@@ -220,13 +211,13 @@ class BlockPool(Pool[KVCacheBlock]):
         if self.changed is not None:
             self.changed.update(range(NULL_BLOCK_ID + 1, len(self.blocks)))
 
-    def _note(self, blocks: Iterable[KVCacheBlock]) -> None:
-        if self.changed is not None:
-            self.changed.update([block.block_id for block in blocks])
-
-    def _lose(self, block: KVCacheBlock) -> None:
+    def _evict(self, block: KVCacheBlock) -> None:
+        if self.on_eviction is not None:
+            self.on_eviction(block)
         num_tokens = block.num_tokens
         key = block.key
+        self.num_cached -= 1
+        self.num_evictions += 1
         descendants = self._tree.remove(block)
         if key is not None and self._tree.find(key) is None:
             self._tree.remember(key)
@@ -257,7 +248,7 @@ class WindowPool(Pool[WindowBlock]):
         super().__init__([WindowBlock(block_id) for block_id in range(num_blocks)])
         self.kept: FreeKVCacheBlockQueue[WindowBlock] = FreeKVCacheBlockQueue(())  # taken after those of `free`
         self.lists.append(self.kept)
-        self._pop = self._pop_front
+        self._pop, self._unlink = self._pop_front, self._unlink_window
 
     @property
     def num_free(self) -> int:
@@ -287,7 +278,7 @@ class WindowPool(Pool[WindowBlock]):
     def _keep(self, block: WindowBlock) -> None:
         (self.kept if block.is_kept else self.free).append(block)
 
-    def _unlink(self, block: WindowBlock) -> None:
+    def _unlink_window(self, block: WindowBlock) -> None:
         (self.kept if block.is_kept else self.free).remove(block)
 
     def _lose(self, block: WindowBlock) -> None:
@@ -312,7 +303,7 @@ class StatePool(Pool[StateSlot]):
         self._num_pushes = 0
         self._clock = 0  # score of the last evicted snapshot
         self.num_snapshots = 0  # published, held or not
-        self._pop = self._pop_least
+        self._pop, self._unlink = self._pop_least, self._leave_stale
 
     @property
     def num_free(self) -> int:
@@ -386,7 +377,7 @@ class StatePool(Pool[StateSlot]):
         score, _, slot = entry
         return slot.parent_key is not None and slot.ref_count == 0 and slot.score == score
 
-    def _unlink(self, block: StateSlot) -> None:
+    def _leave_stale(self, slot: StateSlot) -> None:
         """A snapshot that is shared leaves a stale entry in the heap."""
 
     def _lose(self, block: StateSlot) -> None:

@@ -438,13 +438,6 @@ class _Counts:
     num_lost: int = 0
 
 
-class EndedWait(NamedTuple):
-    """A load or read for which no request should wait any longer."""
-
-    load_id: int
-    is_late: bool  # else the cache was cleared
-
-
 class Levels:
     """The levels below the device: stored content, reads, loads and saves."""
 
@@ -621,8 +614,8 @@ class Levels:
         counts.num_loaded_tokens += loaded.num_tokens
         return loaded
 
-    def expire(self, now_ns: int) -> list[EndedWait]:
-        """End waits for loads and reads that are late, or of no use since the cache was cleared.
+    def expire(self, now_ns: int) -> list[Transfer]:
+        """End waits for loads and reads that are late, or of no use since the cache was cleared. Returns these.
 
         They stay in flight, because copies cannot be recalled. If the disk is late, queued reads are given up too. What
         was read is dropped if no request needs it, or none could use it for a while.
@@ -635,7 +628,7 @@ class Levels:
             load.is_late = not load.is_void
             self._num_late[Level.HOST] += load.is_late
             self._counts[load.source].num_failed_loads += load.is_late
-        ended = [EndedWait(load.load_id, load.is_late) for load in late]
+        ended: list[Transfer] = [*late]
         for read in self.reads:
             if read.state is ReadState.READING and not read.is_late and read.deadline_ns <= now_ns:
                 read.is_late = True
@@ -644,7 +637,7 @@ class Levels:
         for read in list(self.reads):
             if read.is_abandoned or not self._is_over(read):
                 continue
-            ended.append(EndedWait(read.load_id, not read.is_void))
+            ended.append(read)
             self.reads.drop(read)
         return ended
 
