@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.events import Preempted
-from quire.core.fairness import StepCost
+from quire.core.policy import StepCost
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams

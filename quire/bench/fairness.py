@@ -16,7 +16,7 @@ from quire.bench.report import (
     SaturatedReport,
     Window,
 )
-from quire.core.fairness import LOW_SHARE
+from quire.core.policy import LOW_SHARE
 from quire.sim.simulator import percentile
 
 NUM_WINDOWS = 3  # separate windows, because a policy may fail only after some time

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from quire.cli.server_client import DEFAULT_URL
-from quire.core.fairness import LOW_SHARE, NORMAL_SHARE
-from quire.core.policy import PATIENCE_S
+from quire.core.policy import LOW_SHARE, NORMAL_SHARE, PATIENCE_S
 from quire.errors import InvalidRequest
 from quire.sizes import compared_sizes
 

@@ -21,7 +21,7 @@ from typer import Argument, Option
 from quire.cli import options, terminal
 from quire.cli.options import option_name, options_named
 from quire.cli.terminal import echo
-from quire.core.memory.hybrid import ALL_PLACES, Place
+from quire.core.memory import ALL_PLACES, Place
 from quire.core.policy import POLICIES
 from quire.core.values import Priority
 from quire.errors import InvalidRequest, MissingExtra

@@ -12,12 +12,11 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from quire.core.cache.block import NULL_BLOCK_ID, Linked
-from quire.core.cache.prefix import CacheExplanation, PrefixHit, StopReason
+from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
 from quire.core.events import Admitted, Observer, Preempted, PrefixLoaded, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.loads import PrefixLoad
-from quire.core.levels.reads import PrefixRead
-from quire.core.memory.pins import Pin
+from quire.core.levels.levels import Transfer
+from quire.core.memory import Memory, Pin
 from quire.core.policy import Policy
 from quire.core.queues import RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
@@ -221,7 +220,7 @@ class LoadAdmission:
             return False
         if is_first:
             request.num_unloaded_tokens = hit.start
-        awaited: PrefixLoad | PrefixRead | None = levels.loads.find(reach)
+        awaited: Transfer | None = levels.loads.find(reach)
         if awaited is None:
             part = levels.ready_part(hit, reach)
             levels.read(unread, request)
@@ -277,9 +276,9 @@ class LoadAdmission:
     def expire(self, now_ns: int) -> None:
         """Send requests back to the queue whose load takes too long, or is of no use since the cache was cleared."""
         levels = self._cache.levels
-        for load_id, is_late in () if levels is None else levels.expire(now_ns):
-            for request in self._waiting.unpark_load(load_id):
-                if is_late:
+        for ended in () if levels is None else levels.expire(now_ns):
+            for request in self._waiting.unpark_load(ended.load_id):
+                if not ended.is_void:
                     self._give_up(request)
 
     @staticmethod
@@ -347,49 +346,49 @@ class _PreemptionPlan(NamedTuple):
     victims: list[Request]
 
 
+Missing = tuple[int, int]  # numbers of blocks and of window blocks that an admission lacks
+
+
 class _FreedBlocks:
     """Counts the blocks that dropped pins and preempted requests would free for an admission."""
 
-    def __init__(
-        self, cache: KVCacheManager, hit: PrefixHit, num_missing: int, num_windows: int, spare: Callable[[Request], int]
-    ) -> None:
+    def __init__(self, memory: Memory, hit: PrefixHit, missing: Missing, spare: Callable[[Request], int]) -> None:
         """`spare`: number of blocks that are left free for a running request."""
-        self._num_missing, self._num_windows, self._spare = num_missing, num_windows, spare
+        self._spare = spare
+        self._debt = memory.windows.debt
         # The request itself will hold the blocks of its hit, so a preemption does not free them.
-        self._count = _Holders(cache.pool.blocks, hit.blocks)
-        self._windows = None if cache.hybrid is None else cache.hybrid.windows
-        if self._windows is not None:
-            kept = () if hit.continuation is None else hit.continuation.windows
-            self._count_windows = _Holders(self._windows.pool.blocks, kept)
+        self._blocks = _Holders(memory.blocks.blocks, hit.blocks, missing[0])
+        self._windows = _Holders(memory.windows.pool.blocks, (hit.continuation or FROM_ZERO).windows, missing[1])
 
     @property
     def is_enough(self) -> bool:
-        return self._num_missing <= 0 and self._num_windows <= 0
+        return self._blocks.num_missing <= 0 and self._windows.num_missing <= 0
 
     def preempt(self, victim: Request) -> None:
-        self._num_missing -= self._count.drop(victim.block_table) + self._spare(victim)
-        if self._windows is not None:
-            held = [block_id for block_id in victim.window_table if block_id != NULL_BLOCK_ID]
-            self._num_windows -= self._count_windows.drop(held) + self._windows.debt(victim)
+        self._blocks.drop(victim.block_table, self._spare(victim))
+        held = [block_id for block_id in victim.window_table if block_id != NULL_BLOCK_ID]
+        self._windows.drop(held, self._debt(victim))
 
     def unpin(self, pin: Pin) -> None:
-        self._num_missing -= self._count.drop([block.block_id for block in pin.blocks])
-        if self._windows is not None:
-            self._num_windows -= self._count_windows.drop([block.block_id for block in pin.windows])
+        self._blocks.drop([block.block_id for block in pin.held.blocks])
+        self._windows.drop([block.block_id for block in pin.held.windows])
 
 
 class _Holders:
     """Counts references that would be dropped, to find the blocks that lose their last one."""
 
-    def __init__(self, blocks: Sequence[Linked], kept: Iterable[Linked]) -> None:
+    def __init__(self, blocks: Sequence[Linked], kept: Iterable[Linked], num_missing: int) -> None:
         self._blocks = blocks
         self._kept = {block.block_id for block in kept}
         self._dropped: Counter[int] = Counter()
+        self.num_missing = num_missing
 
-    def drop(self, block_ids: Sequence[int]) -> int:
+    def drop(self, block_ids: Sequence[int], num_spare: int = 0) -> None:
+        """Drop references of blocks, and the need for `num_spare` blocks."""
         dropped, blocks, kept = self._dropped, self._blocks, self._kept
         dropped.update(block_ids)
-        return sum(dropped[block] == blocks[block].ref_count and block not in kept for block in block_ids)
+        num_freed = sum(dropped[block] == blocks[block].ref_count and block not in kept for block in block_ids)
+        self.num_missing -= num_freed + num_spare
 
 
 class Admission:
@@ -415,7 +414,7 @@ class Admission:
         self._observe = observe
         self.loads = LoadAdmission(cache, waiting, observe)
         self._failed_attempt: tuple[int, ...] = ()  # key of the last failed `_plan_preemption`
-        self._failed_missing = (0, 0)  # KV blocks and window blocks that were missing
+        self._failed_missing: Missing = (0, 0)
 
     def explain(self, request: Request, hit: PrefixHit, *, is_started: bool = False) -> CacheExplanation:
         """Explain where a hit ends and why.
@@ -465,8 +464,8 @@ class Admission:
         if found is None:
             return False
         self._waiting.park(request, *found)
-        if self._cache.hybrid is not None:
-            self._cache.hybrid.note_branch(*found)
+        if self._cache.memory.is_hybrid:
+            self._cache.memory.note_branch(*found)
         if not request.is_prefix_waiting:
             request.is_prefix_waiting = True
             self._observe(PrefixWaited(request.request_id))
@@ -498,7 +497,7 @@ class Admission:
         """Whether a request does not need block `number` to be computed: the cache lets it start after that block."""
         if self._cache.tree.find(key) is None:
             return False
-        return self._cache.hybrid is None or self._cache.match(request).start > number * self._cache.block_size
+        return not self._cache.memory.is_hybrid or self._cache.match(request).start > number * self._cache.block_size
 
     def _is_owner(self, owner: Request, request: Request) -> bool:
         return owner.state is RequestState.RUNNING and self._policy.is_ahead(owner, request)
@@ -539,16 +538,14 @@ class Admission:
             if not has_free_seq and not any(self._may_lose_row(victim) for victim in victims):
                 return self._refuse(step, request, num_kept, victims)
             found = self._find_hit(request, step)
-            hit, missing, num_windows = self._find_room(request, found, num_kept)
-            if missing <= 0 and num_windows <= 0 and has_free_seq:
+            hit, missing = self._find_room(request, found, num_kept)
+            if max(missing) <= 0 and has_free_seq:
                 # A request for which others were preempted starts at once. If there is no room to copy the tail of its
                 # hit, there is none to load it either.
                 return self._start(step, request, hit, num_kept, may_load=not has_preempted and hit is found)
             if not victims and self._running and not self._needs_pins(request, hit):
                 return self._refuse(step, request, num_kept, victims)
-            plan = self._plan_preemption(
-                request, hit, missing, victims, has_free_seq=has_free_seq, num_windows=num_windows
-            )
+            plan = self._plan_preemption(request, hit, missing, victims, has_free_seq=has_free_seq)
             if plan is None:
                 if not self._running and not step.has_in_flight and not self.loads.has_any:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
@@ -578,9 +575,9 @@ class Admission:
         if spared:
             candidates = [one for one in self._running if one in victims or one in spared]
             found = self._find_hit(request, step)
-            hit, missing, num_windows = self._find_room(request, found, num_kept, is_guarded=False)
+            hit, missing = self._find_room(request, found, num_kept, is_guarded=False)
             has_free_seq = step.closed_from is None and self._running.num_free_seqs > num_kept
-            freed = self._freed_blocks(request, hit, missing, num_windows, num_steps=0)
+            freed = self._freed_blocks(request, hit, missing, num_steps=0)
             if self._choose_victims(freed, candidates, has_free_seq=has_free_seq) is not None:
                 step.awaiting = request.priority if step.awaiting is None else min(step.awaiting, request.priority)
         return Outcome.BLOCKED
@@ -604,23 +601,22 @@ class Admission:
 
     def _find_room(
         self, request: Request, hit: PrefixHit, num_kept: int, *, is_guarded: bool = True
-    ) -> tuple[PrefixHit, int, int]:
-        """The part of a hit to use, and the number of blocks and of window blocks that are then missing.
+    ) -> tuple[PrefixHit, Missing]:
+        """The part of a hit to use, and what is then missing.
 
         `is_guarded`: room for growth is left beside spared requests.
         """
         upto = len(request.tokens)
-        num_spare = self._num_spare(request, hit, is_guarded=is_guarded)
-        missing = self._cache.shortage(request, upto, hit) + num_spare + num_kept
-        if missing > 0 and hit.tail is not None:
-            hit = self._cache.without_tail(
-                request, hit
-            )  # the source of a tail copy occupies one more block while the step is in flight
-            num_spare = self._num_spare(request, hit, is_guarded=is_guarded)
-            missing = self._cache.shortage(request, upto, hit) + num_spare + num_kept
-        hybrid = self._cache.hybrid
-        num_windows = 0 if hybrid is None else hybrid.start_shortage(request, hit, self._running.requests)
-        return hit, missing, num_windows
+        missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit, is_guarded=is_guarded)
+        if missing + num_kept > 0 and hit.tail is not None:
+            # The source of a tail copy occupies one more block while the step is in flight.
+            hit = self._cache.without_tail(request, hit)
+            missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit, is_guarded=is_guarded)
+        windows = self._cache.memory.windows
+        return hit, (
+            missing + num_kept,
+            windows.shortage(request, hit.continuation or FROM_ZERO, self._running.requests),
+        )
 
     def _num_spare(self, request: Request, hit: PrefixHit, *, is_guarded: bool = True) -> int:
         """Number of blocks to leave free: for the running requests, and for a resumed or guarded request itself."""
@@ -654,13 +650,11 @@ class Admission:
         is_spared = request.num_preemptions > 0 and self._policy.ledger.covers(request.priority, end - hit.start)
         return Start(request, hit.start, end) if is_spared else None
 
-    def _freed_blocks(
-        self, request: Request, hit: PrefixHit, missing: int, num_windows: int, num_steps: int
-    ) -> _FreedBlocks:
+    def _freed_blocks(self, request: Request, hit: PrefixHit, missing: Missing, num_steps: int) -> _FreedBlocks:
         def spare(victim: Request) -> int:
             return self._num_spare_for(victim, request, hit, num_steps)
 
-        return _FreedBlocks(self._cache, hit, missing, num_windows, spare)
+        return _FreedBlocks(self._cache.memory, hit, missing, spare)
 
     def _num_spare_for(self, running: Request, request: Request, hit: PrefixHit, num_steps: int) -> int:
         """Number of blocks to leave free for a running request."""
@@ -687,11 +681,10 @@ class Admission:
         self,
         request: Request,
         hit: PrefixHit,
-        missing: int,
+        missing: Missing,
         victims: list[Request],
         *,
         has_free_seq: bool,
-        num_windows: int,
     ) -> _PreemptionPlan | None:
         """Find the fewest pins, then the fewest victims, that free enough for an admission.
 
@@ -699,17 +692,15 @@ class Admission:
         is cached until a block is released. A victim that grows in the meantime does not change the result: the blocks
         it takes are those that its preemption would free in addition.
         """
-        hybrid = self._cache.hybrid
-        num_releases = self._cache.pool.num_releases, 0 if hybrid is None else hybrid.num_releases
-        num_steps = self._num_guarded_steps(request, hit)
-        attempt = (request.epoch, *num_releases, has_free_seq, num_steps, *[victim.epoch for victim in victims])
-        is_known = missing >= self._failed_missing[0] and num_windows >= self._failed_missing[1]
+        num_releases, num_steps = self._cache.memory.num_releases, self._num_guarded_steps(request, hit)
+        attempt = (request.epoch, num_releases, has_free_seq, num_steps, *[victim.epoch for victim in victims])
+        is_known = missing[0] >= self._failed_missing[0] and missing[1] >= self._failed_missing[1]
         if attempt == self._failed_attempt and is_known:
             return None
-        freed = self._freed_blocks(request, hit, missing, num_windows, num_steps)
+        freed = self._freed_blocks(request, hit, missing, num_steps)
         plan = self._choose_victims(freed, victims, has_free_seq=has_free_seq)
         if plan is None:
-            self._failed_attempt, self._failed_missing = attempt, (missing, num_windows)
+            self._failed_attempt, self._failed_missing = attempt, missing
         return plan
 
     def _choose_victims(
@@ -758,8 +749,8 @@ class Admission:
             request.num_cached_tokens = hit.start
             request.cache_explanation = self.explain(request, hit, is_started=True)
         step.copies += self._cache.grow(request, len(request.tokens), hit)
-        if self._cache.hybrid is not None:
-            step.window_copies += self._cache.hybrid.begin(request, hit)
+        if self._cache.memory.is_hybrid:
+            step.window_copies += self._cache.memory.begin(request, hit)
         self._waiting.remove(request)
         request.urgency = self._policy.urgency(request, step.now_ns)
         request.waited_ns += step.now_ns - request.enqueued_ns

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from typing import NoReturn, TypeVar
 
-from quire.core.cache.block import EMPTY_SLOT, NULL_BLOCK_ID, KVCacheBlock
+from quire.core.cache.block import NULL_BLOCK_ID, KVCacheBlock, Linked, StateSlot, WindowBlock
+from quire.core.cache.pool import Pool, StatePool
 from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import Levels
+from quire.core.levels.levels import Levels, PrefixRead, ReadState
 from quire.core.levels.lower_level import LowerLevel
-from quire.core.levels.reads import PrefixRead, ReadState
-from quire.core.memory.hybrid import HybridMemory
-from quire.core.memory.pins import PinBoard
-from quire.core.memory.states import StateMemory
-from quire.core.memory.windows import WindowMemory
+from quire.core.memory import Memory, PinBoard
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import MemoryKind
 from quire.errors import InvariantViolation
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Linked)
 
 _state = attrgetter(
     "state", "batch_index", "block_table", "num_computed", "num_planned", "num_in_flight", "num_published"
@@ -65,8 +64,8 @@ def audit(
     if cache.levels is not None:
         _count(holders, [block.block_id for load in cache.levels.loads for block in load.nodes])
     yield from _check_cache(cache, holders, roots, max_blocks)
-    if cache.hybrid is not None:
-        check_hybrid(scheduler, cache.hybrid)
+    if cache.memory.is_hybrid:
+        check_hybrid(scheduler, cache.memory)
         yield
     if cache.levels is not None:
         yield from check_levels(scheduler, cache.levels, max_blocks)
@@ -209,12 +208,21 @@ def _check_cache(
     """
     if cache.pins or cache.pins.holders or cache.pins.owners:
         yield from _check_pins(cache.pins, holders, size)
-    pool, tree, is_free = cache.pool, cache.tree, bytearray(len(holders))
-    yield from _mark_free(cache, is_free, size)
+    check_content = partial(_check_published, tree=cache.tree)
+    num_published = yield from _check_pool(cache.pool, holders, size, check_content)
+    num_published += cache.pool.blocks[NULL_BLOCK_ID].is_published  # an error, found when the tree is counted
+    yield from _check_tree(cache.tree, num_published, roots, size)
+
+
+def _check_pool(
+    pool: Pool[B], holders: Sequence[int], size: int, check_content: Callable[[B], None]
+) -> Generator[None, None, int]:
+    """Check references, free lists and counters of a pool. Returns the number of blocks with content."""
+    is_free = bytearray(len(holders))
+    yield from _mark_free(pool, is_free, size)
     if is_free[NULL_BLOCK_ID] or holders[NULL_BLOCK_ID]:
-        _fail("the null block was allocated")
-    num_cached = num_shared = 0
-    num_published = int(pool.blocks[NULL_BLOCK_ID].parent_key is not None)  # an error, found when the tree is counted
+        _fail(f"the null block was allocated: {pool.blocks[NULL_BLOCK_ID]!r}")
+    num_cached = num_published = num_shared = 0
     for start in range(NULL_BLOCK_ID + 1, len(holders), size):
         piece = slice(start, start + size)
         for block, num_holders, is_in_list in zip(pool.blocks[piece], holders[piece], is_free[piece], strict=True):
@@ -229,20 +237,18 @@ def _check_cache(
                 num_published += 1
                 if ref_count == 0:
                     num_cached += 1
-                _check_published(block, tree)
-            elif block.key is not None or block.tokens or block.twins or block.last_child is not None:
-                _fail(f"{block!r} is not published but has content")
+            check_content(block)
         yield
     if (pool.num_cached, pool.num_shared) != (num_cached, num_shared):
         _fail(f"{pool.stats()} counts wrong: cached {num_cached}, shared {num_shared}")
-    yield from _check_tree(tree, num_published, roots, size)
+    return num_published
 
 
 def _check_pins(pins: PinBoard, holders: list[int], size: int) -> Iterator[None]:
     """Check the counters of the pin board, and add the pinned blocks to `holders`."""
     pinned = [0] * len(holders)
     num_held = 0
-    for piece in _slices(map(_block_id, chain.from_iterable(pin.blocks for pin in pins)), size):
+    for piece in _slices(map(_block_id, chain.from_iterable(pin.held.blocks for pin in pins)), size):
         for block_id in piece:
             holders[block_id] += 1
             pinned[block_id] += 1
@@ -258,31 +264,39 @@ def _check_pins(pins: PinBoard, holders: list[int], size: int) -> Iterator[None]
         _fail(f"pins hold {pins.num_blocks} blocks of at most {pins.max_blocks}; {num_held} are not counted")
     num_blocks = dict.fromkeys(pins.owners, 0)
     for pin in pins:
-        num_blocks[pin.owner] = num_blocks.get(pin.owner, 0) + len(pin.blocks)
+        num_blocks[pin.owner] = num_blocks.get(pin.owner, 0) + len(pin.held.blocks)
     counted = {name: owner.num_blocks for name, owner in pins.owners.items()}
     if counted != num_blocks or sum(len(owner.pins) for owner in pins.owners.values()) != len(pins):
         _fail(f"owners hold {num_blocks} blocks through their pins; the board counts {pins.owners}")
 
 
-def _mark_free(cache: KVCacheManager, is_free: bytearray, size: int) -> Iterator[None]:
-    """Walk the free list and set `is_free`.
+def _mark_free(pool: Pool[B], is_free: bytearray, size: int) -> Iterator[None]:
+    """Walk the free lists and set `is_free`.
 
     Stops at the number of blocks: a corrupt list may have a cycle.
     """
-    free = cache.pool.free
-    num_found = 0
-    for piece in _slices(islice(free, len(is_free)), size):
-        for block in piece:
-            is_free[block.block_id] = 1
-            if block.next_free is None or block.next_free.prev_free is not block:
-                _fail(f"the free list is corrupt: the successor of {block!r} does not link back to it")
-        num_found += len(piece)
-        yield
-    if not num_found == len(free) == is_free.count(1):
-        _fail(f"the free list is corrupt: {num_found} entries, {is_free.count(1)} blocks, length {len(free)}")
+    for free in pool.lists:
+        num_before, num_found = is_free.count(1), 0
+        for piece in _slices(islice(free, len(is_free)), size):
+            for block in piece:
+                is_free[block.block_id] = 1
+                if block.next_free is None or block.next_free.prev_free is not block:
+                    _fail(f"the free list is corrupt: the successor of {block!r} does not link back to it")
+            num_found += len(piece)
+            yield
+        if not num_found == len(free) == is_free.count(1) - num_before:
+            _fail(f"the free list is corrupt: {num_found} entries, {is_free.count(1)} blocks, length {len(free)}")
+    if isinstance(pool, StatePool):  # cached snapshots are in its heap
+        for slot in pool.blocks:
+            if slot.is_published and not slot.ref_count:
+                is_free[slot.block_id] = 1
 
 
 def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
+    if block.parent_key is None:
+        if block.key is not None or block.tokens or block.twins or block.last_child is not None:
+            _fail(f"{block!r} is not published but has content")
+        return
     if block.key is None:
         if not 0 < block.num_tokens < tree.block_size:
             _fail(f"{block!r} is published as a tail of {block.num_tokens} tokens")
@@ -329,51 +343,55 @@ def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | 
         _fail(f"tree reaches {num_reached} blocks, {num_full} full; {num_published} are published, {len(tree)} indexed")
 
 
-def check_hybrid(scheduler: Scheduler, hybrid: HybridMemory) -> None:
+def check_hybrid(scheduler: Scheduler, memory: Memory) -> None:
     """Raise `InvariantViolation` if an invariant is broken. O(blocks + states + requests)."""
-    if hybrid.windows is not None:
-        _check_windows(scheduler, hybrid.windows)
-    if hybrid.states is not None:
-        _check_states(scheduler, hybrid.states)
+    held = [pin.held for pin in scheduler.cache.pins]
+    if scheduler.cache.levels is not None:
+        held += [load.held for load in scheduler.cache.levels.loads]
+    tables = _check_window_tables(scheduler) if memory.windows.is_used else Counter()
+    tables.update(copy.source for plan in scheduler.in_flight for copy in plan.window_copies)
+    tables.update(block.block_id for one in held for block in one.windows)
+    _check_whole_pool(memory.windows.pool, tables, _check_window)
+    for node in scheduler.cache.pool.blocks:
+        if node.window is not None and node.window.node is not node:
+            _fail(f"{node!r} has a window block that is not attached to it")
+    slots = _check_states(scheduler) if memory.states.is_used else Counter()
+    slots.update(slot.block_id for one in held for slot in one.states)
+    pool = memory.states.pool
+    num_published = _check_whole_pool(pool, slots, partial(_check_snapshot, pool=pool))
+    if pool.num_snapshots != num_published:
+        _fail(f"{num_published} states are published, the pool counts {pool.num_snapshots}")
     for request in scheduler.waiting:
         if request.window_table or request.live_states or request.snapshots or request.state_slot is not None:
             _fail(f"{request!r} waits and holds window blocks or states")
 
 
-def _check_windows(scheduler: Scheduler, windows: WindowMemory) -> None:
-    pool = windows.pool
-    holders = _check_window_tables(scheduler, windows)
-    for plan in scheduler.in_flight:
-        holders.update(copy.source for copy in plan.window_copies)
-    for pin in scheduler.cache.pins:
-        holders.update(block.block_id for block in pin.windows)
-    if scheduler.cache.levels is not None:
-        for load in scheduler.cache.levels.loads:
-            holders.update(block.block_id for block in load.held_windows)
-    free = list(pool.free())
-    free_ids = {block.block_id for block in free}
-    if len(free) != len(free_ids) or pool.num_free != len(free):
-        _fail(f"the free lists of window blocks are corrupt: {len(free)} entries, {len(free_ids)} blocks")
-    if holders[NULL_BLOCK_ID] or NULL_BLOCK_ID in free_ids:
-        _fail("the null window block was allocated")
-    for block in pool.blocks[NULL_BLOCK_ID + 1 :]:
-        if block.ref_count != holders[block.block_id]:
-            _fail(f"{block!r} has {holders[block.block_id]} holders")
-        if (block.ref_count == 0) != (block.block_id in free_ids):
-            _fail(f"{block!r} is free and held, or neither")
-        if block.node is not None and (block.node.window is not block or not block.node.is_published):
-            _fail(f"{block!r} is attached to a block that is not in the tree or has another")
-    num_cached = sum(block.node is not None for block in free)
-    if pool.num_cached != num_cached:
-        _fail(f"{num_cached} window blocks are cached, the pool counts {pool.num_cached}")
-    for node in scheduler.cache.pool.blocks:
-        if node.window is not None and node.window.node is not node:
-            _fail(f"{node!r} has a window block that is not attached to it")
+def _check_whole_pool(pool: Pool[B], held: Counter[int], check_content: Callable[[B], None]) -> int:
+    slices = _check_pool(pool, [held[block.block_id] for block in pool.blocks], sys.maxsize, check_content)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            num_published: int = end.value
+            return num_published
 
 
-def _check_window_tables(scheduler: Scheduler, windows: WindowMemory) -> Counter[int]:
+def _check_window(block: WindowBlock) -> None:
+    node = block.node
+    if node is not None and (node.window is not block or node.parent_key is None):
+        _fail(f"{block!r} is attached to a block that is not in the tree or has another")
+    if block.parent_key != (None if node is None else node.parent_key):
+        _fail(f"{block!r} does not follow the same block as its node")
+
+
+def _check_snapshot(slot: StateSlot, pool: StatePool) -> None:
+    if slot.parent_key is not None and pool.at(slot.parent_key).get(slot.run) is not slot:
+        _fail(f"{slot!r} is published but not in the index")
+
+
+def _check_window_tables(scheduler: Scheduler) -> Counter[int]:
     """Check the window tables of running requests, and count the holders of each block."""
-    size = scheduler.cache.block_size
+    size, windows = scheduler.cache.block_size, scheduler.cache.memory.windows
     holders: Counter[int] = Counter()
     writers: Counter[int] = Counter()
     for request in scheduler.running:
@@ -392,40 +410,21 @@ def _check_window_tables(scheduler: Scheduler, windows: WindowMemory) -> Counter
     return holders
 
 
-def _check_states(scheduler: Scheduler, states: StateMemory) -> None:
-    pool = states.pool
+def _check_states(scheduler: Scheduler) -> Counter[int]:
+    """Check the states of running requests, and count the holders of each slot."""
     holders: Counter[int] = Counter()
     for request in scheduler.running:
-        live = [slot.slot_id for slot in request.live_states]
-        if len(live) != states.num_live or any(slot.is_published for slot in request.live_states):
-            _fail(f"{request!r} has live states {request.live_states}")
-        holders.update(live)
-        holders.update(slot.slot_id for slot in request.snapshots)
+        live = request.live_states
+        if len(live) != scheduler.cache.memory.states.num_live or any(slot.is_published for slot in live):
+            _fail(f"{request!r} has live states {live}")
+        holders.update(slot.block_id for slot in (*live, *request.snapshots))
         slot = request.state_slot
         if slot is None:
             if request.num_planned:
                 _fail(f"{request!r} has computed tokens and no state")
-        elif slot.position != request.num_planned or slot not in (*request.live_states, *request.snapshots):
+        elif slot.position != request.num_planned or slot not in (*live, *request.snapshots):
             _fail(f"{request!r} continues from {slot!r}")
-    for pin in scheduler.cache.pins:
-        holders.update([] if pin.state is None else [pin.state.slot_id])
-    if scheduler.cache.levels is not None:
-        holders.update(slot.slot_id for load in scheduler.cache.levels.loads for slot in load.held_states)
-    num_cached = num_published = 0
-    for slot in pool.slots[EMPTY_SLOT + 1 :]:
-        if slot.ref_count != holders[slot.slot_id]:
-            _fail(f"{slot!r} has {holders[slot.slot_id]} holders")
-        if slot.parent_key is not None:
-            num_published += 1
-            num_cached += slot.ref_count == 0
-            if (pool.at(slot.parent_key) or {}).get(slot.run) is not slot:
-                _fail(f"{slot!r} is published but not in the index")
-    num_free = sum(slot.ref_count == 0 for slot in pool.slots[EMPTY_SLOT + 1 :]) - num_cached
-    counted = pool.num_cached, pool.num_snapshots, pool.num_available
-    if counted != (num_cached, num_published, num_cached + num_free):
-        _fail(f"states are counted wrong: {counted}, {num_cached} cached, {num_published} published, {num_free} free")
-    if holders[EMPTY_SLOT]:
-        _fail("the empty state was allocated")
+    return holders
 
 
 def check_levels(scheduler: Scheduler, levels: Levels, size: int) -> Iterator[None]:
@@ -454,7 +453,7 @@ def check_levels(scheduler: Scheduler, levels: Levels, size: int) -> Iterator[No
         if [num_pending[kind] for kind in MemoryKind] != level.num_reserved:
             _fail(f"{level.level} reserves {level.num_reserved} slots for saves of {num_pending}")
     for request in scheduler.waiting.load_waiters:
-        load_id = scheduler.waiting.load_waiters.load_of(request)
+        load_id = scheduler.waiting.load_waiters.group_of(request)
         awaited = levels.loads.get(load_id) or levels.reads.get(load_id)
         is_ready = isinstance(awaited, PrefixRead) and awaited.state is ReadState.READY
         if awaited is None or awaited.is_abandoned or is_ready:

@@ -10,20 +10,16 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from quire.core.cache.block import BLOCK_SIZE, check_block_size
-from quire.core.cache.block_pool import BlockPool, PoolStats
 from quire.core.cache.context import Context, Digest, TokenChain, hash_block_tokens
+from quire.core.cache.pool import BlockPool, PoolStats, StateStats
 from quire.core.cache.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.events import Observer, PrefixHitFound, ignore
-from quire.core.levels.level_search import Reach
 from quire.core.levels.levels import Levels, LevelStats
-from quire.core.levels.lower_level import LowerLevel
+from quire.core.levels.lower_level import LowerLevel, Reach
 from quire.core.levels.saves import NO_SAVES, SaveLimits
-from quire.core.memory.hybrid import ALL_PLACES, HybridMemory, Place
-from quire.core.memory.pins import PinBoard
-from quire.core.memory.states import StateStats
-from quire.core.memory.windows import WindowStats
+from quire.core.memory import ALL_PLACES, Memory, PinBoard, Place
 from quire.core.request import Request
-from quire.core.step import BlockCopy
+from quire.core.step import BlockCopy, MemoryKind
 from quire.core.values import PackedPrompt, check_salt, check_tokens
 from quire.errors import ContextTooLong, OutOfBlocks
 
@@ -32,6 +28,7 @@ from quire.errors import ContextTooLong, OutOfBlocks
 class CacheStats(PoolStats):
     """Current state of the pool, and counters of the cache since it was created."""
 
+    num_shared: int  # with two or more references
     num_pins: int
     num_pinned: int  # distinct pinned blocks
     num_queried_tokens: int  # looked up by first admissions
@@ -42,7 +39,7 @@ class CacheStats(PoolStats):
     num_twins: int  # blocks filled with content that was already in the tree
     num_collisions: int
     num_recomputed_tokens: int = 0  # computed again although their keys and values were found: no state or window
-    windows: WindowStats | None = None  # None: the model has no window blocks
+    windows: PoolStats | None = None  # None: the model has no window blocks
     states: StateStats | None = None  # None: the model has no recurrent states
     levels: tuple[LevelStats, ...] = ()  # below the device, the fastest first
 
@@ -82,22 +79,20 @@ class KVCacheManager:
         self.is_caching = is_caching
         self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks, digest=digest)
         self.pool = BlockPool(num_blocks, self.tree, observe)
-        self.hybrid: HybridMemory | None = None
-        if num_window_blocks or num_states:
-            self.hybrid = HybridMemory(
-                self.tree,
-                self.pool.blocks,
-                self._can_cache,
-                window=window,
-                num_window_blocks=num_window_blocks,
-                num_states=num_states,
-                num_live_states=num_live_states,
-                places=places,
-            )
-        self.pins = PinBoard(self.pool, observe, self.hybrid)
+        self.memory = Memory(
+            self.tree,
+            self.pool,
+            self._can_cache,
+            window=window,
+            num_window_blocks=num_window_blocks,
+            num_states=num_states,
+            num_live_states=num_live_states,
+            places=places,
+        )
+        self.pins = PinBoard(self.memory, observe)
         self.levels: Levels | None = None
         if levels and is_caching:
-            self.levels = Levels(self.tree, self.pool, self.hybrid, levels, save_limits)
+            self.levels = Levels(self.memory, levels, save_limits)
         self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -130,7 +125,7 @@ class KVCacheManager:
         if not self._is_searched(request):
             return NO_HIT
         hit = self.tree.match(self.chain(request), len(request.tokens) - 1)
-        return hit if self.hybrid is None else self.hybrid.continue_hit(self.chain(request), hit)
+        return self.memory.continue_hit(self.chain(request), hit)
 
     def reach(self, request: Request, hit: PrefixHit) -> Reach | None:
         """How far lower levels extend a hit; None if not at all."""
@@ -166,14 +161,12 @@ class KVCacheManager:
         blocks = [self.pool.blocks[block_id] for block_id in parent.block_table[: num_full + (num_tail > 0)]]
         tail = blocks.pop() if num_tail else None
         hit = PrefixHit(tuple(blocks), tail, num_tail, False, num_tokens, is_fork=True)
-        return hit if self.hybrid is None else self.hybrid.continue_hit(self.chain(child), hit, parent)
+        return self.memory.continue_hit(self.chain(child), hit, parent)
 
     def without_tail(self, request: Request, hit: PrefixHit) -> PrefixHit:
         """The part of a hit that needs no copy of a block."""
-        hit = hit.without_tail()
-        if self.hybrid is None:
-            return hit
-        return self.hybrid.continue_hit(self.chain(request), hit, request.parent if hit.is_fork else None)
+        parent = request.parent if hit.is_fork else None
+        return self.memory.continue_hit(self.chain(request), hit.without_tail(), parent)
 
     def shortage(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> int:
         """Number of free blocks that `grow` lacks. If negative: the number that would be left."""
@@ -205,8 +198,7 @@ class KVCacheManager:
         found = self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
         if hit.start == hit.num_tokens:
             return found
-        assert self.hybrid is not None
-        reason = StopReason.NO_WINDOW if self.hybrid.states is None else StopReason.NO_STATE
+        reason = StopReason.NO_STATE if self.memory.states.is_used else StopReason.NO_WINDOW
         return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason, hit.num_tokens)
 
     def can_publish(self, context: Context, index: int) -> bool:
@@ -217,8 +209,10 @@ class KVCacheManager:
         return parent.key is not None and parent.key == self.chain(context).key(index - 1)
 
     def stats(self) -> CacheStats:
+        windows, states = self.memory.windows, self.memory.states
         return CacheStats(
             **asdict(self.pool.stats()),
+            num_shared=self.pool.num_shared,
             num_pins=len(self.pins),
             num_pinned=self.pins.num_blocks,
             num_queried_tokens=self._num_queried_tokens,
@@ -229,8 +223,8 @@ class KVCacheManager:
             num_twins=self.tree.num_twins,
             num_collisions=self.tree.num_collisions,
             num_recomputed_tokens=self._num_recomputed_tokens,
-            windows=None if self.hybrid is None or self.hybrid.windows is None else self.hybrid.windows.pool.stats(),
-            states=None if self.hybrid is None or self.hybrid.states is None else self.hybrid.states.pool.stats(),
+            windows=windows.pool.stats() if windows.is_used else None,
+            states=states.pool.state_stats() if states.is_used else None,
             levels=() if self.levels is None else self.levels.stats(),
         )
 
@@ -282,17 +276,18 @@ class KVCacheManager:
     def extend(self, request: Request, upto: int) -> None:
         """Give a running request the blocks to compute up to `upto`. `growth_shortage` must not be positive."""
         self.grow(request, upto)
-        if self.hybrid is not None:
-            self.hybrid.grow(request, upto)
+        if self.memory.windows.is_used:
+            self.memory.windows.grow(request, upto)
 
     def growth_shortage(self, request: Request, upto: int) -> int:
         """Number of free blocks that `extend` lacks, in the pool that lacks more."""
-        missing = self.shortage(request, upto)
-        return missing if self.hybrid is None else max(missing, self.hybrid.growth_shortage(request, upto))
+        missing, windows = self.shortage(request, upto), self.memory.windows
+        return max(missing, windows.growth(request, upto) - windows.pool.num_free) if windows.is_used else missing
 
-    def settle(self, copies: Sequence[BlockCopy]) -> None:
+    def settle(self, copies: Sequence[BlockCopy], window_copies: Sequence[BlockCopy] = ()) -> None:
         """Release the sources of copies whose step is done."""
-        self.pool.release([self.pool.blocks[copy.source] for copy in copies])
+        self.memory.settle(MemoryKind.BLOCK, copies)
+        self.memory.settle(MemoryKind.WINDOW, window_copies)
 
     def publish(self, request: Request) -> None:
         """Publish the full blocks whose KV exists now."""
@@ -327,8 +322,8 @@ class KVCacheManager:
         Computed content stays in the cache until its block is taken.
         """
         self.publish_tail(request)
-        if self.hybrid is not None:
-            self.hybrid.release(request, self.chain(request))
+        if self.memory.is_hybrid:
+            self.memory.release_context(request, self.chain(request))
         table = request.block_table
         request.block_table = []  # a new list: a plan in flight still reads the old one
         request.num_computed = request.num_planned = request.num_in_flight = request.num_published = 0
@@ -350,9 +345,7 @@ class KVCacheManager:
         return self._pin(pin_id, self.chain(request), num_tokens, expires_ns)
 
     def _pin(self, pin_id: str, chain: TokenChain, num_tokens: int, expires_ns: int) -> int:
-        hit = self.tree.match(chain, num_tokens)
-        if self.hybrid is not None:
-            hit = self.hybrid.continue_hit(chain, hit.without_tail())
+        hit = self.memory.continue_hit(chain, self.tree.match(chain, num_tokens).without_tail())
         if self.levels is not None:
             self.levels.saves.note_use(hit.blocks)
         return self.pins.pin(pin_id, hit.blocks, expires_ns, hit.continuation) * self.block_size
@@ -363,14 +356,12 @@ class KVCacheManager:
         if self.levels is not None:
             self.levels.clear()
         self.pool.clear()
-        if self.hybrid is not None and self.hybrid.states is not None:
-            self.hybrid.states.pool.clear()
+        self.memory.states.pool.clear()
 
     def evict_unused(self) -> int:
         """Evict all content that no request and no pin holds. Returns the number of evicted blocks."""
         num_evicted = self.pool.evict_unused()
-        if self.hybrid is not None and self.hybrid.states is not None:
-            self.hybrid.states.pool.evict_unused()
+        self.memory.states.pool.evict_unused()
         return num_evicted
 
     def _record(self, request: Request, hit: PrefixHit) -> None:

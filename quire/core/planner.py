@@ -14,9 +14,9 @@ from heapq import heapify, heappop, heapreplace
 from quire.core.admission import Admission, GrowthRoom, Outcome, StepBuilder
 from quire.core.cache.prefix import CacheExplanation, PrefixHit
 from quire.core.events import Observer, ignore
-from quire.core.fairness import Ledger, TierWork, Turn
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import Policy
+from quire.core.memory import NO_STATES
+from quire.core.policy import Ledger, Policy, TierWork, Turn
 from quire.core.queues import Key, RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import SeqSlice
@@ -53,7 +53,7 @@ class Planner:
         if max_mixed_tokens is not None and max_mixed_tokens < 1:
             raise InvalidRequest(f"{max_mixed_tokens = } is less than 1")
         self._cache = cache
-        self._hybrid = cache.hybrid
+        self._hybrid = cache.memory if cache.memory.is_hybrid else None
         self._policy = policy
         self._ledger: Ledger = policy.ledger
         self._running = running
@@ -335,7 +335,7 @@ class Planner:
             if not self._make_room(step, request, end):
                 return request.state is RequestState.RUNNING
             self._cache.extend(request, end)
-        states = (0, 0, ()) if hybrid is None else hybrid.plan_states(request, end)
+        states = hybrid.states.plan(request, end) if hybrid is not None and hybrid.states.is_used else NO_STATES
         if is_free or num_drafts or request.num_prepaid:
             self._pay(step, request, length, length if is_free else 0, num_drafts)
         wants_token = end >= num_known
@@ -396,7 +396,7 @@ class Planner:
         num_held = num_blocks * self._cache.block_size - end  # drafts that need no new block
         if most > num_held and self._cache.growth_shortage(request, end + most) + self._num_promised(request) > 0:
             most = num_held
-        if most < 1 or (self._hybrid is not None and not self._hybrid.can_roll_back(request, end + most)):
+        if most < 1 or (self._hybrid is not None and not self._hybrid.states.can_roll_back(request, end + most)):
             return 0
         return most
 
@@ -456,7 +456,5 @@ class Planner:
     def _num_promised(self, request: Request) -> int:
         """Number of blocks, in the pool that needs more, to leave free for the other running requests."""
         num_others = len(self._running) - 1
-        if self._hybrid is None or self._hybrid.windows is None:
-            return num_others
-        debts = sum(self._hybrid.windows.debt(other) for other in self._running if other is not request)
+        debts = sum(self._cache.memory.windows.debt(other) for other in self._running if other is not request)
         return max(num_others, debts)

@@ -1,62 +1,565 @@
-"""Scheduling policies: order of admission, order of prefill, and preemption rules.
+"""Scheduling policies: order of admission, order of prefill, preemption rules, and service accounting.
 
-`Fair` is the default: tiers have guaranteed shares of all computed tokens, and tenants share a tier equally. Its
-counters are in `quire/core/fairness.py`. `Aging` and `Fcfs` are simpler policies for comparison, without counters.
+`Fair` is the default. `Aging` and `Fcfs` are simpler policies for comparison, without accounting.
+
+The ledger of a policy divides the planning of a step into turns. The planner processes the turns in order, gives tokens
+to the requests of each, and charges the tokens to the ledger. `FairLedger` implements four rules:
+
+- **Guaranteed shares.** A lower tier that wants more than it gets earns credit: its share of all computed tokens, minus
+  its own tokens. A tier with credit is *owed*: it has the first turn, up to its credit, and no waiting request preempts
+  it. Credit does not protect from running requests that need memory.
+- **Progress by credit.** A request that was preempted computes its context again. It is admitted as owed only when the
+  credit of its tier covers that and a block of new tokens. This credit is set aside for the request, which no waiting
+  request preempts until it has used it up. The limit of the credit rises accordingly.
+- **Precedence above the shares.** All other tokens go to the tiers in order: HIGH, NORMAL, LOW.
+- **Tenants.** Within a tier, the tenant that has been served least is first (`TenantClock`).
+
+Where each row of a batch costs time (on a CPU), the ledger also decides which running requests are left out of a step:
+see `StepCost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from heapq import heappop, heappush, heapreplace
+from types import MappingProxyType
+from typing import NamedTuple
 
-from quire.core.fairness import LOW_SHARE, NORMAL_SHARE, UNITS, FairLedger, Ledger, OpenLedger, TenantLane
-from quire.core.queues import ArrivalLane, Lane
+from quire.core.queues import ArrivalLane, Key, Lane, RequestHeap
 from quire.core.request import Request, RequestState
-from quire.core.values import Priority
+from quire.core.values import TIERS, Priority
 from quire.errors import InvalidRequest
+
+MIN_SWEEP = 64  # tenants stored before idle ones are first removed
+
+
+class TenantClock:
+    """Virtual time of each tenant in tokens, by start-time fair queuing.
+
+    A tenant that was idle starts at the floor: it gets no credit for service it did not request. The floor is the
+    lowest time among the tenants served last. A tenant without a stored time has the floor's, so the time of an idle
+    tenant is only stored while it is above the floor. In a step in which the tier gets all it wants, no tenant is
+    served at another's expense, so all times are set equal.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[str, int] = {}
+        self._num_alive: dict[str, int] = {}  # number of waiting and running requests
+        self._floor = 0
+        self._lowest: int | None = None  # lowest time served in this step
+        self._highest = 0  # highest time of all tenants
+        self._max_remembered = MIN_SWEEP
+        self.refunded: set[str] = set()  # tenants whose time decreased since their lane was last read
+
+    def time(self, tenant: str) -> int:
+        """Virtual time of a tenant. While the tenant has requests, only a refund decreases it."""
+        return self._times.get(tenant, self._floor)
+
+    def arrive(self, tenant: str) -> None:
+        num_alive = self._num_alive.get(tenant, 0)
+        if not num_alive:
+            self._times[tenant] = max(self._times.get(tenant, 0), self._floor)
+        self._num_alive[tenant] = num_alive + 1
+
+    def leave(self, tenant: str) -> None:
+        self._num_alive[tenant] -= 1
+        if not self._num_alive[tenant]:
+            del self._num_alive[tenant]
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        start = self.time(tenant)
+        self._times[tenant] = start + num_tokens
+        self._highest = max(self._highest, start + num_tokens)
+        if self._lowest is None or start < self._lowest:
+            self._lowest = start
+
+    def refund(self, tenant: str, num_tokens: int) -> None:
+        """Take back a charge of this step."""
+        self._times[tenant] -= num_tokens
+        self.refunded.add(tenant)
+
+    def end_step(self, *, is_short: bool = True) -> None:
+        if self._lowest is None:
+            return
+        if not is_short:
+            self._floor, self._lowest = self._highest, None
+            self._times = dict.fromkeys(self._num_alive, self._highest)
+            return
+        self._floor = max(self._floor, self._lowest)
+        self._lowest = None
+        if len(self._times) > self._max_remembered:
+            alive, floor = self._num_alive, self._floor
+            self._times = {name: time for name, time in self._times.items() if time > floor or name in alive}
+            self._max_remembered = max(MIN_SWEEP, 2 * len(self._times))
+
+
+class TenantLane:
+    """The waiting requests of one tier, ordered by the virtual time of their tenants.
+
+    The tenant served least is first; its requests are in order of arrival. Times seldom decrease, so an outdated heap
+    entry is detected and corrected when it reaches the top. After a refund, a tenant gets a second entry before it.
+    """
+
+    def __init__(self, clock: TenantClock) -> None:
+        self._clock = clock
+        self._lines: dict[str, RequestHeap] = {}
+        self._heap: list[tuple[int, int, str]] = []  # (time, serial number of the line, tenant)
+        self._times: dict[str, int] = {}  # tenant in `_lines` -> time of its valid entry
+        self._num_lines = 0  # created so far
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no particular order."""
+        for line in self._lines.values():
+            yield from line
+
+    def push(self, request: Request) -> None:
+        line = self._lines.get(request.tenant)
+        if line is None:
+            line = self._lines[request.tenant] = RequestHeap()
+            self._num_lines += 1
+            self._enter(request.tenant, self._num_lines)
+        line.push((request.sequence, 0), request)
+        self._len += 1
+
+    def _enter(self, tenant: str, number: int) -> None:
+        self._times[tenant] = time = self._clock.time(tenant)
+        heappush(self._heap, (time, number, tenant))
+
+    def remove(self, request: Request) -> None:
+        self._lines[request.tenant].remove(request)
+        self._len -= 1
+
+    def first(self) -> tuple[Key, Request]:
+        """The next request and its key. The lane must not be empty."""
+        while self._clock.refunded:
+            if (tenant := self._clock.refunded.pop()) in self._lines:
+                self._enter(tenant, 0)
+        while True:
+            time, number, tenant = self._heap[0]
+            if self._times.get(tenant) != time:
+                heappop(self._heap)  # replaced after a refund, or its line has ended
+                continue
+            line = self._lines[tenant]
+            now = self._clock.time(tenant)
+            if not line:
+                heappop(self._heap)
+                del self._lines[tenant], self._times[tenant]
+            elif now > time:
+                heapreplace(self._heap, (now, number, tenant))
+                self._times[tenant] = now
+            else:
+                request = line.first()[1]
+                return (time, request.sequence), request
+
+
+NORMAL_SHARE = 0.25
+LOW_SHARE = 0.125
+MAX_GUARANTEED = 0.9  # sum of the guaranteed shares: the rest is left for the highest tier
+UNITS = 1_000_000  # of credit per token: credits are whole numbers, so that plans are exact
+
+# Lower tiers may lengthen a step by this fraction of the time that the highest tier in it takes alone.
+SPARE_NUMERATOR, SPARE_DENOMINATOR = 1, 3
+# Longest step of LOW work alone: a request of a higher tier has to wait for its end.
+LOW_STEP_NS = 50_000_000
+LOW_STEP_BASES = 4  # or this many times the fixed cost of a step, if longer: otherwise steps would be mostly fixed cost
+NO_NEEDS: Mapping[Priority, int] = MappingProxyType({})
+
+
+class StepCost(NamedTuple):
+    """Estimated duration of a step where every batch row takes time: a fixed cost and a cost per token."""
+
+    base_ns: int
+    token_ns: int  # at least 1
+    context_ns: int = 0  # additional cost of a token for each token of context that it attends to
+    single_ns: int = 0  # time saved in a step of a single token, where a backend has a faster path for it
+
+    def price_ns(self, request: Request) -> int:
+        """Cost of the next token of a request."""
+        return self.token_ns + self.context_ns * request.num_planned
+
+
+class Turn(NamedTuple):
+    """Limits within which requests of these tiers share tokens and time.
+
+    None: the limit of the step.
+    """
+
+    tiers: Collection[Priority]
+    max_tokens: int | None = None
+    max_ns: int | None = None
+    is_owed: bool = False  # the turn of a tier with credit, which gives at least one token
+    is_prepaid: bool = False  # only for requests for which credit was set aside
+
+
+ALL_TIERS = Turn(TIERS)
+
+
+class TierWork(NamedTuple):
+    """Work of a tier before a step is planned."""
+
+    num_decodes: int  # running requests whose prompts are fully computed
+    num_prompts: int  # running requests in prefill
+    num_waiting: int
+    num_context: int = 0  # context tokens of the decodes, where rows cost time
+
+
+class Ledger:
+    """Counts of a policy, by which it divides a step into turns. This one counts nothing: one turn for all tiers."""
+
+    def __init__(self) -> None:
+        self.cost: StepCost | None = None  # None: an additional batch row costs almost nothing
+
+    def arrive(self, request: Request) -> None:
+        """Record that a new request entered the queue."""
+
+    def leave(self, request: Request) -> None:
+        """Record that a request ended."""
+
+    def begin_step(self, work: Sequence[TierWork], *, is_awaited: bool = False) -> None:
+        """Start a step. `work`: work of each tier, HIGH first.
+
+        `is_awaited`: a waiting request needs the memory of a request for which credit was set aside. Such requests are
+        not rationed then.
+        """
+
+    @property
+    def rationed(self) -> Collection[Priority]:
+        """Tiers whose running requests are in this step only if a turn gives them tokens."""
+        return ()
+
+    def turns(self) -> Iterator[Turn]:
+        """The turns of this step. Each is computed after the previous one has ended."""
+        yield ALL_TIERS
+
+    def affordable(self, request: Request, left_ns: int) -> int:  # noqa: ARG002
+        """Number of tokens of a request that can be computed in `left_ns`."""
+        return 1 << 30
+
+    def price_ns(self, request: Request) -> int:  # noqa: ARG002
+        return 0
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Charge tokens that a turn gave to a request."""
+
+    def refund(self, request: Request, num_tokens: int) -> None:
+        """Take back the charge of tokens that are not in the plan of this step after all."""
+
+    def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
+        """Charge tokens that no turn gave: one for each decode of a tenant."""
+
+    def covers(self, priority: Priority, num_tokens: int) -> bool:  # noqa: ARG002
+        """Whether the credit of a tier pays for this many tokens."""
+        return False
+
+    def set_aside(self, request: Request, num_tokens: int) -> None:
+        """Set credit aside for the next tokens of a request, if the credit of its tier covers them."""
+
+    def use_prepaid(self, request: Request, num_tokens: int) -> None:
+        """Use up credit that was set aside: these tokens are in the plan of this step."""
+
+    def give_back(self, request: Request) -> None:
+        """Return unused credit of a request that ends or is preempted to its tier."""
+
+    def end_step(
+        self,
+        short: Collection[Priority],
+        max_num_batched_tokens: int,
+        needs: Mapping[Priority, int] = NO_NEEDS,
+        saving: Collection[Priority] = (),
+    ) -> None:
+        """End a step. `short`: tiers that wanted more tokens than they got.
+
+        `needs`: tokens of the first waiting request of a tier, for which the tier may save credit. `saving`: tiers with
+        a request that was preempted and has not caught up: they do not lose their credit meanwhile.
+        """
+
+
+class FairLedger(Ledger):
+    """Credits of tiers, virtual time of tenants, and time limits of rationed tiers."""
+
+    def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
+        super().__init__()
+        for name, share in (("normal_share", normal_share), ("low_share", low_share)):
+            if type(share) not in (int, float) or not 0 < share < 1:
+                raise InvalidRequest(f"{name} = {share!r} is not a number above 0 and below 1")
+        if normal_share + low_share > MAX_GUARANTEED:
+            raise InvalidRequest(f"{normal_share = } and {low_share = } together are more than {MAX_GUARANTEED}")
+        self.shares = {Priority.NORMAL: round(normal_share * UNITS), Priority.LOW: round(low_share * UNITS)}
+        self.credits = dict.fromkeys(self.shares, 0)  # UNITS per token
+        self.prepaid = dict.fromkeys(self.shares, 0)  # tokens for which credit was set aside, not planned yet
+        self.clocks = {priority: TenantClock() for priority in TIERS}
+        self._work: Sequence[TierWork] = ()
+        self._rationed: frozenset[Priority] = frozenset()
+        self._decodes = dict.fromkeys(TIERS, 0)  # requests whose token of this step needs no turn
+        self._served = dict.fromkeys(TIERS, 0)  # tokens charged in this step
+        self._num_prepaid = dict.fromkeys(self.shares, 0)  # of these, tokens paid by credit that was set aside
+        self._is_awaited = False
+        self._max_step_tokens = UNITS  # unknown before the end of the first step
+        self._spent_ns = dict.fromkeys(TIERS, 0)  # cost of the tokens that turns gave in this step
+        self._last_ns = 0  # estimated duration of the last step
+        self._spare_ns = 0  # unused time by which lower tiers may still lengthen steps
+        self._deferred_ns = 0  # cost of a token that was deferred to the next step
+
+    # Queries
+
+    def is_owed(self, priority: Priority) -> bool:
+        return self.credits.get(priority, 0) > 0
+
+    @property
+    def rationed(self) -> Collection[Priority]:
+        return self._rationed
+
+    def service_bound(
+        self, priority: Priority, tokens_ahead: int, drain_tokens: int, max_num_batched_tokens: int
+    ) -> int:
+        """Starvation bound: the number of tokens computed for all tiers before a waiting request starts.
+
+        `tokens_ahead`: tokens that its own tier computes before it, including its own. `drain_tokens`: other requests
+        may hold all batch rows and blocks when its turn comes; this is the number of tokens that they may compute
+        before they release them. The debt of a tier is at most one step.
+        """
+        share = self.shares.get(priority, UNITS - sum(self.shares.values()))
+        return -(-(tokens_ahead + 2 * max_num_batched_tokens) * UNITS // share) + drain_tokens
+
+    # One step
+
+    def arrive(self, request: Request) -> None:
+        self.clocks[request.priority].arrive(request.tenant)
+
+    def leave(self, request: Request) -> None:
+        self.clocks[request.priority].leave(request.tenant)
+
+    def begin_step(self, work: Sequence[TierWork], *, is_awaited: bool = False) -> None:
+        self._work = work
+        self._rationed = frozenset() if self.cost is None else self._find_rationed()
+        self._is_awaited = is_awaited
+        self._deferred_ns = 0
+        for priority in TIERS:
+            self._served[priority] = self._spent_ns[priority] = 0
+            self._decodes[priority] = 0 if priority in self._rationed else work[priority].num_decodes
+
+    def _find_rationed(self) -> frozenset[Priority]:
+        """The rationed tiers: LOW, whose steps are kept short, and every tier below the highest tier with work."""
+        highest = next((tier for tier in TIERS if any(self._work[tier])), Priority.LOW)
+        return frozenset(tier for tier in TIERS if tier > highest or tier is Priority.LOW)
+
+    def turns(self) -> Iterator[Turn]:
+        for priority, num_tokens in self.prepaid.items():
+            if num_tokens:
+                if self._is_awaited:
+                    yield Turn((priority,), num_tokens, is_owed=True, is_prepaid=True)
+                    continue
+                num_tokens = min(num_tokens, -(-self._max_owed(priority) // UNITS))
+                yield Turn((priority,), num_tokens, self._owed_ns(priority), is_owed=True, is_prepaid=True)
+        owed = [priority for priority in self.credits if self.is_owed(priority)]
+        for priority in sorted(owed, key=lambda tier: -self.credits[tier] * UNITS // self.shares[tier]):
+            num_served = self._served[priority] * UNITS  # by the turn before, from credit that was set aside
+            num_tokens = min(self.credits[priority], self._max_owed(priority) - num_served)
+            if num_tokens > 0:
+                yield Turn((priority,), -(-num_tokens // UNITS), self._owed_ns(priority), is_owed=True)
+        for priority in TIERS:
+            yield Turn((priority,), max_ns=self._limit_ns(priority))
+
+    def _max_owed(self, priority: Priority) -> int:
+        """Most credit that a tier uses in the first turns of a step: twice its share of the tokens of a step.
+
+        The rest is left for higher tiers, so that they do not wait while it catches up.
+        """
+        return 2 * self.shares[priority] * self._max_step_tokens
+
+    def _owed_ns(self, priority: Priority) -> int | None:
+        """Time that an owed tier may add to the step.
+
+        This is twice its share, so that it catches up over several steps. The share is taken of the previous step,
+        because the work of higher tiers in this step is not known yet.
+        """
+        limit_ns = self._limit_ns(priority)
+        owed_ns = 2 * self._last_ns * self.shares[priority] // UNITS - self._spent_ns[priority]
+        return None if limit_ns is None else max(limit_ns, owed_ns)
+
+    def _limit_ns(self, priority: Priority) -> int | None:
+        """Time that a tier may add to the step, next to higher tiers or alone. None: unlimited."""
+        cost = self.cost
+        if cost is None or priority not in self._rationed:
+            return None
+        top = self._top()
+        if top is None or top >= priority:
+            if priority is not Priority.LOW:
+                return None
+            longest_ns = max(LOW_STEP_NS, LOW_STEP_BASES * cost.base_ns)
+            return max(longest_ns - cost.base_ns, cost.token_ns) - self._spent_ns[priority]
+        return self._spare_ns + self._allowance_ns(cost, top) - self._below_ns(top) - self._single_ns(cost, top)
+
+    def _top(self) -> Priority | None:
+        """The highest tier with tokens in this step, as planned so far."""
+        return next((tier for tier in TIERS if self._decodes[tier] or self._served[tier]), None)
+
+    def _allowance_ns(self, cost: StepCost, top: Priority) -> int:
+        return self._alone_ns(cost, top) * SPARE_NUMERATOR // SPARE_DENOMINATOR
+
+    def _alone_ns(self, cost: StepCost, top: Priority) -> int:
+        """Estimated duration of the step with that tier alone."""
+        alone_ns = cost.base_ns + self._spent_ns[top] - self._single_ns(cost, top)
+        if self._decodes[top]:
+            alone_ns += self._decodes[top] * cost.token_ns + self._work[top].num_context * cost.context_ns
+        return alone_ns
+
+    def _single_ns(self, cost: StepCost, top: Priority) -> int:
+        """Cost of losing the fast path for single tokens, if the top tier has one token."""
+        is_single = self._decodes[top] == 1 and not self._spent_ns[top]
+        return min(cost.single_ns, cost.base_ns + cost.token_ns) if is_single else 0
+
+    def _below_ns(self, top: Priority) -> int:
+        return sum(self._spent_ns[tier] for tier in TIERS if tier > top)
+
+    def affordable(self, request: Request, left_ns: int) -> int:
+        num_tokens = max(left_ns, 0) // self.price_ns(request)
+        if not num_tokens:
+            self._deferred_ns = max(self._deferred_ns, self.price_ns(request))
+        return num_tokens
+
+    def price_ns(self, request: Request) -> int:
+        return 1 if self.cost is None else self.cost.price_ns(request)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        self._served[request.priority] += num_tokens
+        self._spent_ns[request.priority] += num_tokens * self.price_ns(request)
+        self.clocks[request.priority].charge(request.tenant, num_tokens)
+
+    def refund(self, request: Request, num_tokens: int) -> None:
+        self._served[request.priority] -= num_tokens
+        self._spent_ns[request.priority] -= num_tokens * self.price_ns(request)
+        self.clocks[request.priority].refund(request.tenant, num_tokens)
+
+    def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
+        self._served[priority] += num_tokens
+        self.clocks[priority].charge(tenant, num_tokens)
+
+    def covers(self, priority: Priority, num_tokens: int) -> bool:
+        return priority in self.credits and self.credits[priority] >= num_tokens * UNITS
+
+    def set_aside(self, request: Request, num_tokens: int) -> None:
+        request.is_covered = self.covers(request.priority, num_tokens)
+        if request.is_covered:
+            request.num_prepaid = num_tokens
+            self.prepaid[request.priority] += num_tokens
+            self.credits[request.priority] -= num_tokens * UNITS
+
+    def use_prepaid(self, request: Request, num_tokens: int) -> None:
+        num_used = min(num_tokens, request.num_prepaid)
+        request.num_prepaid -= num_used
+        self.prepaid[request.priority] -= num_used
+        self._num_prepaid[request.priority] += num_used
+
+    def give_back(self, request: Request) -> None:
+        if request.num_prepaid:
+            self.prepaid[request.priority] -= request.num_prepaid
+            self.credits[request.priority] += request.num_prepaid * UNITS
+            request.num_prepaid = 0
+        request.is_covered = False
+
+    def end_step(
+        self,
+        short: Collection[Priority],
+        max_num_batched_tokens: int,
+        needs: Mapping[Priority, int] = NO_NEEDS,
+        saving: Collection[Priority] = (),
+    ) -> None:
+        self._keep_spare()
+        self._max_step_tokens = max_num_batched_tokens
+        total = sum(self._served.values())
+        for priority, credit in self.credits.items():
+            if credit or short:  # otherwise no tier is short, and there is no credit to reset
+                changed = self._credit_after(priority, total, short, is_saving=priority in saving)
+                most = max_num_batched_tokens + 2 * needs.get(priority, 0) - self.prepaid[priority]
+                self.credits[priority] = max(-max_num_batched_tokens * UNITS, min(changed, max(most, 0) * UNITS))
+            self._num_prepaid[priority] = 0
+        for priority, clock in self.clocks.items():
+            clock.end_step(is_short=priority in short)
+
+    def _credit_after(self, priority: Priority, total: int, short: Collection[Priority], *, is_saving: bool) -> int:
+        """Credit of a tier after a step of `total` tokens.
+
+        `is_saving`: one of its requests was preempted and has to compute its context again. The tier then keeps credit
+        that it does not need at the moment. Otherwise a request that is preempted before it catches up, in every pause
+        of a higher tier, would not make progress.
+        """
+        credit = self.credits[priority]
+        kept = credit if is_saving else min(credit, 0)
+        gain = total * self.shares[priority]
+        if not any(any(self._work[tier]) or self._served[tier] for tier in TIERS if tier is not priority):
+            return max(min(credit + gain, 0), kept)  # it has no rivals
+        changed = credit + gain - (self._served[priority] - self._num_prepaid[priority]) * UNITS
+        if not any(tier is not priority for tier in short):
+            changed = max(changed, kept)  # no other tier was short: the tier gets no debt
+        return changed if priority in short or is_saving else min(changed, 0)
+
+    def _keep_spare(self) -> None:
+        """Carry unused time of the lower tiers over to the next step, up to about the cost of one token.
+
+        Without it, an allowance of less than one token per step would never admit a token.
+        """
+        cost = self.cost
+        if cost is None or (top := self._top()) is None:
+            return
+        self._last_ns = sum(self._alone_ns(cost, tier) - cost.base_ns for tier in TIERS) + cost.base_ns
+        below_ns, single_ns = self._below_ns(top), self._single_ns(cost, top)
+        spare_ns = self._spare_ns + self._allowance_ns(cost, top) - below_ns - (single_ns if below_ns else 0)
+        self._spare_ns = max(0, min(spare_ns, max(self._deferred_ns, cost.token_ns) + single_ns - 1))
+
 
 NS_PER_S = 1_000_000_000
 PATIENCE_S = 10.0
 
 
-class Policy(Protocol):
-    """A scheduling policy.
+class Policy:
+    """A scheduling policy. This one is the simplest: first come, first served, and no preemption by waiting requests.
 
     Each scheduler has its own instance. Times are integers in nanoseconds: keys are exact.
     """
 
-    @property
-    def ledger(self) -> Ledger: ...
+    def __init__(self) -> None:
+        self.ledger = Ledger()
 
-    def make_lane(self, priority: Priority) -> Lane:
+    def make_lane(self, priority: Priority) -> Lane:  # noqa: ARG002
         """Create an empty queue for the waiting requests of one tier."""
+        return ArrivalLane(self.key)
 
     def key(self, request: Request) -> int:
         """Order of prompts within a turn, smallest first.
 
         It may increase while a request runs, and never decreases.
         """
+        return request.arrived_ns
 
-    def urgency(self, request: Request, now_ns: int) -> int:
+    def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002
         """Order in which running requests get memory, smallest first; the last is preempted first.
 
         Constant while the request runs.
         """
+        return 0
 
-    def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
+    def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         """Whether a waiting request may take the batch row and the blocks of a running request.
 
         Running requests that need memory for their next token do not ask: they take it from the lowest tier.
         """
+        return False
 
-    def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
+    def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
         """Number of batch rows that a tier keeps while a request of a higher tier waits for one."""
+        return 0
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
         """Whether `waiting` should wait for a common prefix that `running` is computing."""
+        return (self.key(running), running.sequence) < (self.key(waiting), waiting.sequence)
 
 
-class Fair:
+class Fair(Policy):
     """Guaranteed shares for lower tiers, and fairness between tenants.
 
     Higher tiers have precedence for everything above the shares. A waiting request preempts requests of a lower tier,
@@ -65,17 +568,13 @@ class Fair:
     """
 
     def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
-        self._ledger = FairLedger(normal_share, low_share)
-
-    @property
-    def ledger(self) -> FairLedger:
-        return self._ledger
+        self.ledger: FairLedger = FairLedger(normal_share, low_share)
 
     def make_lane(self, priority: Priority) -> Lane:
-        return TenantLane(self._ledger.clocks[priority])
+        return TenantLane(self.ledger.clocks[priority])
 
     def key(self, request: Request) -> int:
-        return self._ledger.clocks[request.priority].time(request.tenant)
+        return self.ledger.clocks[request.priority].time(request.tenant)
 
     def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002 - a tier does not age
         return request.priority
@@ -85,7 +584,7 @@ class Fair:
             return False
         if running.is_catching_up:
             return not running.is_covered
-        return not self._ledger.is_owed(running.priority)
+        return not self.ledger.is_owed(running.priority)
 
     def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
         """The tier's share of the batch rows.
@@ -93,7 +592,7 @@ class Fair:
         A request may be admitted because its tier is owed service. Without kept rows it would be preempted as soon as
         its prompt had used up the credit, and most of the share would be spent on recomputing tails.
         """
-        return self._ledger.shares.get(priority, 0) * max_num_seqs // UNITS
+        return self.ledger.shares.get(priority, 0) * max_num_seqs // UNITS
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
         """True if `running` is of a higher tier, or of the same tier and its tenant is not served later."""
@@ -102,7 +601,7 @@ class Fair:
         return running.tenant == waiting.tenant or self.key(running) <= self.key(waiting)
 
 
-class Aging:
+class Aging(Policy):
     """Tiers with aging: each `patience_s` seconds of waiting raises a request by one tier.
 
     The usual form of aging, `effective = tier - waited / patience`, never changes the order of two waiting requests,
@@ -119,12 +618,9 @@ class Aging:
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         if type(patience_s) not in (int, float) or not 0 <= patience_s <= 1e6:
             raise InvalidRequest(f"patience = {patience_s!r} is not a number from 0 to 1e6 seconds")
+        super().__init__()
         self.patience_s = patience_s
-        self.ledger = OpenLedger()
         self._patience_ns = round(patience_s * NS_PER_S)
-
-    def make_lane(self, priority: Priority) -> Lane:  # noqa: ARG002
-        return ArrivalLane(self.key)
 
     def key(self, request: Request) -> int:
         return request.enqueued_ns - request.earlier_waits_ns + request.priority * self._patience_ns
@@ -140,12 +636,6 @@ class Aging:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
         return waiting.priority < running.priority and self.urgency(waiting, now_ns) < running.urgency
 
-    def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
-        return 0
-
-    def is_ahead(self, running: Request, waiting: Request) -> bool:
-        return (self.key(running), running.sequence) < (self.key(waiting), waiting.sequence)
-
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
         """Starvation bound in seconds.
 
@@ -155,29 +645,8 @@ class Aging:
         return max(0, behind - ahead) * self.patience_s
 
 
-class Fcfs:
+class Fcfs(Policy):
     """First come, first served. Ignores tiers."""
-
-    def __init__(self) -> None:
-        self.ledger = OpenLedger()
-
-    def make_lane(self, priority: Priority) -> Lane:  # noqa: ARG002
-        return ArrivalLane(self.key)
-
-    def key(self, request: Request) -> int:
-        return request.arrived_ns
-
-    def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002 - all requests are equal
-        return 0
-
-    def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
-        return False
-
-    def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
-        return 0
-
-    def is_ahead(self, running: Request, waiting: Request) -> bool:
-        return (running.arrived_ns, running.sequence) < (waiting.arrived_ns, waiting.sequence)
 
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:  # noqa: ARG002
         return 0.0

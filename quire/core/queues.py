@@ -10,8 +10,8 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
-from typing import Protocol
+from operator import attrgetter, itemgetter
+from typing import Generic, Protocol, TypeVar
 
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request, RequestState
@@ -19,6 +19,7 @@ from quire.core.values import Priority
 from quire.errors import InvalidRequest, QueueFull
 
 Key = tuple[int, int]  # the policy's key, then order of arrival
+G = TypeVar("G")
 
 
 class RequestHeap:
@@ -110,17 +111,15 @@ class ArrivalLane:
         return self._by_key.first()[0], self._by_arrival.first()[1]
 
 
-class PrefixWaiters:
-    """Requests that wait while a running request, the owner, computes their common prefix.
+class Waiters(Generic[G]):
+    """Requests that wait in groups: each group for the same event.
 
-    A waiter costs time only when its wait starts and ends. In between, a step checks only the owners.
+    A waiter costs time only when its wait starts and ends.
     """
 
     def __init__(self) -> None:
-        # (epoch of an owner, whether the waiters are its children) -> the owner, and its waiters ordered by the number
-        # of tokens that it has to compute for them
-        self._groups: dict[tuple[int, bool], tuple[Request, RequestHeap]] = {}
-        self._group_of: dict[int, tuple[int, bool]] = {}  # request id of a waiter -> key of its group
+        self._groups: dict[G, RequestHeap] = {}
+        self._group_of: dict[int, G] = {}  # by request id
         self._counts: Counter[tuple[Priority, str]] = Counter()  # (tier, tenant) -> number of waiters
 
     def __len__(self) -> int:
@@ -130,22 +129,27 @@ class PrefixWaiters:
         return request.request_id in self._group_of
 
     def __iter__(self) -> Iterator[Request]:
-        for _, heap in self._groups.values():
+        for heap in self._groups.values():
             yield from heap
 
     def count(self, priority: Priority, tenant: str) -> int:
         return self._counts[priority, tenant]
 
-    def park(self, request: Request, owner: Request, num_tokens: int) -> None:
-        """Add a waiter until the owner has computed `num_tokens` or has stopped running."""
-        group = (owner.epoch, request.parent is owner)
+    def groups(self) -> list[G]:
+        return list(self._groups)
+
+    def group_of(self, request: Request) -> G:
+        return self._group_of[request.request_id]
+
+    def park(self, request: Request, group: G, key: Key = (0, 0)) -> None:
+        """Add a waiter to a group. `key`: order within the group; it begins with the length of its prefix."""
         self._group_of[request.request_id] = group
         self._counts[request.priority, request.tenant] += 1
-        self._groups.setdefault(group, (owner, RequestHeap()))[1].push((num_tokens, request.sequence), request)
+        self._groups.setdefault(group, RequestHeap()).push(key, request)
 
     def remove(self, request: Request) -> None:
         group = self._group_of.pop(request.request_id)
-        heap = self._groups[group][1]
+        heap = self._groups[group]
         heap.remove(request)
         if not heap:
             del self._groups[group]
@@ -153,67 +157,16 @@ class PrefixWaiters:
         if not self._counts[request.priority, request.tenant]:
             del self._counts[request.priority, request.tenant]
 
-    def pop_ready(self, can_share: Callable[[Request], bool]) -> list[Request]:
-        """Remove and return waiters whose prefix is computed or will not be available.
-
-        It will not be available if the owner has stopped running or will not publish it (`can_share`). A child takes
-        the blocks from its parent's table, so they need not be published.
-        """
-        ready: list[Request] = []
-        for (epoch, is_parent), (owner, heap) in list(self._groups.items()):
-            is_owner = owner.epoch == epoch and owner.state is RequestState.RUNNING
-            is_owner = is_owner and (is_parent or can_share(owner))
-            while heap and (not is_owner or heap.first()[0][0] <= owner.num_computed):
-                waiter = heap.first()[1]
-                self.remove(waiter)
-                ready.append(waiter)
-        return ready
-
-
-class LoadWaiters:
-    """Requests that wait while a prefix is loaded from a lower tier."""
-
-    def __init__(self) -> None:
-        self._groups: dict[int, dict[int, Request]] = {}  # load id -> request id -> waiter
-        self._load_of: dict[int, int] = {}  # request id of a waiter -> load id
-        self._counts: Counter[tuple[Priority, str]] = Counter()  # (tier, tenant) -> number of waiters
-
-    def __len__(self) -> int:
-        return len(self._load_of)
-
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._load_of
-
-    def __iter__(self) -> Iterator[Request]:
-        for group in self._groups.values():
-            yield from group.values()
-
-    def count(self, priority: Priority, tenant: str) -> int:
-        return self._counts[priority, tenant]
-
-    def load_of(self, request: Request) -> int:
-        return self._load_of[request.request_id]
-
-    def park(self, request: Request, load_id: int) -> None:
-        self._groups.setdefault(load_id, {})[request.request_id] = request
-        self._load_of[request.request_id] = load_id
-        self._counts[request.priority, request.tenant] += 1
-
-    def remove(self, request: Request) -> None:
-        load_id = self._load_of.pop(request.request_id)
-        del self._groups[load_id][request.request_id]
-        if not self._groups[load_id]:
-            del self._groups[load_id]
-        self._counts[request.priority, request.tenant] -= 1
-        if not self._counts[request.priority, request.tenant]:
-            del self._counts[request.priority, request.tenant]
-
-    def pop(self, load_id: int) -> list[Request]:
-        """Remove and return the waiters of a load."""
-        waiters = list(self._groups.get(load_id, {}).values())
-        for request in waiters:
+    def pop(self, group: G, num_tokens: int | None = None) -> list[Request]:
+        """Remove and return the waiters of a group whose prefix has at most this many tokens. None: all of them."""
+        popped: list[Request] = []
+        while heap := self._groups.get(group):
+            (length, _), request = heap.first()
+            if num_tokens is not None and length > num_tokens:
+                break
             self.remove(request)
-        return waiters
+            popped.append(request)
+        return popped
 
 
 class WaitingQueue:
@@ -224,8 +177,10 @@ class WaitingQueue:
             raise InvalidRequest(f"{max_requests = } is less than 1")
         self.max_requests = max_requests
         self._lanes = {priority: make_lane(priority) for priority in Priority}
-        self.prefix_waiters = PrefixWaiters()
-        self.load_waiters = LoadWaiters()
+        # Requests that wait while a running request, the owner, computes their common prefix: by the owner, its epoch,
+        # and whether they are its children.
+        self.prefix_waiters: Waiters[tuple[Request, int, bool]] = Waiters()
+        self.load_waiters: Waiters[int] = Waiters()  # requests that wait while a prefix is loaded, by the load's id
         self._ids: set[int] = set()
         self.num_tokens = 0  # known tokens of all waiting requests
 
@@ -267,17 +222,25 @@ class WaitingQueue:
     def head(self, tiers: Collection[Priority] = tuple(Priority)) -> tuple[Key, Request] | None:
         """The next request of these tiers, with its key."""
         heads = [self._lanes[priority].first() for priority in tiers if self._lanes[priority]]
-        return min(heads, key=_key_of) if heads else None
+        return min(heads, key=itemgetter(0)) if heads else None
 
     def park(self, request: Request, owner: Request, num_tokens: int) -> None:
-        """Let a request wait for a prefix in flight, until `owner` has computed `num_tokens`."""
+        """Let a request wait for a prefix in flight, until `owner` has computed `num_tokens` or has stopped running."""
         self._lanes[request.priority].remove(request)
-        self.prefix_waiters.park(request, owner, num_tokens)
+        group = (owner, owner.epoch, request.parent is owner)
+        self.prefix_waiters.park(request, group, (num_tokens, request.sequence))
 
     def unpark(self, can_share: Callable[[Request], bool]) -> None:
-        """Move prefix waiters whose wait has ended back into their lanes."""
-        for request in self.prefix_waiters.pop_ready(can_share):
-            self._lanes[request.priority].push(request)
+        """Move prefix waiters whose prefix is computed, or will not be available, back into their lanes.
+
+        It will not be available if the owner has stopped running or will not publish it (`can_share`). A child takes
+        the blocks from its parent's table, so they need not be published.
+        """
+        for group in self.prefix_waiters.groups():
+            owner, epoch, is_parent = group
+            is_owner = owner.epoch == epoch and owner.state is RequestState.RUNNING
+            is_owner = is_owner and (is_parent or can_share(owner))
+            self._return(self.prefix_waiters.pop(group, owner.num_computed if is_owner else None))
 
     def park_for_load(self, request: Request, load_id: int) -> None:
         """Let a request wait for a load."""
@@ -286,7 +249,9 @@ class WaitingQueue:
 
     def unpark_load(self, load_id: int) -> list[Request]:
         """Move the waiters of a load back into their lanes, and return them."""
-        waiters = self.load_waiters.pop(load_id)
+        return self._return(self.load_waiters.pop(load_id))
+
+    def _return(self, waiters: list[Request]) -> list[Request]:
         for request in waiters:
             self._lanes[request.priority].push(request)
         return waiters
@@ -301,10 +266,6 @@ class WaitingQueue:
         else:
             self._lanes[request.priority].remove(request)
         self.num_tokens -= len(request.tokens)
-
-
-def _key_of(head: tuple[Key, Request]) -> Key:
-    return head[0]
 
 
 _order = attrgetter("urgency", "sequence")

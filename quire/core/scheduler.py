@@ -48,18 +48,18 @@ class Scheduler:
         if max_model_len is not None and max_model_len < 2:
             raise InvalidRequest(f"{max_model_len = } is less than 2: one prompt token and one output token")
         self.max_model_len = cache.max_model_len if max_model_len is None else min(max_model_len, cache.max_model_len)
-        if cache.hybrid is not None:
-            cache.hybrid.reserve(max_num_seqs, min(max_chunk_tokens, self.max_model_len))
+        for group in cache.memory.groups:
+            group.reserve(max_num_seqs, min(max_chunk_tokens, self.max_model_len))
         self._observe = observe
         self._requests: dict[int, Request] = {}  # running and waiting requests by id
         self.requests = MappingProxyType(self._requests)  # read-only view
-        self._running = RunningSet(max_num_seqs, cache)
-        self._waiting = WaitingQueue(policy.make_lane, max_waiting)
+        self.running = RunningSet(max_num_seqs, cache)
+        self.waiting = WaitingQueue(policy.make_lane, max_waiting)
         self.planner = Planner(
             cache,
             policy,
-            self._running,
-            self._waiting,
+            self.running,
+            self.waiting,
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_mixed_tokens=max_mixed_tokens,
@@ -72,14 +72,6 @@ class Scheduler:
         self._is_draining = False
 
     # Queries
-
-    @property
-    def running(self) -> RunningSet:
-        return self._running
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        return self._waiting
 
     @property
     def in_flight(self) -> tuple[StepPlan, ...]:
@@ -109,7 +101,7 @@ class Scheduler:
             if request.state is not RequestState.NEW or request.request_id in self._requests:
                 raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
             self.cache.check_fits(request.num_prompt_tokens, self.max_model_len)
-            self._waiting.check_room()
+            self.waiting.check_room()
         except QuireError as error:
             self._observe(Refused(request.request_id, type(error).__name__))
             raise
@@ -123,7 +115,7 @@ class Scheduler:
         request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
         self._requests[request.request_id] = request
         self.policy.ledger.arrive(request)
-        self._waiting.push(request)
+        self.waiting.push(request)
         self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 
     def cancel(self, request_id: int) -> bool:
@@ -167,7 +159,7 @@ class Scheduler:
         transfers = NO_TRANSFERS if levels is None else levels.pop_plan()
         if not step.slices:
             return StepPlan((), (), (), (), *transfers)
-        released = self._running.pop_released()
+        released = self.running.pop_released()
         plan = StepPlan(tuple(step.slices), tuple(step.copies), released, tuple(step.window_copies), *transfers)
         self._in_flight.append(plan)
         return plan
@@ -179,7 +171,7 @@ class Scheduler:
         levels = self.cache.levels
         if levels is None:
             return StepPlan((), (), ())
-        levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.blocks)
+        levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.held.blocks)
         return StepPlan((), (), (), (), *levels.pop_plan())
 
     def finish_read(self, read_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
@@ -211,11 +203,10 @@ class Scheduler:
             raise InvariantViolation(f"{len(result.tokens)} results for {len(plan.slices)} slices")
         self._in_flight.popleft()
         updates: list[TokenUpdate] = []
-        requests, hybrid = self._requests, self.cache.hybrid
+        requests, memory = self._requests, self.cache.memory
         # Before requests end: the sources of copies are ends of prefixes, to be evicted before the blocks they follow.
-        self.cache.settle(plan.copies)
-        if hybrid is not None:
-            hybrid.settle(plan.window_copies)
+        self.cache.settle(plan.copies, plan.window_copies)
+        is_hybrid = memory.is_hybrid
         has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rare, so tested once
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
@@ -231,8 +222,8 @@ class Scheduler:
                 tokens = self._settle_drafts(request, piece, tokens)
             else:
                 self._advance(request, piece.start + piece.length)
-                if hybrid is not None:
-                    hybrid.commit(request, self.cache.chain(request))
+                if is_hybrid:
+                    memory.commit(request, self.cache.chain(request))
             if not has_more:
                 if piece.wants_token:
                     updates.append(self._accept(request, piece, tokens))
@@ -265,10 +256,10 @@ class Scheduler:
         request.tokens.extend(tokens)
         request.num_planned = end = piece.start + piece.length - piece.num_drafts + len(tokens) - 1
         self._advance(request, end)
-        if (hybrid := self.cache.hybrid) is not None:
-            if end < piece.start + piece.length:
-                hybrid.roll_back(request, piece)
-            hybrid.commit(request, self.cache.chain(request))
+        memory = self.cache.memory
+        if memory.states.is_used and end < piece.start + piece.length:
+            memory.states.roll_back(request, piece)
+        memory.commit(request, self.cache.chain(request))
         return tokens
 
     def _accept(self, request: Request, piece: SeqSlice, tokens: tuple[int, ...]) -> TokenUpdate:
@@ -291,9 +282,9 @@ class Scheduler:
             return False
         self.policy.ledger.give_back(request)
         if request.state is RequestState.RUNNING:
-            self._running.vacate(request)
+            self.running.vacate(request)
         else:
-            self._waiting.remove(request)
+            self.waiting.remove(request)
             request.epoch += 1
         if num_output_tokens is not None:  # a new array: a plan in flight reads the old one as its history
             request.tokens = request.tokens[: request.num_prompt_tokens + num_output_tokens]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quire.backends.base import Runner, TokenMasks
 from quire.core.cache.prefix import CacheExplanation
-from quire.core.memory.hybrid import choose_boundaries
+from quire.core.memory import choose_boundaries
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import BlockCopy, Load, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, TokenUpdate

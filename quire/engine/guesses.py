@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from quire.backends.base import Capacity
 from quire.backends.sampling import has_penalty
-from quire.core.fairness import StepCost
+from quire.core.policy import StepCost
 from quire.core.request import Request
 from quire.engine.masks import GrammarMasks
 

@@ -40,7 +40,7 @@ class ModelText:
         self.defaults = defaults
         self.tokenizer = tokenizer
         self.template = template
-        # Where messages start matters to recurrent states and windows: see quire/core/memory/hybrid.py.
+        # Where messages start matters to recurrent states and windows: see quire/core/memory.py.
         has_states = any(not isinstance(layer.mixer, AttentionSpec) for layer in spec.layers)
         self._has_points = has_states or any(spec.windows)
         self.eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_token_ids)))

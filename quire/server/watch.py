@@ -18,9 +18,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from quire.core.cache.pool import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
-from quire.core.memory.states import StateStats
-from quire.core.memory.windows import WindowStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ModelManager, ModelState
 from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
@@ -308,7 +307,7 @@ def _blocks(blocks: Blocks) -> WatchedBlocks:
     )
 
 
-def _windows(found: WindowStats | None, num_bytes: int) -> WatchedPool | None:
+def _windows(found: PoolStats | None, num_bytes: int) -> WatchedPool | None:
     if found is None:
         return None
     num_free = found.num_free - found.num_cached

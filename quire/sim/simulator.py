@@ -21,10 +21,9 @@ from random import Random
 
 from quire.core.cache.block import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
-from quire.core.fairness import StepCost
 from quire.core.kv_cache import CacheStats, KVCacheManager
-from quire.core.memory.hybrid import Place, choose_boundaries
-from quire.core.policy import NS_PER_S, make_policy
+from quire.core.memory import Place, choose_boundaries
+from quire.core.policy import NS_PER_S, StepCost, make_policy
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenUpdate, accepted

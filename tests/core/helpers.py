@@ -8,7 +8,7 @@ from typing import TypeVar
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.cache.block import KVCacheBlock
-from quire.core.cache.block_pool import BlockPool
+from quire.core.cache.pool import BlockPool
 from quire.core.cache.prefix import NO_HIT
 from quire.core.events import Event
 from quire.core.kv_cache import KVCacheManager

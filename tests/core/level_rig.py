@@ -308,15 +308,13 @@ class TieredRig(Rig):
 
     def restarted(self) -> TieredRig:
         """A new process of the same model, with the disk of this one."""
-        hybrid = self.cache.hybrid
-        windows = None if hybrid is None else hybrid.windows
-        states = None if hybrid is None else hybrid.states
+        windows, states = self.cache.memory.windows, self.cache.memory.states
         rig = TieredRig(
             has_disk=True,
             host_bytes=UNLIMITED,
             window=self.window,
-            num_window_blocks=0 if windows is None else len(windows.pool.blocks),
-            num_states=0 if states is None else len(states.pool.slots),
+            num_window_blocks=len(windows.pool.blocks) if windows.is_used else 0,
+            num_states=len(states.pool.blocks) if states.is_used else 0,
         )
         rig.store.stored[Level.DISK] = self.store.stored[Level.DISK]
         found = list(self.store.stored[Level.DISK])

@@ -10,7 +10,7 @@ import pytest
 
 from quire.core.cache.block import KVCacheBlock, Linked
 from quire.core.check import audit, check_scheduler
-from quire.core.levels.loads import PrefixLoad
+from quire.core.levels.levels import PrefixLoad
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.values import Level, SamplingParams
@@ -194,8 +194,8 @@ VIOLATIONS: dict[str, Callable[[Scheduler], None]] = {
     "wrong backward link in the free list": break_link,
     "free block missing from the free list": lose_free_block,
     "length of the free list": miscount("cache.pool.free._len"),
-    "number of cached blocks": miscount("cache.pool._num_cached"),
-    "number of shared blocks": miscount("cache.pool._num_shared"),
+    "number of cached blocks": miscount("cache.pool.num_cached"),
+    "number of shared blocks": miscount("cache.pool.num_shared"),
     "null block": hold_null_block,
     "block that does not exist": hold_unknown_block,
     "two writers of a block": share_written_block,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.core.events import Preempted, PrefixWaited
-from quire.core.fairness import UNITS, StepCost
-from quire.core.policy import Aging, Fair, Fcfs, make_policy
+from quire.core.policy import UNITS, Aging, Fair, Fcfs, StepCost, make_policy
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
 from tests.core.helpers import NS, Rig, shape

@@ -7,11 +7,10 @@ import pytest
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.cache.block import KVCacheBlock, WindowBlock
+from quire.core.cache.pool import StatePool, WindowPool
 from quire.core.cache.prefix import StopReason
 from quire.core.kv_cache import KVCacheManager
-from quire.core.memory.hybrid import ALL_PLACES, Place, cached_window, place_points
-from quire.core.memory.states import StatePool
-from quire.core.memory.windows import WindowPool
+from quire.core.memory import ALL_PLACES, Place, cached_window, place_points
 from quire.core.policy import Fair
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
@@ -90,9 +89,7 @@ class HybridRig(Rig):
 
     def peak_windows(self, request: Request) -> int:
         """Run a request, and return the largest number of window blocks in use."""
-        assert self.cache.hybrid is not None
-        assert self.cache.hybrid.windows is not None
-        pool, most = self.cache.hybrid.windows.pool, 0
+        pool, most = self.cache.memory.windows.pool, 0
         self.scheduler.add(request, 0)
         while self.scheduler.has_work:
             self.step()
@@ -263,30 +260,30 @@ def test_clear_forgets_states_and_windows() -> None:
 def fill(pool: StatePool, *costs: int) -> list[bytes]:
     names = [bytes([number]) for number in range(len(costs))]
     for name, cost in zip(names, costs, strict=True):
-        slot = pool.take()
+        slot = pool.take(1)[0]
         pool.publish(slot, name, b"", cost)
-        pool.release(slot)
+        pool.release((slot,))
     return names
 
 
 def test_the_state_that_saves_least_is_evicted_first() -> None:
     pool = StatePool(4)
     fill(pool, 500, 20, 3000)
-    pool.take()
-    assert pool.at(b"\x01") is None
-    pool.take()
-    assert pool.at(b"\x00") is None
-    assert pool.at(b"\x02") is not None
+    pool.take(1)
+    assert not pool.at(b"\x01")
+    pool.take(1)
+    assert not pool.at(b"\x00")
+    assert pool.at(b"\x02")
 
 
 def test_a_costly_state_that_nobody_uses_is_evicted_in_the_end() -> None:
     pool = StatePool(3)
     fill(pool, 1000)
     for number in range(10, 40):
-        slot = pool.take()
+        slot = pool.take(1)[0]
         pool.publish(slot, bytes([number]), b"", 100)
-        pool.release(slot)
-        if pool.at(b"\x00") is None:
+        pool.release((slot,))
+        if not pool.at(b"\x00"):
             break
     else:
         pytest.fail("the evictor never gave up the most costly state")
@@ -296,11 +293,9 @@ def test_a_costly_state_that_nobody_uses_is_evicted_in_the_end() -> None:
 def test_use_renews_a_state() -> None:
     pool = StatePool(3)
     fill(pool, 100, 100)
-    held = pool.at(b"\x00")
-    assert held is not None
-    pool.take()  # evicts one of two equal states, and advances the clock
-    kept = b"\x00" if pool.at(b"\x00") is not None else b"\x01"
-    slot = (pool.at(kept) or {})[b""]
+    pool.take(1)  # evicts one of two equal states, and advances the clock
+    kept = b"\x00" if pool.at(b"\x00") else b"\x01"
+    slot = pool.at(kept)[b""]
     score = slot.score
     pool.touch(slot)
     assert slot.score > score
@@ -310,9 +305,7 @@ def test_a_request_that_computes_shared_blocks_again_leaves_them_in_the_tree() -
     """It ends before it has passed the keys and values that it shares: it has computed nothing of its own."""
     rig = HybridRig(num_states=40, max_chunk_tokens=2)
     rig.answer(ask(1, range(17)))
-    assert rig.cache.hybrid is not None
-    assert rig.cache.hybrid.states is not None
-    rig.cache.hybrid.states.pool.evict_unused()
+    rig.cache.memory.states.pool.evict_unused()
     request = ask(2, range(17))
     rig.scheduler.add(request, 0)
     plan = rig.step()

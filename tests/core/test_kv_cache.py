@@ -225,7 +225,7 @@ def test_pinning_the_prompt_of_a_request_computes_no_new_keys() -> None:
     assert cache.pin_prompt("b", request, 11, 10**9) == 8
     assert digest.num_calls == num_calls
     assert cache.pin("c", range(50), "", 10**9) == 48  # by tokens
-    assert [ids(pin.blocks) for pin in cache.pins] == [list(range(1, 13)), [1, 2], list(range(1, 13))]
+    assert [ids(pin.held.blocks) for pin in cache.pins] == [list(range(1, 13)), [1, 2], list(range(1, 13))]
 
 
 def test_release_does_not_change_the_old_table_that_a_plan_may_read() -> None:
@@ -353,7 +353,7 @@ def test_a_pin_longer_than_half_the_pool_is_cut() -> None:
     request = make_request(1, 28)
     compute(cache, request)
     assert cache.pin("long", request.tokens, "", 10**9) == 16
-    assert [ids(pin.blocks) for pin in cache.pins] == [[1, 2, 3, 4]]  # the first blocks are kept
+    assert [ids(pin.held.blocks) for pin in cache.pins] == [[1, 2, 3, 4]]  # the first blocks are kept
 
 
 def test_pinning_again_extends_and_renews() -> None:

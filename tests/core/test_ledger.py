@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from quire.core.fairness import UNITS, FairLedger, OpenLedger, StepCost, TierWork, Turn
+from quire.core.policy import UNITS, FairLedger, Ledger, StepCost, TierWork, Turn
 from quire.core.request import Request
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
@@ -307,7 +307,7 @@ def test_invalid_shares_are_refused(shares: tuple[float, float], message: str) -
 
 
 def test_an_open_ledger_has_one_turn_for_all_tiers() -> None:
-    ledger = OpenLedger()
+    ledger = Ledger()
     ledger.cost = StepCost(1, 1)
     assert not ledger.rationed
     assert [turn.tiers for turn in ledger.turns()] == [tuple(Priority)]

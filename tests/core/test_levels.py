@@ -11,9 +11,8 @@ from quire.core.admission import MAX_LOAD_WAITS
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.check import check_scheduler
 from quire.core.events import PrefixLoaded
-from quire.core.levels.levels import MIN_TIMEOUT_NS
+from quire.core.levels.levels import MIN_TIMEOUT_NS, READY_NS
 from quire.core.levels.lower_level import LevelSpeed
-from quire.core.levels.reads import READY_NS
 from quire.core.request import Request, RequestState
 from quire.core.step import Load, MemoryKind
 from quire.core.values import Level, Priority, SamplingParams
@@ -52,11 +51,8 @@ def check_nothing_is_held(rig: TieredRig) -> None:
     assert not rig.scheduler.has_work
     check_scheduler(rig.scheduler)
     assert rig.cache.pool.num_free == rig.cache.pool.num_usable
-    hybrid = rig.cache.hybrid
-    if hybrid is not None and hybrid.windows is not None:
-        assert hybrid.windows.pool.num_free == hybrid.windows.pool.num_usable
-    if hybrid is not None and hybrid.states is not None:
-        assert hybrid.states.pool.num_available == hybrid.states.pool.num_usable
+    for pool in rig.cache.memory.pools[1:]:
+        assert pool.num_free == pool.num_usable
     assert not any(sum(level.num_reserved) for level in rig.levels.levels)
 
 
@@ -293,9 +289,7 @@ def test_salts_share_nothing_below_the_device() -> None:
 
 def evict_windows(rig: TieredRig) -> None:
     """Evict the window blocks only, and complete the saves."""
-    assert rig.cache.hybrid is not None
-    assert rig.cache.hybrid.windows is not None
-    windows = rig.cache.hybrid.windows.pool
+    windows = rig.cache.memory.windows.pool
     windows.release(windows.take(windows.num_free), is_kept=False)
     rig.step()
     rig.finish_saves()
@@ -322,9 +316,7 @@ def test_window_blocks_and_a_state_are_loaded_with_the_blocks(window: int, num_s
 def test_only_the_state_is_loaded_if_the_device_has_the_rest() -> None:
     rig = host_rig(num_states=40)
     first = rig.compute(PROMPT)
-    assert rig.cache.hybrid is not None
-    assert rig.cache.hybrid.states is not None
-    assert rig.cache.hybrid.states.pool.evict_unused() == 2
+    assert rig.cache.memory.states.pool.evict_unused() == 2
     rig.step()
     rig.finish_saves()
     request = rig.wait_for_load([*PROMPT, *first.output, 1, 2])
@@ -376,8 +368,8 @@ def test_a_load_holds_the_window_blocks_on_the_device_that_the_request_needs_too
     rig.wait_for_load([*PROMPT, *first.output, 1, 2])
     (load,) = rig.levels.loads
     assert [stored.content.kind for stored in load.reach.pieces] == [BLOCK, WINDOW]
-    assert [block.ref_count for block in load.reach.kept_windows] == [1, 1]
-    assert [block.node for block in load.reach.kept_windows] == [*load.prefix[2:4]]
+    assert [block.ref_count for block in load.reach.kept.windows] == [1, 1]
+    assert [block.node for block in load.reach.kept.windows] == [*load.prefix[2:4]]
     rig.run()
     check_nothing_is_held(rig)
 
@@ -389,8 +381,7 @@ def test_a_load_holds_the_state_on_the_device_that_the_request_needs_too() -> No
     rig.wait_for_load([*PROMPT, *first.output, 1, 2])
     (load,) = rig.levels.loads
     assert {stored.content.kind for stored in load.reach.pieces} == {WINDOW}
-    assert load.reach.kept_state is not None
-    assert load.reach.kept_state.ref_count == 1
+    assert [slot.ref_count for slot in load.reach.kept.states] == [1]
     rig.run()
     check_nothing_is_held(rig)
 
@@ -743,13 +734,9 @@ def test_a_read_holds_no_window_blocks_and_states(window: int, num_states: int) 
     rig = with_disk(window=window, num_window_blocks=80 if window else 0, num_states=num_states, buffers=(4, 4, 4))
     request = rig.wait_for_load([*PROMPT, 1, 2])
     assert rig.levels.reads.num_buffers[0] == 4
-    hybrid = rig.cache.hybrid
-    assert hybrid is not None
     assert rig.cache.pool.num_free == rig.cache.pool.num_usable
-    if hybrid.windows is not None:
-        assert hybrid.windows.pool.num_free == hybrid.windows.pool.num_usable
-    if hybrid.states is not None:
-        assert hybrid.states.pool.num_available == hybrid.states.pool.num_usable
+    for pool in rig.cache.memory.pools[1:]:
+        assert pool.num_free == pool.num_usable
     rig.run()
     rig.check_answer(request)
     assert request.num_cached_tokens >= 16

@@ -8,8 +8,7 @@ from typing import Any
 from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.cache.prefix import NO_HIT
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.level_search import LevelSearch, Reach
-from quire.core.levels.lower_level import LevelSpeed, LowerLevel
+from quire.core.levels.lower_level import LevelSearch, LevelSpeed, LowerLevel, Reach
 from quire.core.request import Request
 from quire.core.step import Content, MemoryKind
 from quire.core.values import Level
@@ -298,7 +297,7 @@ def test_a_search_looks_at_no_window_block_twice_for_a_position_that_it_excludes
     counting = Counting(Level.DISK, SIZES)
     for stored in rig.level(Level.DISK):
         counting.add(stored.content)
-    searching = LevelSearch([counting], BLOCK_SIZE, rig.cache.hybrid)
+    searching = LevelSearch([counting], rig.cache.memory)
     chain = rig.cache.chain(Request(0, tokens))
     Counting.num_finds = 0
     reach = searching.find(chain, len(tokens) - 1, NO_HIT)

@@ -11,7 +11,7 @@ import pytest
 from quire.core.cache.block import KVCacheBlock
 from quire.core.check import check_cache
 from quire.core.kv_cache import KVCacheManager
-from quire.core.memory.pins import MAX_PINS
+from quire.core.memory import MAX_PINS
 
 LATER = 10**18
 

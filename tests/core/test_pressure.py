@@ -6,9 +6,8 @@ import pytest
 
 from quire.core.admission import StepBuilder
 from quire.core.events import PinYielded, Preempted
-from quire.core.fairness import UNITS, FairLedger, StepCost
 from quire.core.planner import MAX_WAIT_STEPS
-from quire.core.policy import Fair
+from quire.core.policy import UNITS, Fair, FairLedger, StepCost
 from quire.core.request import Request, RequestState
 from quire.core.step import StepPlan
 from quire.core.values import Priority

@@ -184,11 +184,8 @@ def test_window_blocks_and_states_go_to_disk_where_their_block_is(is_saved: bool
     disk = rig.level(Level.DISK)
     for stored in [stored for stored in disk if stored.content.kind is not BLOCK]:
         disk.remove(stored.content)
-    assert rig.cache.hybrid is not None
-    assert rig.cache.hybrid.windows is not None
-    assert rig.cache.hybrid.states is not None
-    rig.cache.hybrid.states.pool.evict_unused()
-    windows = rig.cache.hybrid.windows.pool
+    rig.cache.memory.states.pool.evict_unused()
+    windows = rig.cache.memory.windows.pool
     windows.release(windows.take(windows.num_free), is_kept=False)
     kinds = {save.content.kind for save in rig.step().saves}
     assert kinds == ({WINDOW, STATE} if is_saved else set())

@@ -101,7 +101,7 @@ def test_load_waiters_wait_in_groups() -> None:
     assert (len(queue), queue.num_tokens, queue.head()) == (3, 9, None)
     assert list(queue.load_waiters) == [first, third, second]
     assert set(queue) == {first, second, third}
-    assert queue.load_waiters.load_of(third) == 7
+    assert queue.load_waiters.group_of(third) == 7
     assert queue.num_prefix_waiters(first) == 3
     assert queue.num_ready(Priority.NORMAL) == 0
     queue.remove(first)

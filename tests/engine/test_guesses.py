@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from quire.core.fairness import StepCost
+from quire.core.policy import StepCost
 from quire.core.step import accepted
 from quire.engine.guesses import INDEX_PER_CALL, NUM_FAILURES, Drafter, TokenIndex, match_length, num_paying
 

@@ -15,9 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.backends.base import Capacity, RunnerFacts
+from quire.core.cache.pool import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
-from quire.core.memory.states import StateStats
-from quire.core.memory.windows import WindowStats
 from quire.core.values import FinishReason, Priority
 from quire.engine.engine import EngineOutput
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped, TierStats
@@ -144,7 +143,7 @@ def test_window_blocks_and_states_are_shown_if_the_model_has_them() -> None:
     cache = replace(
         CACHE,
         num_recomputed_tokens=70,
-        windows=WindowStats(num_blocks=20, num_free=15, num_cached=9, num_in_use=5, num_evictions=4),
+        windows=PoolStats(num_blocks=20, num_free=15, num_cached=9, num_in_use=5, num_evictions=4),
         states=StateStats(num_slots=12, num_free=2, num_cached=7, num_in_use=3, num_snapshots=8, num_evictions=6),
     )
     found = text(Metrics("m"), msgspec.structs.replace(STATS, cache=cache))

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from starlette.responses import StreamingResponse
 
-from quire.core.memory.windows import WindowStats
+from quire.core.cache.pool import PoolStats
 from quire.core.values import Priority
 from quire.engine.engine import EngineOutput
 from quire.engine.model_manager import ModelManager
@@ -528,7 +528,7 @@ def test_activity_counters() -> None:
 
 
 def test_blocks_of_windows_are_shown_by_state() -> None:
-    found = WindowStats(num_blocks=20, num_free=15, num_cached=9, num_in_use=5, num_evictions=4)
+    found = PoolStats(num_blocks=20, num_free=15, num_cached=9, num_in_use=5, num_evictions=4)
     assert _windows(found, 640) == WatchedPool(free=6, cached=9, in_use=5, num_evictions=4, num_bytes=640)
     assert _windows(None, 640) is None
 

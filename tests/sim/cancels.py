@@ -157,11 +157,8 @@ class CancelStorm:
         assert not self.scheduler.has_work
         check_scheduler(self.scheduler)
         self.counts["leaked"] += self.cache.pool.num_usable - self.cache.pool.num_free
-        hybrid = self.cache.hybrid
-        if hybrid is not None and hybrid.windows is not None:
-            self.counts["leaked"] += hybrid.windows.pool.num_usable - hybrid.windows.pool.num_free
-        if hybrid is not None and hybrid.states is not None:
-            self.counts["leaked"] += hybrid.states.pool.num_usable - hybrid.states.pool.num_available
+        for pool in self.cache.memory.pools[1:]:
+            self.counts["leaked"] += pool.num_usable - pool.num_free
         self.counts["drains"] += 1
 
 

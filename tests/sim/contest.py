@@ -12,9 +12,8 @@ from random import Random
 
 from quire.core.check import check_scheduler
 from quire.core.events import Admitted, Event, Preempted
-from quire.core.fairness import UNITS, StepCost
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import NS_PER_S, Aging, Fair
+from quire.core.policy import NS_PER_S, UNITS, Aging, Fair, StepCost
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult

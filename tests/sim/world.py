@@ -28,13 +28,11 @@ from quire.core.events import (
     Refused,
     StaleResultDropped,
 )
-from quire.core.fairness import StepCost
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import MIN_TIMEOUT_NS
+from quire.core.levels.levels import MIN_TIMEOUT_NS, ReadState
 from quire.core.levels.lower_level import LevelSpeed, LowerLevel
-from quire.core.levels.reads import ReadState
 from quire.core.levels.saves import SaveLimits
-from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
+from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy, StepCost
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, TokenUpdate
@@ -585,8 +583,8 @@ class World:
         waiters = self.scheduler.waiting.load_waiters
         if request in waiters:
             self.counts["cancels of load waiters"] += 1
-            load_id = waiters.load_of(request)
-            self.counts["loads without waiters"] += sum(waiters.load_of(one) == load_id for one in waiters) == 1
+            load_id = waiters.group_of(request)
+            self.counts["loads without waiters"] += sum(waiters.group_of(one) == load_id for one in waiters) == 1
 
     def _finish(self) -> None:
         """End a request at a stop string found above the core, some tokens ago."""
@@ -1055,7 +1053,7 @@ class World:
         levels, waiters = self.scheduler.cache.levels, self.scheduler.waiting.load_waiters
         if levels is None:
             return
-        awaited = Counter(waiters.load_of(request) for request in waiters)
+        awaited = Counter(waiters.group_of(request) for request in waiters)
         for load in (*levels.loads, *(read for read in levels.reads if read.state is ReadState.READING)):
             is_late = load.deadline_ns <= self.now_ns
             self._require(not (is_late and awaited[load.load_id]), f"a request waits for a late load: {load!r}")
@@ -1066,7 +1064,7 @@ class World:
             self._num_advances, self._advanced_ns = self.store.num_advances, self.now_ns
         is_quiet = self.now_ns - self._advanced_ns > MIN_TIMEOUT_NS and not self.store.is_copying
         self._require(not (is_quiet and awaited), f"nothing is read or copied for long, and {awaited} are waited for")
-        self._check_idle_step(plan, [one.priority for one in waiters if levels.loads.get(waiters.load_of(one))])
+        self._check_idle_step(plan, [one.priority for one in waiters if levels.loads.get(waiters.group_of(one))])
         self.counts["reads that hung"] = self.store.num_hung
         self.counts["reads that ended late"] = self.store.num_late_answers
         self.counts["steps with queued reads"] += any(read.state is ReadState.QUEUED for read in levels.reads)
@@ -1249,37 +1247,34 @@ class World:
             return False
         cache = scheduler.cache
         dropped = Counter(block for victim in victims for block in victim.block_table)
-        dropped.update(block.block_id for pin in cache.pins for block in pin.blocks)
+        dropped.update(block.block_id for pin in cache.pins for block in pin.held.blocks)
         num_freed = sum(cache.pool.blocks[block].ref_count == count for block, count in dropped.items())
         num_needed = -(-len(request.tokens) // setup.block_size)
         num_steps = len(request.tokens) // setup.max_chunk_tokens if request.num_preemptions else 0
         spare = (len(rest) + 1) * (1 + num_steps // setup.block_size) + num_kept + 1
         if cache.pool.num_free + num_freed < num_needed + spare:
             return False
-        windows = None if cache.hybrid is None else cache.hybrid.windows
-        if windows is None:
+        windows = cache.memory.windows
+        if not windows.is_used:
             return True
         tables = Counter(block for victim in victims for block in victim.window_table if block)
-        tables.update(block.block_id for pin in cache.pins for block in pin.windows)
+        tables.update(block.block_id for pin in cache.pins for block in pin.held.windows)
         num_freed = sum(windows.pool.blocks[block].ref_count == count for block, count in tables.items())
         num_needed = windows.needed(request, FROM_ZERO) + sum(map(windows.debt, rest))
         return windows.pool.num_free + num_freed >= num_needed + 1
 
     def _check_held_by_loads(self) -> None:
         """Check that reads hold no memory of the device: only requests, pins, copies and steps in flight do."""
-        scheduler, hybrid = self.scheduler, self.scheduler.cache.hybrid
+        scheduler, memory = self.scheduler, self.scheduler.cache.memory
         if len(scheduler.running) or self.in_flight or self.store.is_copying:
             return
         pins, pool = scheduler.cache.pins, scheduler.cache.pool
         self._require(pool.num_free == pool.num_usable - pins.num_blocks, "reads hold blocks")
-        if hybrid is not None and hybrid.windows is not None:
-            windows = hybrid.windows.pool
-            pinned = {block.block_id for pin in pins for block in pin.windows}
-            self._require(windows.num_free == windows.num_usable - len(pinned), "reads hold window blocks")
-        if hybrid is not None and hybrid.states is not None:
-            states = hybrid.states.pool
-            held = {pin.state.slot_id for pin in pins if pin.state is not None}
-            self._require(states.num_available == states.num_usable - len(held), "reads hold states")
+        windows, states = memory.windows.pool, memory.states.pool
+        pinned = {block.block_id for pin in pins for block in pin.held.windows}
+        self._require(windows.num_free == windows.num_usable - len(pinned), "reads hold window blocks")
+        held = {slot.block_id for pin in pins for slot in pin.held.states}
+        self._require(states.num_free == states.num_usable - len(held), "reads hold states")
 
     def _check_buffer_leaks(self) -> None:
         """Check that reads that hung hold buffers until they end, and nothing afterwards."""
@@ -1292,32 +1287,24 @@ class World:
         self._require(levels.reads.num_buffers == [0, 0, 0] and not len(levels.reads), "reads leaked")
 
     def _check_hybrid_leaks(self) -> None:
-        hybrid = self.scheduler.cache.hybrid
-        if hybrid is not None and hybrid.windows is not None:
-            pool = hybrid.windows.pool
-            self._require(pool.num_free == pool.num_usable, "window blocks leaked")
-            self.counts["window evictions"] += pool.num_evictions
-        if hybrid is not None and hybrid.states is not None:
-            states = hybrid.states.pool
-            self._require(states.num_available == states.num_usable, "states leaked")
-            self.counts["state evictions"] += states.num_evictions
+        windows, states = self.scheduler.cache.memory.windows.pool, self.scheduler.cache.memory.states.pool
+        self._require(windows.num_free == windows.num_usable, "window blocks leaked")
+        self._require(states.num_free == states.num_usable, "states leaked")
+        self.counts["window evictions"] += windows.num_evictions
+        self.counts["state evictions"] += states.num_evictions
 
     def _check_hybrid_memory(self) -> None:
         """Check that window blocks and snapshots have the content of the tokens for which they can be found."""
-        hybrid = self.scheduler.cache.hybrid
-        if hybrid is None:
-            return
-        if hybrid.windows is not None:
-            for block in hybrid.windows.pool.blocks:
-                if block.node is not None:
-                    entries, _ = self._hybrid_content(block.node.parent_key, block.node.tokens)
-                    found = self.runner.window_memory[block.block_id][: block.node.num_tokens]
-                    self._require(found == entries, f"{block!r} does not have the content recorded in the tree")
-        if hybrid.states is not None:
-            for slot in hybrid.states.pool.slots:
-                if slot.parent_key is not None:
-                    _, state = self._hybrid_content(slot.parent_key, slot.run)
-                    self._require(self.runner.states[slot.slot_id] == state, f"{slot!r} does not have its content")
+        memory = self.scheduler.cache.memory
+        for block in memory.windows.pool.blocks:
+            if block.node is not None:
+                entries, _ = self._hybrid_content(block.node.parent_key, block.node.tokens)
+                found = self.runner.window_memory[block.block_id][: block.node.num_tokens]
+                self._require(found == entries, f"{block!r} does not have the content recorded in the tree")
+        for slot in memory.states.pool.blocks:
+            if slot.parent_key is not None:
+                _, state = self._hybrid_content(slot.parent_key, slot.run)
+                self._require(self.runner.states[slot.block_id] == state, f"{slot!r} does not have its content")
 
     def _hybrid_content(self, parent_key: bytes | None, run: bytes) -> tuple[list[int], int]:
         """Window entries of the tokens `run` after a block, and the state after them."""

@@ -1,4 +1,4 @@
-"""A block of KV memory, and the free list that is also the eviction order."""
+"""Blocks of the three kinds of memory, and the free list that is also the eviction order."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ def check_block_size(block_size: int) -> int:
 
 
 class Linked:
-    """An entry of a free list, with its own links: removal from the middle is O(1)."""
+    """A unit of memory, and an entry of a free list, with its own links: removal from the middle is O(1)."""
 
-    __slots__ = ("block_id", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_id", "next_free", "parent_key", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        self.parent_key: bytes | None = None  # key of the full blocks before its content; None: not published
         self.prev_free: Self | None = None
         self.next_free: Self | None = None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether its content can be found."""
+        return self.parent_key is not None
 
 
 class KVCacheBlock(Linked):
@@ -43,12 +49,11 @@ class KVCacheBlock(Linked):
     `last_child`.
     """
 
-    __slots__ = ("is_reused", "key", "last_child", "parent_key", "tokens", "twins", "window")
+    __slots__ = ("is_reused", "key", "last_child", "tokens", "twins", "window")
 
     def __init__(self, block_id: int) -> None:
         super().__init__(block_id)
         self.key: bytes | None = None  # chain key; only of a published full block
-        self.parent_key: bytes | None = None  # key of the preceding block; None: not published
         self.tokens = b""  # published tokens, packed (see chain.pack_tokens)
         self.twins: list[KVCacheBlock] | None = None  # on the indexed block: other blocks with the same content
         # On the indexed block: the full block after it that was added or found last. Most blocks have one child, and a
@@ -61,10 +66,6 @@ class KVCacheBlock(Linked):
     def num_tokens(self) -> int:
         """Number of published tokens."""
         return len(self.tokens) // TOKEN_BYTES
-
-    @property
-    def is_published(self) -> bool:
-        return self.parent_key is not None
 
     def __repr__(self) -> str:
         state = "full" if self.key else "partial" if self.is_published else "private"
@@ -85,30 +86,24 @@ class WindowBlock(Linked):
         return f"<window block {self.block_id} ref_count={self.ref_count} node={self.node!r}>"
 
 
-class StateSlot:
+class StateSlot(Linked):
     """One slot of state memory.
 
     Only `StatePool` changes `ref_count` and the fields of a published snapshot.
     """
 
-    __slots__ = ("cost", "parent_key", "position", "ref_count", "run", "score", "slot_id")
+    __slots__ = ("cost", "position", "run", "score")
 
-    def __init__(self, slot_id: int) -> None:
-        self.slot_id = slot_id
-        self.ref_count = 0
+    def __init__(self, block_id: int) -> None:
+        super().__init__(block_id)
         self.position = 0  # number of tokens that the state covers, or will cover when the step in flight is done
-        self.parent_key: bytes | None = None  # key of the full blocks before it; None: not published
         self.run = b""  # packed tokens after those blocks, fewer than a block
         self.cost = 0  # tokens to compute again without it
         self.score = 0  # the snapshot with the smallest score is evicted first
 
-    @property
-    def is_published(self) -> bool:
-        return self.parent_key is not None
-
     def __repr__(self) -> str:
         kind = "snapshot" if self.is_published else "private"
-        return f"<state {self.slot_id} at {self.position} ref_count={self.ref_count} {kind}>"
+        return f"<state {self.block_id} at {self.position} ref_count={self.ref_count} {kind}>"
 
 
 L = TypeVar("L", bound=Linked)
@@ -155,9 +150,7 @@ class FreeKVCacheBlockQueue(Generic[L]):
         return block  # type: ignore[return-value]
 
     def append(self, block: L) -> None:
-        before = self._tail.prev_free
-        assert before is not None
-        self._link(before, block, self._tail)
+        self.extend((block,))
 
     def extend(self, blocks: Iterable[Linked]) -> None:
         """Append several blocks. Faster than `append` for each."""
@@ -171,10 +164,14 @@ class FreeKVCacheBlockQueue(Generic[L]):
             self._len += 1
             before = block
 
-    def prepend(self, block: L) -> None:
+    def prepend(self, block: Linked) -> None:
         after = self._head.next_free
         assert after is not None
-        self._link(self._head, block, after)
+        if block.next_free is not None:
+            raise ValueError(f"{block!r} is already in the free list")
+        block.prev_free, block.next_free = self._head, after
+        self._head.next_free = after.prev_free = block
+        self._len += 1
 
     def remove(self, block: Linked) -> None:
         before, after = block.prev_free, block.next_free
@@ -184,10 +181,3 @@ class FreeKVCacheBlockQueue(Generic[L]):
         after.prev_free = before
         block.prev_free = block.next_free = None
         self._len -= 1
-
-    def _link(self, before: Linked, block: Linked, after: Linked) -> None:
-        if block.next_free is not None:
-            raise ValueError(f"{block!r} is already in the free list")
-        block.prev_free, block.next_free = before, after
-        before.next_free = after.prev_free = block
-        self._len += 1

@@ -190,11 +190,6 @@ class CacheExplanation:
     num_loaded_tokens: int = 0  # of the matched ones, those loaded from a lower level
 
 
-class Inserted(NamedTuple):
-    is_published: bool
-    superseded: KVCacheBlock | None  # a free block removed from the tree because the new block contains its content
-
-
 class PrefixTree:
     """A prefix tree whose nodes are the pool's blocks.
 
@@ -327,21 +322,24 @@ class PrefixTree:
 
     # Changes, called by the pool only
 
-    def insert(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> Inserted:
-        """Insert the content of an unpublished block. `key` is None for a partial tail."""
+    def insert(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> KVCacheBlock | None:
+        """Insert the content of an unpublished block. `key` is None for a partial tail.
+
+        Returns a free block that was removed from the tree because the new block contains its content.
+        """
         if key is not None and (indexed := self._index.get(key)) is not None:
             if indexed.tokens != tokens or indexed.parent_key != parent_key:
                 self.num_collisions += 1
-                return Inserted(False, None)
+                return None
             block.key, block.parent_key, block.tokens = key, parent_key, tokens
             if indexed.twins is None:
                 indexed.twins = []
             indexed.twins.append(block)
             self.num_twins += 1
             if indexed.ref_count:
-                return Inserted(True, None)
+                return None
             self._promote_twin(indexed, key)
-            return Inserted(True, indexed)  # the old block is free, and one cached copy is enough
+            return indexed  # the old block is free, and one cached copy is enough
         children = self._children.get(parent_key)
         superseded = None
         if children is None:
@@ -349,7 +347,7 @@ class PrefixTree:
         else:
             before, after = children.neighbours(tokens)
             if key is None and after is not None and after.tokens.startswith(tokens):
-                return Inserted(False, None)  # the tree already contains this tail, alone or as part of a longer one
+                return None  # the tree already contains this tail, alone or as part of a longer one
             if before is not None and before.key is None and before.ref_count == 0 and tokens.startswith(before.tokens):
                 superseded = before
                 children.remove(before)
@@ -364,7 +362,7 @@ class PrefixTree:
             if self.on_change is not None and (self.reports_salts or parent_key in self._public):
                 self._public.add(key)
                 self.on_change(Published(key, parent_key, tokens))
-        return Inserted(True, superseded)
+        return superseded
 
     def remove(self, block: KVCacheBlock) -> list[KVCacheBlock]:
         """Remove a block from the tree.

@@ -15,10 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
-from quire.core.cache.block_pool import BlockPool
-from quire.core.cache.prefix import PrefixTree
 from quire.core.levels.lower_level import LowerLevel
-from quire.core.memory.hybrid import HybridMemory
+from quire.core.memory import Memory
 from quire.core.step import Content, MemoryKind, MemoryRef, Save
 from quire.core.values import Level
 
@@ -49,21 +47,10 @@ class _Piece(NamedTuple):
 class Saves:
     """Saves of the next plan, and those in flight."""
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        pool: BlockPool,
-        hybrid: HybridMemory | None,
-        levels: Sequence[LowerLevel],
-        *,
-        limits: SaveLimits,
-    ) -> None:
-        self._tree = tree
-        self._pool = pool
-        self._windows = None if hybrid is None else hybrid.windows
-        self._states = None if hybrid is None else hybrid.states
+    def __init__(self, memory: Memory, levels: Sequence[LowerLevel], *, limits: SaveLimits) -> None:
+        self._memory = memory
+        self._tree = memory.tree
         self._levels = {level.level: level for level in levels}
-        self._is_plain = hybrid is None
         self._max_bytes, self._idle_bytes, self._max_pending, self._max_writes = limits
         self._chosen: deque[Save] = deque()
         self._num_chosen_bytes = 0
@@ -77,11 +64,9 @@ class Saves:
         self._unvisited: deque[_Piece] = deque()  # pieces that the walk has reached
         self._done_state: tuple[int, ...] = ()  # no cached content is unsaved since then
         self.num_skipped = 0  # evicted pieces that were not saved because a plan or the level was full
-        pool.on_eviction = self._note_eviction
-        if self._windows is not None:
-            self._windows.pool.on_eviction = self._note_window_eviction
-        if self._states is not None:
-            self._states.pool.on_eviction = self._note_state_eviction
+        memory.blocks.on_eviction = self._note_eviction
+        memory.windows.pool.on_eviction = self._note_window_eviction
+        memory.states.pool.on_eviction = self._note_state_eviction
 
     @property
     def has_chosen(self) -> bool:
@@ -119,7 +104,7 @@ class Saves:
 
     def _note_eviction(self, block: KVCacheBlock) -> None:
         """Save a block that is about to lose its content, with the window block and the states that it takes along."""
-        if self._is_plain and block.key is not None and self._is_stored(block, block.key):
+        if not self._memory.groups and block.key is not None and self._is_stored(block, block.key):
             return
         if self._save_node(block, self._wanted(block), is_evicted=True):
             self._credit = max(self._credit - 1, 0)
@@ -170,7 +155,7 @@ class Saves:
     def _state_piece(self, slot: StateSlot) -> _Piece:
         assert slot.parent_key is not None
         key = self._tree.digest(slot.parent_key, slot.run)
-        return _Piece(Content(MemoryKind.STATE, key, slot.parent_key, slot.run), slot.slot_id)
+        return _Piece(Content(MemoryKind.STATE, key, slot.parent_key, slot.run), slot.block_id)
 
     def _pieces(self, block: KVCacheBlock) -> list[_Piece]:
         """The content of a node: its block, its window block, and the states after it. Empty if it is not published."""
@@ -178,10 +163,10 @@ class Saves:
             return []
         pieces = [_Piece(self._content(MemoryKind.BLOCK, block), block.block_id)]
         window = block.window
-        if self._windows is not None and window is not None and (window.is_kept or window.ref_count):
+        if window is not None and (window.is_kept or window.ref_count):
             pieces.append(_Piece(self._content(MemoryKind.WINDOW, block), window.block_id))
-        if self._states is not None and block.key is not None:
-            pieces += map(self._state_piece, (self._states.pool.at(block.key) or {}).values())
+        if block.key is not None:
+            pieces += map(self._state_piece, self._memory.states.pool.at(block.key).values())
         return pieces
 
     def _save_node(self, block: KVCacheBlock, levels: tuple[Level, ...], *, is_evicted: bool = False) -> bool:
@@ -306,13 +291,12 @@ class Saves:
 
     def _state(self) -> tuple[int, ...]:
         """Changes with the cached content and with the free list, over which the walk goes."""
-        counts = [self._pool.num_releases, self._pool.num_evictions, self._pool.num_free]
-        if self._windows is not None:
-            windows = self._windows.pool
-            counts += [windows.num_releases, windows.num_evictions, windows.num_free]
+        blocks, windows, states = self._memory.pools
+        counts = [blocks.num_releases, blocks.num_evictions, blocks.num_free]
+        counts += [windows.num_releases, windows.num_evictions, windows.num_free, states.num_evictions]
         if Level.HOST in self._levels:
             counts.append(self._levels[Level.HOST].num_added)
-        return (*counts, 0 if self._states is None else self._states.pool.num_evictions)
+        return tuple(counts)
 
     @property
     def has_unsaved(self) -> bool:
@@ -322,7 +306,7 @@ class Saves:
     def _cached(self, pinned: Iterable[KVCacheBlock]) -> Iterator[Sequence[_Piece]]:
         """All cached content, the most valuable first."""
         yield from map(self._pieces, [*pinned])
-        yield from map(self._pieces, self._pool.free.backwards())
+        yield from map(self._pieces, self._memory.blocks.free.backwards())
         disk, host = self._levels[Level.DISK], self._levels.get(Level.HOST)
         if host is None:
             return

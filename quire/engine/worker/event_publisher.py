@@ -84,7 +84,7 @@ class EventPublisher:
         know that, so such a model announces nothing.
         """
         silent_because = None
-        if cache.hybrid is not None:
+        if cache.memory.is_hybrid:
             silent_because = "the model has layers with a window or a recurrent state"
         elif not cache.is_caching:
             silent_because = "the prefix cache is off"

@@ -25,7 +25,7 @@ import msgspec
 
 from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
-from quire.core.fairness import StepCost
+from quire.core.policy import StepCost
 from quire.core.request import Request
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams

@@ -1,1 +1,0 @@
-"""Memory beside the block table: window blocks, recurrent states, and pins of cached prefixes."""
