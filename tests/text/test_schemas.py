@@ -1,4 +1,4 @@
-"""Every keyword of JSON Schema is enforced or reported, patterns are translated, and mistakes are refused with their path."""
+"""Keywords of JSON Schema are enforced or reported, patterns are translated, mistakes are refused with their path."""
 
 from __future__ import annotations
 
