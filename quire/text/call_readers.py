@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from quire.text.grammar import refuse_constant
 from quire.text.messages import Tool
 from quire.text.schemas import KINDS, kind_of, kinds_of
 
@@ -304,7 +305,7 @@ class JsonCall:
         return True
 
     def _begin_value(self) -> bool:
-        key, self._text = _decoded(self._text), ""
+        key, self._text = decoded_json(self._text), ""
         is_key = self._key is None and isinstance(key, str)
         self._key, self._is_closed = key if isinstance(key, str) else "", False
         return is_key and (key != self._arguments_name or self._arguments is None)
@@ -314,10 +315,10 @@ class JsonCall:
         key, text, has_value = self._key, self._text, self._is_closed or bool(self._text)
         self._key, self._text, self._is_closed = None, "", False
         if key == "name":
-            name = _decoded(text)
+            name = decoded_json(text)
             self.name = name if isinstance(name, str) and name in self._names else None
         elif key == self._arguments_name and self._arguments is None:
-            value = _decoded(text)
+            value = decoded_json(text)
             self._arguments = [value if isinstance(value, str) and value else "{}"]
         self.is_over = char == "}"
         if self.is_over and self._arguments is None:
@@ -325,7 +326,7 @@ class JsonCall:
         return key is not None and has_value and (self.name is not None or not (self.is_over or key == "name"))
 
 
-def _decoded(text: str) -> object:
+def decoded_json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -480,16 +481,12 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
     """A value as JSON of one of these kinds. Text that is none of them becomes a string."""
     stripped = PYTHON_NAMES.get(text.strip(), text.strip())
     try:
-        value = json.loads(stripped, parse_constant=_refuse)
+        value = json.loads(stripped, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     if "string" not in kinds or (kind_of(value) in kinds and not isinstance(value, str)):
         return stripped
     return json.dumps(text, ensure_ascii=False)
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def parameter_kinds(schema: Mapping[str, Any], key: str) -> frozenset[str]:

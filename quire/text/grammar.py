@@ -125,7 +125,7 @@ def check_schema(schema: object) -> None:
 @functools.lru_cache(maxsize=128)  # agents send the same tools with every request
 def _check_given(source: str) -> None:
     schema = json.loads(source)
-    if (depth := _depth(schema)) > MAX_DEPTH:
+    if (depth := depth_of(schema)) > MAX_DEPTH:
         raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {MAX_DEPTH}")
     check_mistakes(schema)
 
@@ -176,20 +176,20 @@ def _has_open_names(schema: object) -> bool:
 
 def _check_schema(source: str) -> None:
     try:
-        schema = json.loads(source, parse_constant=_refuse_constant)
+        schema = json.loads(source, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"grammar: the schema is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"grammar: schema = {source:.80} is not a JSON object")
-    if (depth := _depth(schema)) > 4 * MAX_DEPTH:  # rewriting may have increased the depth
+    if (depth := depth_of(schema)) > 4 * MAX_DEPTH:  # rewriting may have increased the depth
         raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {4 * MAX_DEPTH}")
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _depth(value: object) -> int:
+def depth_of(value: object) -> int:
     """Nesting depth, computed level by level so that it needs no stack."""
     depth, level = 0, [value]
     while level:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import check_schema
+from quire.text.grammar import check_schema, depth_of, refuse_constant
 from quire.text.schemas import SchemaProblem
 from quire.text.tokenizer import check_text
 
@@ -98,30 +98,15 @@ def check_call(call: ToolCall, path: str, arguments_name: str = "arguments") -> 
         raise InvalidRequest(f"{path}.id is not 1 to {MAX_CALL_ID_CHARS} characters")
     try:
         (call.call_id + call.arguments).encode()
-        arguments = json.loads(call.arguments, parse_constant=_no_number)
+        arguments = json.loads(call.arguments, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{path}.{arguments_name} is not a JSON object")
-    if not _is_shallow(arguments):
+    if depth_of(arguments) > MAX_ARGUMENTS_DEPTH:
         raise InvalidRequest(f"{path}.{arguments_name} is nested more than {MAX_ARGUMENTS_DEPTH} deep")
     # An escaped lone surrogate is valid JSON, but not text that a template can render.
     check_text(json.dumps(arguments, ensure_ascii=False), name=f"{path}.{arguments_name}")
-
-
-def _is_shallow(value: object) -> bool:
-    """Whether the depth is within the limit. Works level by level, so that depth needs no stack."""
-    level = [value]
-    for _ in range(MAX_ARGUMENTS_DEPTH + 1):
-        inner = [one for one in level if isinstance(one, dict | list)]
-        level = [child for one in inner for child in (one.values() if isinstance(one, dict) else one)]
-        if not level:
-            return True
-    return False
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 MAX_MESSAGES = 2048

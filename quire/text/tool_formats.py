@@ -6,8 +6,9 @@ described in the system prompt (`quire/text/tool_prompts.py`) and the model writ
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -105,6 +106,17 @@ class CallReader(Protocol):
         """The next part of the arguments' JSON."""
 
 
+_READERS: Mapping[Syntax, Callable[[ToolFormat, Mapping[str, Tool]], CallReader]] = {
+    Syntax.JSON: lambda format, tools: JsonCall(format.arguments, tools),
+    Syntax.XML: lambda _, tools: XmlCall(tools),
+    Syntax.GEMMA: lambda _, tools: LiteralCall(GEMMA, tools),
+    Syntax.PYTHON: lambda _, tools: LiteralCall(PYTHON, tools),
+    Syntax.HARMONY: lambda format, tools: JsonCall(format.arguments, tools),
+}
+# What a call may start with.
+_STARTS = {**dict.fromkeys(Syntax, re.compile(r"[\w-]")), Syntax.JSON: re.compile(r"\{"), Syntax.XML: re.compile("<")}
+
+
 class _State(Enum):
     TEXT = auto()
     OPENED = auto()  # after the opening: a call must follow
@@ -136,7 +148,7 @@ class CallParser:
         self._is_at_start = True  # only white space so far
         self._is_after_call = False
         self._is_in_list = False
-        self._call = _new_reader(format, self._tools)
+        self._call = _READERS[format.syntax](format, self._tools)
         self._num_calls = 0
         self._arguments = ""  # of this call, so far
         self._last: tuple[str, str] | None = None  # name and arguments of the call directly before this one
@@ -230,7 +242,7 @@ class CallParser:
 
     def _open(self) -> None:
         self._state = _State.OPENED
-        self._call = _new_reader(self._format, self._tools)
+        self._call = _READERS[self._format.syntax](self._format, self._tools)
 
     def _read_opening(self, pieces: list[Piece]) -> bool:
         """Read white space and the bracket of a list, up to the call."""
@@ -243,7 +255,7 @@ class CallParser:
             self._is_in_list = True
             self._raw.append("[")
             self._rest = start[1:]
-        elif _may_start(start[0], self._format.syntax) and self._is_in_list == self._format.is_list:
+        elif _STARTS[self._format.syntax].match(start) and self._is_in_list == self._format.is_list:
             self._state = _State.CALL
         else:
             self._give_up(pieces)
@@ -352,29 +364,6 @@ class CallParser:
         self._last = None
         self._blank = text[len(stripped) :]
         self._is_at_start = self._is_after_call = False
-
-
-def _may_start(char: str, syntax: Syntax) -> bool:
-    """Whether a call may start with this character."""
-    match syntax:
-        case Syntax.JSON:
-            return char == "{"
-        case Syntax.XML:
-            return char == "<"
-        case _:
-            return char.isalnum() or char in "_-"
-
-
-def _new_reader(format: ToolFormat, tools: Mapping[str, Tool]) -> CallReader:
-    match format.syntax:
-        case Syntax.XML:
-            return XmlCall(tools)
-        case Syntax.GEMMA:
-            return LiteralCall(GEMMA, tools)
-        case Syntax.PYTHON:
-            return LiteralCall(PYTHON, tools)
-        case _:
-            return JsonCall(format.arguments, tools)
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import TemplateFailure
+from quire.text.call_readers import decoded_json
 from quire.text.harmony import CHANNEL, HarmonyParser
 from quire.text.messages import Message, Part, Role, Tool, ToolCall
 from quire.text.stream import AnswerParser, CallArguments, CallStart
@@ -198,11 +199,4 @@ def _reads(format: ToolFormat, answer: str) -> bool:
     names = [piece.name for piece in pieces if isinstance(piece, CallStart)]
     arguments = "".join(piece.text for piece in pieces if isinstance(piece, CallArguments))
     has_markers = all(marker in answer for marker in markers)
-    return has_markers and names == [_TOOL.name] and _decoded(arguments) == _ARGUMENTS
-
-
-def _decoded(arguments: str) -> object:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return None
+    return has_markers and names == [_TOOL.name] and decoded_json(arguments) == _ARGUMENTS

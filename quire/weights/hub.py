@@ -29,7 +29,7 @@ from typing import Any
 from quire.errors import DownloadFailed, MissingExtra, ModelNotFound, QuireError
 from quire.weights.fields import read_json, show
 from quire.weights.folder import member
-from quire.weights.gguf import is_later_part
+from quire.weights.gguf import is_later_part, part_paths
 from quire.weights.safetensors import INDEX, MAX_INDEX_BYTES, SINGLE
 from quire.weights.spec import GenerationDefaults
 
@@ -271,17 +271,7 @@ def _choose(folder: Path, name: HubName) -> Path | None:
     first = [file for file in files if not is_later_part(file)]
     if len(first) > 1:
         raise ModelNotFound(f"{name.repo}:{name.gguf} matches {', '.join(file.name for file in first)}: name one")
-    if first and not _has_all_parts(first[0]):
-        return None
-    return first[0] if first else None
-
-
-def _has_all_parts(path: Path) -> bool:
-    split = re.fullmatch(r"(.+)-00001-of-(\d{5})", path.stem, re.ASCII)
-    if not split:
-        return True
-    count = int(split[2])
-    return all(path.with_name(f"{split[1]}-{i:05}-of-{split[2]}.gguf").exists() for i in range(1, count + 1))
+    return first[0] if first and all(part.exists() for part in part_paths(first[0])) else None
 
 
 def failure_reason(hub: Any, error: Exception) -> str:

@@ -218,13 +218,15 @@ _renderers: list[Renderer] = []
 
 def render(path: Path) -> None:
     """Compile and render in a child process, as the server does. One child compiles many templates, to save time."""
-    renderer = Renderer(path.read_text())
+    source = path.read_text()
+    renderer = Renderer(source)
     if _renderers:
         renderer._child = _renderers.pop()._child
     _renderers.append(renderer)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    if not renderer._child.start():
-        renderer._variables = renderer._ask({"source": renderer._source}, COMPILE_LIMIT_S).variables
+    child = renderer._child
+    child.start()
+    child.first_answer = child._exchange({"source": source}, COMPILE_LIMIT_S)
     renderer.check({"messages": messages, "add_generation_prompt": True, "bos_token": "<s>"})
 
 

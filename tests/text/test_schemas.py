@@ -1,4 +1,4 @@
-"""Every keyword of JSON Schema is enforced or reported: schemas with matching and non-matching instances."""
+"""Keywords of JSON Schema are enforced or reported, patterns are translated, mistakes are refused with their path."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ import jsonschema_rs
 import llguidance
 import pytest
 
+from quire.errors import InvalidRequest
 from quire.text import schemas
 from quire.text.grammar import json_schema_grammar
+from quire.text.messages import ChatRequest, Message, Part, Role, Tool
+from quire.text.patterns import MAX_NESTING, hold_pattern
 from quire.text.schemas import (
     KEYWORDS,
     MAX_GROWTH_CHARS,
@@ -558,3 +561,238 @@ def test_shared_formats_are_enforced() -> None:
     assert not allows(matcher, '{"a": "2023-02-29"}')
     assert not allows(matcher, '{"b": "2023-02-29"}')
     assert not allows(matcher, '{"c": "a@' + "b" * 64 + '.de"}')
+
+
+TYPES = "is not one of null, boolean, integer, number, string, array, object"
+ADDRESS = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    # types and values
+    ({"type": "text"}, f'type = "text" {TYPES}'),
+    ({"type": "any"}, f'type = "any" {TYPES}'),
+    ({"type": ["string", "date"]}, f'type = ["string", "date"] {TYPES}'),
+    ({"type": []}, f"type = [] {TYPES}"),
+    ({"type": {"enum": ["string"]}}, f'type = {{"enum": ["string"]}} {TYPES}'),
+    ({"enum": []}, "enum = [] is not a list of one or more values"),
+    ({"enum": "red"}, 'enum = "red" is not a list of one or more values'),
+    # numbers and sizes
+    ({"minimum": "5"}, 'minimum = "5" is not a number'),
+    ({"maximum": True}, "maximum = true is not a number"),
+    ({"exclusiveMinimum": "0"}, 'exclusiveMinimum = "0" is not a number'),
+    ({"multipleOf": 0}, "multipleOf = 0 is not a number above 0"),
+    ({"type": "string", "minLength": -1}, "minLength = -1 is not a non-negative integer"),
+    ({"type": "string", "maxLength": 2.5}, "maxLength = 2.5 is not a non-negative integer"),
+    ({"type": "array", "maxItems": True}, "maxItems = true is not a non-negative integer"),
+    ({"minProperties": "1"}, 'minProperties = "1" is not a non-negative integer'),
+    ({"uniqueItems": "yes"}, 'uniqueItems = "yes" is not true or false'),
+    # patterns
+    ({"pattern": 7}, "pattern = 7 is not a string"),
+    ({"pattern": "(a"}, 'pattern = "(a" is not a regular expression: a group is not closed'),
+    ({"pattern": "a)"}, 'pattern = "a)" is not a regular expression: a closing parenthesis has no opening one'),
+    ({"pattern": "[a-"}, 'pattern = "[a-" is not a regular expression: a character class is not closed'),
+    ({"pattern": "[z-a]"}, 'pattern = "[z-a]" is not a regular expression: a character range is not in order'),
+    ({"pattern": "*a"}, 'pattern = "*a" is not a regular expression: * repeats nothing'),
+    ({"pattern": "a**"}, 'pattern = "a**" is not a regular expression: a quantifier follows another'),
+    ({"pattern": "a{3,1}"}, 'pattern = "a{3,1}" is not a regular expression: {3,1} is not a range'),
+    ({"pattern": "a\\"}, r'pattern = "a\\" is not a regular expression: it ends with a backslash'),
+    (
+        {"patternProperties": {"(a": {}}},
+        'patternProperties = {"(a": {}} has a name that is not a regular expression: a group is not closed',
+    ),
+    ({"format": 5}, "format = 5 is not a string"),
+    # schemas in schemas
+    ({"properties": []}, "properties = [] is not an object"),
+    ({"properties": {"a": "string"}}, 'properties.a = "string" is not a schema'),
+    ({"properties": {"a": None}}, "properties.a = null is not a schema"),
+    ({"properties": {"a": ["string"]}}, 'properties.a = ["string"] is not a schema'),
+    ({"patternProperties": {"a": ["string"]}}, 'patternProperties.a = ["string"] is not a schema'),
+    ({"$defs": {"a": ["string"]}}, '$defs.a = ["string"] is not a schema'),
+    ({"dependentSchemas": {"a": ["b"]}}, 'dependentSchemas.a = ["b"] is not a schema'),
+    ({"properties": {"a": {"type": "str"}}}, f'properties.a.type = "str" {TYPES}'),
+    (
+        {"properties": {"a": {"type": "string", "required": True}}},
+        "properties.a.required = true is not a list of names",
+    ),
+    ({"required": "a"}, 'required = "a" is not a list of names'),
+    ({"required": ["a", 1]}, 'required = ["a", 1] is not a list of names'),
+    ({"items": 7}, "items = 7 is not a schema"),
+    ({"items": [{"type": "text"}]}, f'items[0].type = "text" {TYPES}'),
+    ({"prefixItems": {}}, "prefixItems = {} is not a list"),
+    ({"additionalProperties": "no"}, 'additionalProperties = "no" is not a schema'),
+    ({"allOf": {}}, "allOf = {} is not a list"),
+    ({"anyOf": []}, "anyOf = [] is not a list of one or more schemas"),
+    ({"oneOf": [{}, {"minLength": "2"}]}, 'oneOf[1].minLength = "2" is not a non-negative integer'),
+    ({"not": {"type": 1}}, f"not.type = 1 {TYPES}"),
+    ({"if": {}, "then": {"type": "x"}}, f'then.type = "x" {TYPES}'),
+    ({"$defs": []}, "$defs = [] is not an object"),
+    ({"$defs": {"unused": {"type": "text"}}}, f'$defs.unused.type = "text" {TYPES}'),
+    ({"dependentRequired": {"a": "b"}}, 'dependentRequired = {"a": "b"} is not an object of lists of names'),
+    ({"dependencies": {"a": [1]}}, 'dependencies = {"a": [1]} is not an object of schemas or lists of names'),
+    # references
+    ({"$ref": 1}, "$ref = 1 is not a string"),
+    ({"$ref": "#/$defs/b", "$defs": {}}, '$ref = "#/$defs/b" is not in this schema'),
+    ({"properties": {"a": {"$ref": "#/definitions/A"}}}, 'properties.a.$ref = "#/definitions/A" is not in this schema'),
+    ({"$ref": "#/anyOf/-1", "anyOf": [{}]}, '$ref = "#/anyOf/-1" is not in this schema'),
+    ({"$ref": "#/anyOf/ 0", "anyOf": [{}]}, '$ref = "#/anyOf/ 0" is not in this schema'),
+    ({"$ref": "#nowhere"}, '$ref = "#nowhere" is not in this schema'),
+    ({"$id": "http://a/b", "$ref": "b#/x"}, '$ref = "b#/x" is not in this schema'),
+    ({"$ref": "#/title", "title": "t"}, 'title = "t" is not a schema'),
+    ({"$ref": "#"}, '$ref = "#" leads back to itself'),
+    (
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        '$ref = "#/$defs/a" leads back to itself',
+    ),
+    ({"$ref": "#/components/a", "components": {"a": {"type": "text"}}}, f'components.a.type = "text" {TYPES}'),
+    ({"enum": [["x" * 200]], "type": ["x" * 200]}, 'type = ["xxxxxxxxxx'),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mistake_is_refused_with_its_path_and_value(schema: dict[str, Any], message: str, strict: bool) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        json_schema_grammar(schema, strict=strict)
+    assert str(caught.value).startswith(f"grammar: {message}")
+    assert len(str(caught.value)) < 300
+    parameters = {"type": "object", "properties": {"x": schema}}
+    if "$ref" not in str(schema):  # their pointers name the root
+        with pytest.raises(InvalidRequest) as caught:
+            chat(Tool("f", "", parameters, is_strict=strict))
+        assert str(caught.value).startswith(f"tools[0].parameters.properties.x.{message}")
+
+
+def chat(tool: Tool) -> ChatRequest:
+    return ChatRequest((Message(Role.USER, (Part("Hi"),)),), tools=(tool,))
+
+
+# What clients send, and what is valid but not enforced. Each with the keywords that are not enforced.
+ODD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "nothing": ({}, ()),
+    "an object without properties": ({"type": "object"}, ()),
+    "annotations": ({"$schema": "http://json-schema.org/draft-07/schema#", "title": 1, "description": None}, ()),
+    "an unknown keyword": ({"type": "string", "x-order": 1, "nullable": True, "example": "#/nowhere"}, ()),
+    "an unknown format": ({"type": "string", "format": "color"}, ("format",)),
+    "absent keywords as null": (
+        {"type": "object", "properties": {"a": {"enum": None}}, "items": None, "not": None},
+        (),
+    ),
+    "empty lists": ({"type": "object", "properties": {}, "required": [], "allOf": []}, ()),
+    "a type twice": ({"type": ["string", "string"]}, ()),
+    "draft 4": ({"type": "integer", "minimum": 0, "exclusiveMinimum": True}, ()),
+    "a tuple of draft 7": ({"type": "array", "items": [{"type": "string"}], "additionalItems": False}, ()),
+    "a property that is called $ref": ({"type": "object", "properties": {"$ref": {"type": "string"}}}, ()),
+    "a property that is called type": ({"type": "object", "properties": {"type": {"enum": ["text"]}}}, ()),
+    "values like schemas": ({"enum": [{"type": "text", "$ref": "#/x"}], "default": {"type": "text"}}, ()),
+    "another document": ({"$ref": "https://example.com/a.json#/b"}, ("$ref",)),
+    "another file": ({"$ref": "other.json"}, ("$ref",)),
+    "a dynamic reference": ({"$dynamicRef": "#x"}, ("$dynamicRef",)),
+    "an anchor of draft 7": ({"$ref": "#a", "definitions": {"a": {"$id": "#a", "type": "string"}}}, ("$ref",)),
+    "ids of draft 4": ({"$ref": "#a", "definitions": {"a": {"id": "#a", "type": "string"}}}, ("$ref",)),
+    "an address that is too long": (
+        {"$id": "http://a/" + "b/" * 100, "$ref": "#/$defs/a", "$defs": {"a": ADDRESS}},
+        ("$ref",),
+    ),
+    "recursion with content": (
+        {"type": "object", "properties": {"next": {"$ref": "#"}, "kids": {"items": {"$ref": "#"}}}},
+        (),
+    ),
+    "a reference within a part with a URN": (
+        {"$ref": "urn:a:b", "$defs": {"c": {"$id": "urn:a:b", "$defs": {"d": ADDRESS}, "$ref": "#/$defs/d"}}},
+        (),
+    ),
+    "a look-around": ({"type": "string", "pattern": "a(?!b)"}, ("pattern",)),
+    "another dialect": ({"type": "string", "pattern": "(?i)^a++$"}, ("pattern",)),
+    "a number beyond what is exact": ({"type": "integer", "maximum": 2**60}, ("maximum",)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_schemas_are_accepted(name: str) -> None:
+    schema, unenforced = ODD[name]
+    assert json_schema_grammar(schema, strict=False).unenforced == unenforced
+    chat(Tool("f", "", {"properties": {}, **schema, "type": "object"}, is_strict=False))
+
+
+ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+PASSWORD = r"^(?=.*[A-Z])(?=.*\d).{8,}$"
+
+# pattern, texts that match, texts that do not
+EXACT: list[tuple[str, list[str], list[str]]] = [
+    ("", ["", "x"], []),
+    ("bc", ["bc", "abcd"], ["b", "ac"]),
+    ("^[a-z0-9-]{3,20}$", ["a-slug", "abc"], ["ab", "A-slug", "a" * 21]),
+    ("^.$", ["a", '"', "\\"], ["\n", "\r", "\u2028", "ab"]),
+    (r"^\S+$", ["ab", "\u0085"], ["a b", "\ufeff", "\u00a0"]),
+    (r"^\d\D\w\W$", ["1a_-"], ["٣a_-", "1aé-"[:3] + "b"]),
+    (r'^[^"]*$', ["", "a\\n\n"], ['"', 'a"b']),
+    (r"^[^\\]+$", ["a", '"'], ["\\"]),
+    (r'^(?:[^"\n]|\n)$', ["a", "\n"], ['"']),
+    ("^[a&&b]$", ["a", "&"], ["c"]),
+    ("^[[]$", ["["], ["a"]),
+    (r"^[\w-.]$", ["a", "-", "."], [","]),
+    (r"^[+-\d]$", ["+", "-", "7"], [","]),
+    (r"^\u0041\x42\cJ\t$", ["AB\n\t"], ["AB"]),
+    (r"^\uD83D\uDE00\u{1F600}$", ["😀😀"], ["😀"]),
+    (r"^\p{Lu}\p{Script=Greek}[\p{L}'-]$", ["Éπ'", "Aπ-"], ["éπ'", "Aa'"]),
+    (r"^[^\p{P}]$", ["a", "\n"], ['"', "\\", "-"]),
+    ("(^a|b$)", ["ax", "xb"], ["xa", "bx"]),
+    ("a|^b|c$", ["xa", "bx", "xc"], ["xb", "cx"]),
+    ("^a{2,}?b*?$", ["aa", "aab"], ["a"]),
+    ("^(?<year>[0-9]{4})-(?:0|1)$", ["2026-1"], ["2026-2"]),
+    ("^{.*}$", ["{x}"], ["x"]),
+    (r"^\/a\-b\.$", ["/a-b."], ["/a-bx"]),
+    ("[^]", ["a", "\n"], [""]),
+    (PASSWORD, ["Secret123", "aaaaaaA1"], ["secret123", "Secretttt", "S1"]),
+]
+
+
+def texts_allowed(pattern: str, texts: list[str]) -> list[str]:
+    schema = {"type": "string", "allOf": [{"pattern": source} for source in hold_pattern(pattern).sources]}
+    matcher = compiled(schema)
+    return [text for text in texts if any(allows(matcher, one) for one in spellings(text))]
+
+
+@pytest.mark.parametrize(("pattern", "right", "wrong"), EXACT, ids=[row[0] for row in EXACT])
+def test_exact_patterns(pattern: str, right: list[str], wrong: list[str]) -> None:
+    assert hold_pattern(pattern).problem == ""
+    assert texts_allowed(pattern, right + wrong) == right
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem", "right", "wrong"),
+    [
+        (ZOD_EMAIL, "a look-around is not supported", ["a.b@c.org", ".a@c.org"], ["a@c", "a b@c.org"]),
+        (r"\bfoo\b", "a word boundary is not supported", ["foo", "xfoox"], ["fo"]),
+        (r"^(a|b)\1$", "a back-reference is not supported", ["aa", "ab"], ["ca"]),
+        (r"^a(?=b).$", "a look-around is not supported", ["ab", "ac"], ["a"]),
+        ("a^b", "^ in the middle is not supported", ["ab"], ["ba"]),
+    ],
+)
+def test_omitted_assertions_are_reported(pattern: str, problem: str, right: list[str], wrong: list[str]) -> None:
+    assert hold_pattern(pattern).problem == problem
+    assert texts_allowed(pattern, right + wrong) == right
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a", "a)", "[a", "a**", "*a", "a{3,2}", "(?i)a", "(?>a)", r"\q", "\\", r"\p{Klingon}", "[b-a]", r"\u{110000}",
+     "(?:a{200}){200}", "(" * (MAX_NESTING + 1), r"\xZ", "(?=a)*"],
+)  # fmt: skip
+def test_invalid_patterns_enforce_nothing(pattern: str) -> None:
+    held = hold_pattern(pattern)
+    assert held.sources == ()
+    assert held.problem
+
+
+@pytest.mark.parametrize("pattern", [r"[\B]", r"[^\B]", r"[a-\B]", r"[\B-a]", r"^x[\w\B]$"])
+def test_a_class_with_a_non_character_is_refused(pattern: str) -> None:
+    held = hold_pattern(pattern)
+    assert held.sources == ()
+    assert held.problem == r"\B is not a character, so it cannot be in a class"
+
+
+@pytest.mark.parametrize("pattern", [r"[a-\p{L}]", r"[\p{L}-a]", r"[\d-\B]", r"[\b-\d]", r"[a-\b]", r"[--\S]"])
+def test_odd_ranges_are_enforced_or_reported(pattern: str) -> None:
+    held = hold_pattern(pattern)
+    if not held.problem:
+        compiled({"type": "string", "pattern": held.sources[0]})
