@@ -8,24 +8,23 @@ neither numpy nor gguf.
 from __future__ import annotations
 
 import mmap
-import os
 import re
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
+from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles, map_file
 from quire.weights.fields import show
-from quire.weights.gguf_packed import pack_blocks
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
-from quire.weights.names import gguf_layer, gguf_targets, in_halves, is_left_over
-from quire.weights.packed import PackedMatrix
-from quire.weights.recurrence import restore_a_log
+from quire.weights.names import gguf_layer, gguf_targets, is_left_over, rotated_heads
 from quire.weights.tensors import Place, place_tensors
+
+if TYPE_CHECKING:
+    from quire.weights.packed import PackedMatrix
 
 MAX_KEYS = 4096
 MAX_TENSORS = 65_536
@@ -298,63 +297,6 @@ class _File:
             raise
 
 
-class FileMap(mmap.mmap):
-    """A file mapped read-only, which can also be read without the map.
-
-    If another program truncates the file, a signal ends a process that uses the map. The server itself therefore only
-    uses `copy`, which raises an error. Workers use the map: the server survives the end of a worker.
-    """
-
-    path: Path
-    _handle = -1  # also of an object whose file could not be mapped
-
-    def __new__(cls, path: Path) -> Self:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self = super().__new__(cls, handle, 0, access=mmap.ACCESS_READ)
-        except BaseException:
-            os.close(handle)
-            raise
-        self.path, self._handle = path, handle
-        return self
-
-    def copy(self, offset: int, num_bytes: int) -> bytes:
-        """Read a part of the file. Raises ModelFileError if the file has become shorter."""
-        data = bytearray()
-        try:
-            while len(data) < num_bytes and (
-                piece := os.pread(self._handle, num_bytes - len(data), offset + len(data))
-            ):
-                data += piece
-        except OSError as error:
-            raise ModelFileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
-        if len(data) < num_bytes:
-            raise ModelFileError(f"{self.path}: was truncated while it was read, at {offset + len(data)}")
-        return bytes(data)
-
-    def close(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-        super().close()
-
-    def __del__(self) -> None:
-        with suppress(BufferError):
-            self.close()
-
-
-def map_file(path: Path) -> FileMap:
-    """Map a file read-only. Its bytes are not read yet."""
-    if not path.is_file():  # opening a pipe would block
-        raise ModelFileError(f"{path}: cannot be read: no such file, or not a regular file")
-    try:
-        return FileMap(path)
-    except ValueError:
-        raise ModelFileError(f"{path}: is empty") from None
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 
 
@@ -423,21 +365,17 @@ class GgufCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = {name: place.info for name, place in self._places.items()}
 
     def read(self, name: str) -> RawTensor:
-        import numpy as np
+        from quire.weights import reading
 
         place = self._places[name]
-        info = place.info
         file, tensor = self._file_tensors[place.file_name]
-        if file.buffer.closed:
-            raise ModelFileError(f"{self.path}: is closed")
-        flat = place.choose(np.frombuffer(file.buffer, np.uint8, place.num_file_bytes, tensor.offset + place.offset))
-        data = flat if len(info.shape) == 1 else flat.reshape(-1, _row_bytes(info))
-        raw = RawTensor(info, data)
-        if name.endswith(".a_log"):
-            return restore_a_log(raw, str(self.path))
-        return in_halves(raw, self.spec, str(self.path)) if self._is_permuted else raw
+        heads = rotated_heads(place.info, self.spec, str(self.path)) if self._is_permuted else None
+        raw = reading.read_plain(file.buffer, tensor.offset, place, heads)
+        return reading.restore_a_log(raw, str(self.path)) if name.endswith(".a_log") else raw
 
     def read_packed(self, name: str) -> PackedMatrix | None:
+        from quire.weights.quants import pack_blocks
+
         return pack_blocks(self.read(name))
 
     def tokenizer_files(self) -> TokenizerFiles:
@@ -477,8 +415,3 @@ class GgufCheckpoint:
             return list(struct.unpack(f"<{length}f", file.buffer.copy(tensor.offset, 4 * length)))
 
         return read
-
-
-def _row_bytes(info: TensorInfo) -> int:
-    block = BLOCKS[info.type]
-    return info.shape[-1] // block.num_elements * block.num_bytes

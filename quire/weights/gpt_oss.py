@@ -8,17 +8,13 @@ Both are read as every other file: one matrix of rows per expert, in MXFP4 with 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from quire.errors import ModelFileError
-from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
+from quire.weights.checkpoint import TensorInfo, TensorType
 from quire.weights.fields import show
 from quire.weights.spec import ExpertsSpec, ModelSpec
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # N experts, E hidden size, F width of an expert
 
@@ -27,7 +23,6 @@ GROUP = 32  # weights that share an exponent
 BLOCK_BYTES = 17  # in GGUF: an exponent and 16 bytes of codes
 
 _EXPERTS = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.mlp\.experts\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
-ReadBytes = Callable[[str, int, int], "NDArray[np.uint8]"]  # name of a file's tensor, first byte, number of bytes
 
 
 class ExpertPart(NamedTuple):
@@ -106,37 +101,3 @@ def _parts(
                    len(names))
         for first, name in enumerate(names)
     ]  # fmt: skip
-
-
-def read_part(part: ExpertPart, whole: TensorInfo, read_bytes: ReadBytes) -> RawTensor:
-    """Read one tensor. `whole` is the file's tensor that holds it."""
-    import numpy as np
-
-    rows = slice(part.first, None, part.step)
-    size = whole.num_bytes // whole.shape[0]
-    flat = read_bytes(part.file_name, part.expert * size, size)
-    if part.kind == "_blocks":
-        shape = whole.shape[1:]
-        scales = read_bytes(part.file_name.removesuffix("_blocks") + "_scales", part.expert * size // 16, size // 16)
-        data = _gguf_blocks(flat.reshape(shape)[rows], scales.reshape(shape[:-1])[rows])
-    else:
-        items = flat.view(np.uint32 if part.info.type is TensorType.F32 else np.uint16).reshape(whole.shape[1:])
-        chosen = np.ascontiguousarray(items[rows] if part.kind == "_bias" else items[:, rows].T)
-        data = chosen.view(np.uint8)
-    data.flags.writeable = False
-    return RawTensor(part.info, data)
-
-
-def _gguf_blocks(codes: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return rows of GGUF blocks [R, G * 17] of codes [R, G, 16] and exponents [R, G].
-
-    A byte of the file holds neighbours; one of GGUF holds weights i and i + 16 of a block.
-    """
-    import numpy as np
-
-    blocks = np.empty((*exponents.shape, BLOCK_BYTES), np.uint8)
-    blocks[..., 0] = exponents
-    low, high = codes[..., :8], codes[..., 8:]  # weights 0 to 15, and 16 to 31
-    blocks[..., 1::2] = low & 15 | high << 4
-    blocks[..., 2::2] = low >> 4 | high & 240
-    return blocks.reshape(len(blocks), -1)

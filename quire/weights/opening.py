@@ -18,7 +18,6 @@ from quire.weights.fields import Fields
 from quire.weights.folder import ModelFolder
 from quire.weights.gguf import GgufCheckpoint, is_later_part, part_paths
 from quire.weights.gpt_oss import BLOCK_BYTES, GROUP
-from quire.weights.packed import PackedMatrix
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 from quire.weights.spec import OTHER
 from quire.weights.tensors import expected_tensors
@@ -54,10 +53,8 @@ class DummyCheckpoint:
     def read(self, name: str) -> RawTensor:
         raise ModelFileError(f"{self.path}: {name} cannot be read: with load_format = dummy there are no weights")
 
-    def read_packed(self, name: str) -> PackedMatrix | None:
+    def read_packed(self, name: str) -> None:
         """None: a backend invents the weights itself."""
-        del name
-        return None
 
     def tokenizer_files(self) -> TokenizerFiles:
         return self._folder.tokenizer_files()

@@ -1,8 +1,7 @@
 """A matrix of few bits per weight, in one layout for all file formats.
 
 Files pack weights in many ways. Readers convert them to a `PackedMatrix` when they load a matrix, without loss, so that
-backends have a few kinds of codes instead of one kernel per file format. numpy is imported where it is used: listing a
-model's tensors does not need it.
+backends have a few kinds of codes instead of one kernel per file format.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
 # O outputs, I inputs, R rows of a chunk, G groups in a row
 
@@ -52,20 +49,12 @@ class PackedMatrix:
     zeros: NDArray[np.float32] | None = None  # as `scales`; None: 0, and 8 for INT4
     order: NDArray[np.int32] | None = None  # [I]: column j multiplies input order[j]; None: input j
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes, with scales and zeros of 16 bits."""
-        num_scales = self.scales.size * (1 if self.zeros is None else 2)
-        return self.codes.nbytes + 2 * num_scales + (0 if self.order is None else self.order.nbytes)
-
 
 # Decoding
 
 
 def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:
     """Return the weights [O, I], with column j for input j."""
-    import numpy as np
-
     num_rows, num_columns = matrix.shape
     out = np.empty(matrix.shape, np.float32)
     step = max(1, CHUNK_ELEMENTS // num_columns)
@@ -77,8 +66,6 @@ def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:
 
 
 def _decode_rows(matrix: PackedMatrix, rows: slice) -> NDArray[np.float32]:
-    import numpy as np
-
     values = decode(matrix.type, matrix.codes[rows])  # [R, I]
     scale_rows = np.arange(rows.start, rows.stop) // matrix.group[0]
     zeros = matrix.zeros
@@ -96,8 +83,6 @@ def _decode_rows(matrix: PackedMatrix, rows: slice) -> NDArray[np.float32]:
 
 def _spread(by_group: NDArray[np.float32], matrix: PackedMatrix) -> NDArray[np.float32]:
     """Return values [R, G] of groups as values that can be combined with [R, I]."""
-    import numpy as np
-
     if by_group.shape[1] == 1:
         return by_group
     return np.repeat(by_group, matrix.group[1], axis=1)[:, : matrix.shape[1]]
@@ -105,8 +90,6 @@ def _spread(by_group: NDArray[np.float32], matrix: PackedMatrix) -> NDArray[np.f
 
 def decode(kind: CodeType, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return the values of rows of codes, before zeros and scales."""
-    import numpy as np
-
     if kind is CodeType.INT8:
         return codes.view(np.int8).astype(np.float32)
     if kind is CodeType.FP8:
@@ -117,8 +100,6 @@ def decode(kind: CodeType, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
 @cache
 def fp8_values() -> NDArray[np.float32]:
     """Return the value of each code of e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, two NaN."""
-    import numpy as np
-
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
     normal = np.ldexp(1 + mantissas / 8, exponents - 7)
@@ -130,11 +111,20 @@ def fp8_values() -> NDArray[np.float32]:
 @cache
 def _pair_values(kind: CodeType) -> NDArray[np.float32]:
     """Return the two values of each byte [256, 2]."""
-    import numpy as np
-
     table = np.array(E2M1 if kind is CodeType.FP4 else range(16), np.float32)
     codes = np.arange(256)
     return np.stack((table[codes & 15], table[codes >> 4]), axis=1)
+
+
+def floats(data: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+    """Return a copy of plain numbers of 8 to 32 bits as float32. `kind` is their type in safetensors."""
+    if kind == "F8_E8M0":  # a power of two
+        with np.errstate(over="ignore"):
+            return np.ldexp(np.float32(1), data.astype(np.int32) - 127).astype(np.float32)
+    if kind == "BF16":  # the upper half of a float32
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # NaN is allowed
+        return data.view("<f2" if kind == "F16" else "<f4").astype(np.float32)
 
 
 # Changing the order of rows and columns
@@ -145,8 +135,6 @@ def take_rows(matrix: PackedMatrix, rows: NDArray[np.int64]) -> PackedMatrix:
 
     Blocks of several rows keep one scale if they are taken as a whole; otherwise each row gets its own.
     """
-    import numpy as np
-
     height = matrix.group[0]
     starts = rows[::height]
     whole = np.repeat(starts, height)[: len(rows)] + np.arange(len(rows)) % height
@@ -166,15 +154,11 @@ def take_rows(matrix: PackedMatrix, rows: NDArray[np.int64]) -> PackedMatrix:
 
 def pack_pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return codes of 4 bits [O, I] as bytes [O, I / 2]."""
-    import numpy as np
-
     return codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
 
 
 def unpack_pairs(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return bytes [O, I / 2] as codes of 4 bits [O, I]."""
-    import numpy as np
-
     return np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import RawTensor, TensorType
+from quire.errors import UnsupportedModel
 from quire.weights.families import Family, Recurrence
 from quire.weights.fields import Fields, show
 from quire.weights.spec import DeltaNetSpec, ShortConvSpec
@@ -100,18 +99,6 @@ def lfm2_ffn_size(fields: Fields, given: int) -> int:
 
 
 # GGUF
-
-
-def restore_a_log(raw: RawTensor, source: str) -> RawTensor:
-    """Return the logarithms that safetensors files hold; GGUF files hold -exp of them, in F32."""
-    import numpy as np
-
-    if raw.info.type is not TensorType.F32:
-        raise ModelFileError(f"{source}: tensor {raw.info.name} is {raw.info.type}: not F32")
-    values = raw.data.view("<f4")
-    if not (values < 0).all():
-        raise ModelFileError(f"{source}: tensor {raw.info.name} has values that are not negative")
-    return RawTensor(raw.info, np.log(-values).astype("<f4").view(np.uint8))
 
 
 def gguf_values(values: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, TensorInfo
 from quire.weights.fields import show
 from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, ModelSpec, QKNorm
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 MAX_LISTED = 5
 
@@ -48,31 +44,13 @@ class Place(NamedTuple):
     info: TensorInfo
     file_name: str  # of the file's tensor that holds it
     offset: int  # bytes, from the start of that tensor
-    stripe: Stripe | None = None  # None: the tensor is a range of bytes
+    stripe: Stripe = Stripe(0, 1, 1)  # of one part: the tensor is a range of bytes
     first_row: int = 0  # of that tensor; of a stack [N, rows, columns], counted through all N
 
     @property
     def num_file_bytes(self) -> int:
         """Bytes from `offset` on that hold the tensor."""
-        return self.info.num_bytes * (1 if self.stripe is None else self.stripe.num_parts)
-
-    def choose(self, held: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the tensor's own bytes. Rows are quantised separately, so taking some of them is exact."""
-        if self.stripe is None:
-            return held
-        chosen = held.reshape(self.stripe.num_heads, self.stripe.num_parts, -1)[:, self.stripe.place].reshape(-1)
-        chosen.flags.writeable = False
-        return chosen
-
-    def rows(self, num_file_rows: int) -> NDArray[np.int64]:
-        """Return the tensor's rows in a matrix of the file that has `num_file_rows` rows."""
-        import numpy as np
-
-        if self.stripe is None:
-            first = self.first_row % num_file_rows
-            return np.arange(first, first + self.info.shape[0])
-        rows = np.arange(num_file_rows).reshape(self.stripe.num_heads, self.stripe.num_parts, -1)
-        return rows[:, self.stripe.place].reshape(-1)
+        return self.info.num_bytes * self.stripe.num_parts
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:

@@ -28,9 +28,9 @@ from quire.backends.native.packing import SOURCES, find_block_type, to_blocks
 from quire.backends.torch.packed import format_of, pack
 from quire.errors import ModelFileError
 from quire.text.tokenizer import Tokenizer
-from quire.weights.checkpoint import RawTensor
+from quire.weights.checkpoint import RawTensor, map_file
 from quire.weights.families import BY_ARCHITECTURE
-from quire.weights.gguf import FILE_TYPES, map_file, read_header
+from quire.weights.gguf import FILE_TYPES, read_header
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import dequantize
 from quire.weights.quants import to_float32

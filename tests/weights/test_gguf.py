@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import TensorType
+from quire.weights.checkpoint import TensorType, map_file
 from quire.weights.families import BY_NAME
-from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint, map_file
+from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint
 from quire.weights.names import gguf_targets
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
-from quire.weights.gguf_packed import pack_blocks
-from quire.weights.names import in_halves, rows_in_halves
+from quire.weights.names import Heads
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix, dequantize, fp8_values, take_rows
-from quire.weights.quants import to_float32
+from quire.weights.quants import pack_blocks, to_float32
+from quire.weights.reading import own_rows
 from quire.weights.tensors import Place, Stripe, check_tensors
 from tests.weights.layouts import (
     FP8_VALUES,
@@ -192,24 +192,21 @@ def test_queries_and_gates_alternate_by_head() -> None:
     assert take_rows(matrix, np.arange(100, 300)).scales.shape == (200, 1)
 
 
-@pytest.mark.parametrize("stripe", [None, Stripe(0, 2, 4), Stripe(1, 2, 4)])
-def test_rows_of_a_place_are_those_that_its_bytes_hold(stripe: Stripe | None) -> None:
-    held = np.arange(64, dtype=np.uint8)  # of a matrix with one byte per row
-    num_rows = 64 if stripe is None else 32
-    place = Place(TensorInfo("x", TensorType.INT8, (num_rows, 1), num_rows), "y", 0, stripe)
-    assert (place.choose(held) == held[place.rows(64)]).all()
-
-
-def test_rotated_rows_move_as_bytes_do(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "m", LAYOUTS["ct w4 g32"], config(**WIDE), wide_arrays())
-    spec = open_checkpoint(tmp_path / "m").spec
-    info = TensorInfo("layers.0.q_proj.weight", TensorType.F32, (256, 2), 2048)
-    values = np.arange(512, dtype=np.float32).reshape(256, 2)
-    moved = to_float32(in_halves(RawTensor(info, values.view(np.uint8)), spec, "x"))
-    rows = rows_in_halves(info, spec, "x")
-    assert rows is not None
-    assert (moved == values[rows]).all()
-    assert (moved != values).any()
+def test_rows_are_taken_and_moved_as_their_bytes_are() -> None:
+    """Three heads of two rows of queries and two of gates; then two heads of six rows, of which four are rotated."""
+    held = np.arange(12 * 5, dtype=np.uint8)
+    held.flags.writeable = False
+    gates = Place(TensorInfo("layers.0.q_gate.weight", TensorType.F32, (6, 5), 30), "q", 0, Stripe(1, 2, 3))
+    whole = Place(TensorInfo("layers.0.q_proj.weight", TensorType.F32, (12, 5), 60), "q", 0)
+    for place, heads, expected in (
+        (gates, None, [2, 3, 6, 7, 10, 11]),
+        (whole, Heads(2, 6, 4), [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]),
+    ):
+        found = own_rows(held, place, heads)
+        assert place.num_file_bytes == 60
+        assert own_rows(np.arange(12), place, heads).tolist() == expected
+        assert (found.reshape(-1, 5) == held.reshape(12, 5)[expected]).all()
+        assert not found.flags.writeable
 
 
 def test_rows_of_an_interleaved_family(tmp_path: Path) -> None:

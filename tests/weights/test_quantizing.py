@@ -13,8 +13,8 @@ from quire import LLM, GenerationParams
 from quire.errors import InvalidRequest, ModelFileError
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import dequantize, fp8_values
-from quire.weights.quantizing import FORMATS, quantize_folder
-from quire.weights.quants import round_asymmetric, round_fp8, round_symmetric, to_fp8
+from quire.weights.quantization import FORMATS
+from quire.weights.quantizing import quantize_folder, round_asymmetric, round_fp8, round_symmetric, to_fp8
 from quire.weights.tensors import check_tensors
 from tests.cli.runs import quire
 from tests.weights.layouts import Stored, mixed_safetensors

@@ -21,7 +21,7 @@ from quire.weights.gguf_spec import spec_from_gguf
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, ModelSpec, ShortConvSpec
-from quire.weights.tensors import Place, Stripe, check_tensors, norm_offset, num_active_weights, num_weights
+from quire.weights.tensors import check_tensors, norm_offset, num_active_weights, num_weights
 from tests.weights.test_families import same_tensors
 
 pytest.importorskip("transformers")
@@ -298,14 +298,3 @@ def test_decays_that_are_not_negative_are_refused(saved: Path, tmp_path: Path) -
     path.write_bytes(data[:start] + np.zeros(6, np.float32).tobytes() + data[start + 24 :])
     with pytest.raises(ModelFileError, match=r"layers\.0\.a_log has values that are not negative"):
         to_float32(open_checkpoint(path).read("layers.0.a_log"))
-
-
-def test_rows_that_alternate_by_head() -> None:
-    """Bytes of whole rows are taken, so a quantised row is not changed."""
-    rows = np.arange(12 * 5, dtype=np.uint8)  # three heads of two rows of queries and two of gates, five bytes each
-    info = TensorInfo("layers.0.q_gate.weight", TensorType.F32, (6, 5), 30)
-    place = Place(info, "q", 0, Stripe(1, 2, 3))
-    assert place.num_file_bytes == 60
-    chosen = place.choose(rows).reshape(6, 5)
-    assert chosen[:, 0].tolist() == [10, 15, 30, 35, 50, 55]
-    assert not chosen.flags.writeable
