@@ -20,8 +20,7 @@ from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles, map_file
 from quire.weights.fields import show
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
-from quire.weights.names import gguf_layer, gguf_targets, is_left_over, rotated_heads
-from quire.weights.tensors import Place, place_tensors
+from quire.weights.tensors import Place, gguf_layer, gguf_targets, is_left_over, place_tensors, rotated_heads
 
 if TYPE_CHECKING:
     from quire.weights.packed import PackedMatrix

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType, TokenizerFiles
@@ -21,6 +22,9 @@ from quire.weights.gpt_oss import BLOCK_BYTES, GROUP
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 from quire.weights.spec import OTHER
 from quire.weights.tensors import expected_tensors
+
+if TYPE_CHECKING:
+    from quire.weights.packed import PackedMatrix
 
 TYPE = TensorType.BF16  # assumed type of the weights if config.json does not contain it
 ITEM_BYTES = 2
@@ -53,8 +57,10 @@ class DummyCheckpoint:
     def read(self, name: str) -> RawTensor:
         raise ModelFileError(f"{self.path}: {name} cannot be read: with load_format = dummy there are no weights")
 
-    def read_packed(self, name: str) -> None:
+    def read_packed(self, name: str) -> PackedMatrix | None:
         """None: a backend invents the weights itself."""
+        del name
+        return None
 
     def tokenizer_files(self) -> TokenizerFiles:
         return self._folder.tokenizer_files()

@@ -16,6 +16,7 @@ from typing import Any
 from quire.errors import UnsupportedModel
 from quire.weights.config import (
     DTYPES,
+    MAX_CONTEXT,
     MAX_HEAD_SIZE,
     MAX_HEADS,
     MAX_HIDDEN_SIZE,
@@ -30,7 +31,6 @@ from quire.weights.config import (
     spec_from_config,
 )
 from quire.weights.fields import Fields, show
-from quire.weights.rope import MAX_CONTEXT
 from quire.weights.spec import OTHER, Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
 DEFAULT_CONTEXT = 2048
@@ -180,9 +180,8 @@ def _whole_or_largest(fields: Fields, name: str, high: int) -> int:
     value = fields.get(name)
     if not isinstance(value, list):
         return fields.whole(name, 1, high)
-    if not 1 <= len(value) <= MAX_LAYERS:
-        raise fields.wrong(name, f"not a list of 1 to {MAX_LAYERS} numbers")
-    items = Fields(fields.source, {f"{name}[{i}]": item for i, item in enumerate(value)}, fields.prefix)
+    fields.require(1 <= len(value) <= MAX_LAYERS, name, f"not a list of 1 to {MAX_LAYERS} numbers")
+    items = fields.items(name, value)
     return max(1, *(items.find_whole(item, 0, high) or 0 for item in items.values))
 
 
@@ -256,8 +255,8 @@ def _describe(fields: Fields) -> str:
     for name in ("mode", "quant_method"):
         text = fields.find_text(name)
         if text is not None and text != "affine":
-            if len(text) > MAX_METHOD_LENGTH or not text.isprintable():
-                raise fields.wrong(name, f"not a name of at most {MAX_METHOD_LENGTH} characters")
+            is_name = len(text) <= MAX_METHOD_LENGTH and text.isprintable()
+            fields.require(is_name, name, f"not a name of at most {MAX_METHOD_LENGTH} characters")
             return text
     bits = fields.find_whole("bits", 1, MAX_BITS)
     group_size = fields.find_whole("group_size", 1, MAX_GROUP_SIZE)

@@ -89,10 +89,11 @@ def _nested(config: Fields) -> Fields:
     return Fields(config.source, inner if isinstance(inner, dict) else {}, f"{config.prefix}text_config.")
 
 
-def _refuse(fields: Fields, name: str, known: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported, only {known}"
-    )
+def _refuse_unless(is_known: bool, fields: Fields, name: str, known: str) -> None:
+    if not is_known:
+        raise UnsupportedModel(
+            f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported, only {known}"
+        )
 
 
 def _group_size(fields: Fields, name: str = "group_size") -> int:
@@ -104,8 +105,7 @@ def _group_size(fields: Fields, name: str = "group_size") -> int:
 
 def _bits(fields: Fields, name: str, *known: int) -> int:
     bits = fields.whole(name, 1, 32)
-    if bits not in known:
-        raise _refuse(fields, name, " and ".join(map(str, known)))
+    _refuse_unless(bits in known, fields, name, " and ".join(map(str, known)))
     return bits
 
 
@@ -113,8 +113,7 @@ def _bits(fields: Fields, name: str, *known: int) -> int:
 
 
 def _read_fp8(fields: Fields) -> Quantization:
-    if fields.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
-        raise _refuse(fields, "fmt", "e4m3")
+    _refuse_unless(fields.get("fmt") in (None, "e4m3", "float8_e4m3fn"), fields, "fmt", "e4m3")
     if fields.get("weight_block_size") is not None:
         return Quantization(Method.FP8, (WeightScheme(8, True, _block(fields, "weight_block_size")),))
     whole, channel = WeightScheme(8, True, (0, 0)), WeightScheme(8, True, (1, 0))
@@ -124,8 +123,8 @@ def _read_fp8(fields: Fields) -> Quantization:
 def _block(fields: Fields, name: str) -> tuple[int, int]:
     value = fields.get(name)
     is_pair = isinstance(value, list) and len(value) == 2 and all(type(one) is int for one in value)
-    if not is_pair or not all(1 <= one <= MAX_GROUP_SIZE for one in value):
-        raise fields.wrong(name, f"not two whole numbers from 1 to {MAX_GROUP_SIZE}")
+    is_right = is_pair and all(1 <= one <= MAX_GROUP_SIZE for one in value)
+    fields.require(is_right, name, f"not two whole numbers from 1 to {MAX_GROUP_SIZE}")
     return value[0], value[1]
 
 
@@ -137,22 +136,20 @@ _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantiz
 def _read_compressed(fields: Fields) -> Quantization:
     _check_format(fields)
     sparsity = fields.table("sparsity_config")
-    if sparsity.get("format") not in (None, "dense"):
-        raise _refuse(sparsity, "format", "dense")
+    _refuse_unless(sparsity.get("format") in (None, "dense"), sparsity, "format", "dense")
     transforms = fields.table("transform_config")
-    if transforms.get("config_groups"):
-        raise _refuse(transforms, "config_groups", "weights without transforms of their inputs")
+    is_plain = not transforms.get("config_groups")
+    _refuse_unless(is_plain, transforms, "config_groups", "weights without transforms of their inputs")
     groups = fields.table("config_groups")
-    if not 1 <= len(groups.values) <= MAX_CONFIG_GROUPS:
-        raise fields.wrong("config_groups", f"not an object of 1 to {MAX_CONFIG_GROUPS} groups")
+    is_right = 1 <= len(groups.values) <= MAX_CONFIG_GROUPS
+    fields.require(is_right, "config_groups", f"not an object of 1 to {MAX_CONFIG_GROUPS} groups")
     schemes = [_compressed_scheme(groups.table(name)) for name in groups.values]
     known = tuple(dict.fromkeys(one for one in schemes if one is not None))
     return Quantization(Method.COMPRESSED, known, has_kv_scales=fields.get("kv_cache_scheme") is not None)
 
 
 def _check_format(fields: Fields) -> None:
-    if fields.get("format") is not None and fields.get("format") not in _FORMATS:
-        raise _refuse(fields, "format", ", ".join(_FORMATS))
+    _refuse_unless(fields.get("format") in (None, *_FORMATS), fields, "format", ", ".join(_FORMATS))
 
 
 def _compressed_scheme(group: Fields) -> WeightScheme | None:
@@ -171,12 +168,10 @@ def _compressed_scheme(group: Fields) -> WeightScheme | None:
     if not weights.values:
         return None
     kind = weights.get("type")
-    if kind not in (None, "int", "float"):
-        raise _refuse(weights, "type", "int and float")
+    _refuse_unless(kind in (None, "int", "float"), weights, "type", "int and float")
     is_float = kind == "float"
     bits = _bits(weights, "num_bits", 8) if is_float else _bits(weights, "num_bits", 4, 8)
-    if weights.get("dynamic") not in (None, False):
-        raise _refuse(weights, "dynamic", "false")
+    _refuse_unless(weights.get("dynamic") in (None, False), weights, "dynamic", "false")
     return WeightScheme(bits, is_float, _compressed_group(weights))
 
 
@@ -184,15 +179,13 @@ def _compressed_group(weights: Fields) -> tuple[int, int]:
     group_size = weights.get("group_size")
     default = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
     strategy = weights.get("strategy") or default
-    if strategy == "tensor":
-        return 0, 0
-    if strategy == "channel":
-        return 1, 0
+    is_known = strategy in ("tensor", "channel", "group", "block")
+    _refuse_unless(is_known, weights, "strategy", "tensor, channel, group and block")
     if strategy == "group":
         return 1, _group_size(weights)
     if strategy == "block":
         return _block(weights, "block_structure")
-    raise _refuse(weights, "strategy", "tensor, channel, group and block")
+    return (0, 0) if strategy == "tensor" else (1, 0)
 
 
 # Integers of 4 and 8 bits
@@ -200,8 +193,7 @@ def _compressed_group(weights: Fields) -> tuple[int, int]:
 
 def _read_awq(fields: Fields) -> Quantization:
     version = fields.get("version")
-    if version is not None and str(version).lower() != "gemm":
-        raise _refuse(fields, "version", "gemm")
+    _refuse_unless(version is None or str(version).lower() == "gemm", fields, "version", "gemm")
     old = "q_group_size" if "q_group_size" in fields else "group_size"
     bits = _bits(fields, "w_bit" if "w_bit" in fields else "bits", 4)
     return Quantization(Method.AWQ, (WeightScheme(bits, False, (1, _group_size(fields, old))),))
@@ -212,9 +204,10 @@ _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # the first format stores zero points
 
 def _read_gptq(fields: Fields) -> Quantization:
     name = fields.get("checkpoint_format") or "gptq"
-    if not isinstance(name, str) or name not in _GPTQ_OFFSETS or fields.get("is_marlin_format"):
-        field = "is_marlin_format" if name in _GPTQ_OFFSETS else "checkpoint_format"
-        raise _refuse(fields, field, "checkpoint_format gptq and gptq_v2")
+    is_known = isinstance(name, str) and name in _GPTQ_OFFSETS
+    _refuse_unless(is_known, fields, "checkpoint_format", "checkpoint_format gptq and gptq_v2")
+    is_known = not fields.get("is_marlin_format")
+    _refuse_unless(is_known, fields, "is_marlin_format", "checkpoint_format gptq and gptq_v2")
     return _gptq(fields, _GPTQ_OFFSETS[name])
 
 
@@ -226,15 +219,16 @@ def _gptq(fields: Fields, zero_offset: int) -> Quantization:
 def _read_auto_round(fields: Fields) -> Quantization:
     """Read a config of AutoRound, which writes the layouts of others."""
     packing = fields.get("packing_format")
-    if fields.get("data_type") not in (None, "int"):
-        raise _refuse(fields, "data_type", "int")
+    _refuse_unless(fields.get("data_type") in (None, "int"), fields, "data_type", "int")
     if packing in ("auto_round:auto_gptq", "auto_round:gptq"):
         return _gptq(fields, _GPTQ_OFFSETS["gptq"])
     if packing in ("auto_round", "auto_round:gptqmodel"):
         return _gptq(fields, _GPTQ_OFFSETS["gptq_v2"])
-    if packing in ("auto_round:auto_awq", "auto_round:awq"):
-        return _read_awq(fields)
-    raise _refuse(fields, "packing_format", "auto_round, auto_round:auto_gptq and auto_round:auto_awq")
+    known = ("auto_round:auto_awq", "auto_round:awq")
+    _refuse_unless(
+        packing in known, fields, "packing_format", "auto_round, auto_round:auto_gptq and auto_round:auto_awq"
+    )
+    return _read_awq(fields)
 
 
 _METHODS: Mapping[str, Callable[[Fields], Quantization]] = {
@@ -372,12 +366,12 @@ class _Finder:
             return self._plain(part)
         return None
 
-    def wrong(self, part: FileTensor, problem: str) -> ModelFileError:
-        return ModelFileError(f"{self.source}: tensor {show(part.name)} is {part.dtype} {part.shape}: {problem}")
+    def require(self, is_right: bool, part: FileTensor, problem: str) -> None:
+        if not is_right:
+            raise ModelFileError(f"{self.source}: tensor {show(part.name)} is {part.dtype} {part.shape}: {problem}")
 
     def _take(self, part: FileTensor, dtypes: tuple[str, ...]) -> FileTensor:
-        if part.dtype not in dtypes:
-            raise self.wrong(part, f"not of type {' or '.join(dtypes)}")
+        self.require(part.dtype in dtypes, part, f"not of type {' or '.join(dtypes)}")
         self.used.add(part.name)
         return part
 
@@ -402,11 +396,9 @@ class _Finder:
             if (scheme.bits, scheme.is_float) == (bits, is_float)
         }
         fitting = [one for one in sorted(groups) if num_groups(shape, one) == found]
-        if len(fitting) != 1:
-            expected = " or ".join(str(num_groups(shape, one)) for one in sorted(groups)) or "another type"
-            raise self.wrong(
-                scales, f"scales of {show(codes.name)} {shape}, {bits} bits, need {expected} by config.json"
-            )
+        expected = " or ".join(str(num_groups(shape, one)) for one in sorted(groups)) or "another type"
+        problem = f"scales of {show(codes.name)} {shape}, {bits} bits, need {expected} by config.json"
+        self.require(len(fitting) == 1, scales, problem)
         return fitting[0]
 
     def _tensor(self, name: str, kind: TensorType, shape: tuple[int, ...], *parts: FileTensor | None) -> TensorInfo:
@@ -415,22 +407,21 @@ class _Finder:
     def _plain(self, codes: FileTensor) -> PackedTensor:
         """Find the scales of a matrix with one byte per code, or of a stack of matrices."""
         self._take(codes, ("F8_E4M3", "I8"))
-        if len(codes.shape) not in (2, 3):
-            raise self.wrong(codes, "not a matrix")
+        is_stack = len(codes.shape) == 3
+        self.require(len(codes.shape) in (2, 3), codes, "not a matrix")
         scales = self._find(f"{codes.name}_scale_inv", _SCALE_TYPES)
         if scales is None:
             scales = self._need(f"{codes.name}_scale", _SCALE_TYPES, codes)
-        one = scales
-        if len(codes.shape) == 3:
-            if len(scales.shape) != 3 or scales.shape[0] != codes.shape[0]:
-                raise self.wrong(scales, f"not scales of {show(codes.name)} {codes.shape}")
-            one = scales._replace(shape=scales.shape[1:])
+        is_right = not is_stack or (len(scales.shape) == 3 and scales.shape[0] == codes.shape[0])
+        self.require(is_right, scales, f"not scales of {show(codes.name)} {codes.shape}")
+        one = scales._replace(shape=scales.shape[1:]) if is_stack else scales
         is_float = codes.dtype == "F8_E4M3"
         rows, columns = codes.shape[-2:]
         group = self._group(codes, one, (rows, columns), 8, is_float=is_float)
         zeros = None if is_float else self._find(f"{codes.name}_zero_point", ("I8",))
-        if zeros is not None and (len(codes.shape) == 3 or _scale_shape(zeros, rows) != _scale_shape(scales, rows)):
-            raise self.wrong(zeros, f"not of the shape of {show(scales.name)}")
+        if zeros is not None:
+            is_right = not is_stack and _scale_shape(zeros, rows) == _scale_shape(scales, rows)
+            self.require(is_right, zeros, f"not of the shape of {show(scales.name)}")
         kind = TensorType.FP8 if is_float else TensorType.INT8
         info = self._tensor(codes.name, kind, codes.shape, codes, scales, zeros)
         return PackedTensor(info, self.quantization.method, group, codes, scales, zeros)
@@ -439,8 +430,7 @@ class _Finder:
         """Find the parts of a matrix whose rows are packed: compressed-tensors."""
         self._take(codes, ("I32",))
         stem = codes.name.removesuffix("_packed")
-        if len(codes.shape) != 2:
-            raise self.wrong(codes, "not a matrix")
+        self.require(len(codes.shape) == 2, codes, "not a matrix")
         scales = self._need(f"{stem}_scale", _SCALE_TYPES, codes)
         shape, bits = self._unpacked_shape(codes, self._find(f"{stem}_shape", _INDEX_TYPES))
         group = self._group(codes, scales, shape, bits, is_float=False)
@@ -449,8 +439,7 @@ class _Finder:
         if zeros is not None:
             packed_rows = -(-shape[0] * bits // 32)
             expected = (packed_rows, groups[1]) if zeros.dtype == "I32" else groups
-            if zeros.shape != expected or groups[0] != shape[0]:
-                raise self.wrong(zeros, f"not of shape {expected}")
+            self.require(zeros.shape == expected and groups[0] == shape[0], zeros, f"not of shape {expected}")
         order = self._index(f"{stem}_g_idx", shape[1], group)
         info = self._tensor(stem, _KINDS[bits], shape, codes, scales, zeros, order)
         return PackedTensor(info, Method.COMPRESSED, group, codes, scales, zeros, order=order)
@@ -460,38 +449,37 @@ class _Finder:
         candidates = dict.fromkeys(scheme.bits for scheme in self.quantization.schemes if not scheme.is_float)
         rows, words = codes.shape
         if stored is None:
-            if len(candidates) != 1:
-                raise self.wrong(codes, "its weight_shape is missing")
+            self.require(len(candidates) == 1, codes, "its weight_shape is missing")
             bits = next(iter(candidates))
             return (rows, words * 32 // bits), bits
-        if stored.shape != (2,):
-            raise self.wrong(stored, "not two numbers")
+        self.require(stored.shape == (2,), stored, "not two numbers")
         # Not through the map: the server lists tensors too, see FileMap.
         data = stored.buffer.copy(stored.offset, stored.num_bytes)
         given = struct.unpack("<2q" if stored.dtype == "I64" else "<2i", data)
-        for bits in candidates:
-            if given[0] == rows and given[1] > 0 and -(-given[1] * bits // 32) == words and given[1] % 2 == 0:
-                return (rows, given[1]), bits
-        raise self.wrong(codes, f"does not hold the even rows of a matrix {given} by config.json")
+        fitting = [bits for bits in candidates if -(-given[1] * bits // 32) == words]
+        is_right = bool(fitting) and given[0] == rows and given[1] > 0 and given[1] % 2 == 0
+        self.require(is_right, codes, f"does not hold the even rows of a matrix {given} by config.json")
+        return (rows, given[1]), fitting[0]
 
     def _columns(self, codes: FileTensor) -> PackedTensor:
         """Find the parts of a matrix that is stored transposed: AWQ and GPTQ."""
         self._take(codes, ("I32",))
         stem = codes.name.removesuffix("qweight")
         scales = self._need(f"{stem}scales", _SCALE_TYPES, codes)
-        if len(codes.shape) != 2 or len(scales.shape) != 2:
-            raise self.wrong(codes, "not a matrix")
+        self.require(len(codes.shape) == 2 and len(scales.shape) == 2, codes, "not a matrix")
         (scheme,) = self.quantization.schemes
         per_word, is_awq = 32 // scheme.bits, self.quantization.method is Method.AWQ
         inputs, outputs = codes.shape if is_awq else (codes.shape[0] * per_word, codes.shape[1])
         outputs = outputs * per_word if is_awq else outputs
         group = scheme.group_of(outputs, inputs)
         groups = num_groups((outputs, inputs), group)[1]
-        if scales.shape != (groups, outputs) or inputs % 2:
-            raise self.wrong(scales, f"scales of {show(codes.name)} need {(groups, outputs)} by config.json")
+        is_right = scales.shape == (groups, outputs) and inputs % 2 == 0
+        self.require(is_right, scales, f"scales of {show(codes.name)} need {(groups, outputs)} by config.json")
         zeros = self._find(f"{stem}qzeros", ("I32",))
-        if zeros is not None and (zeros.shape != (groups, outputs // per_word) or outputs % per_word):
-            raise self.wrong(zeros, f"zero points of {show(codes.name)} need {(groups, outputs // per_word)}")
+        if zeros is not None:
+            expected = (groups, outputs // per_word)
+            is_right = zeros.shape == expected and outputs % per_word == 0
+            self.require(is_right, zeros, f"zero points of {show(codes.name)} need {expected}")
         order = None if is_awq else self._index(f"{stem}g_idx", inputs, group)
         shape = (outputs, inputs)
         info = self._tensor(f"{stem}weight", _KINDS[scheme.bits], shape, codes, scales, zeros, order)
@@ -503,8 +491,7 @@ class _Finder:
         part = self._find(name, _INDEX_TYPES)
         if part is None:
             return None
-        if part.shape != (num_inputs,):
-            raise self.wrong(part, f"not the groups of {num_inputs} inputs")
+        self.require(part.shape == (num_inputs,), part, f"not the groups of {num_inputs} inputs")
         return None if group[1] >= num_inputs else part
 
 

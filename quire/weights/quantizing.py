@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from quire.errors import InvalidRequest, ModelFileError
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.config import DTYPES
-from quire.weights.folder import member
-from quire.weights.names import transformers_targets
+from quire.weights.fields import member
 from quire.weights.packed import CodeType, PackedMatrix, floats, fp8_values, pack_pairs
 from quire.weights.quantization import FORMATS, GROUP_SIZES, Format
 from quire.weights.quants import to_float32
 from quire.weights.safetensors import INDEX, SafetensorsCheckpoint
 from quire.weights.spec import DeltaNetSpec
+from quire.weights.tensors import transformers_targets
 
 # O outputs, I inputs, G groups in a row
 

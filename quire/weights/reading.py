@@ -17,7 +17,6 @@ from quire.errors import ModelFileError
 from quire.weights.checkpoint import FileMap, RawTensor, TensorInfo, TensorType
 from quire.weights.fields import show
 from quire.weights.gpt_oss import BLOCK_BYTES, ExpertPart
-from quire.weights.names import Heads
 from quire.weights.packed import (
     CodeType,
     PackedMatrix,
@@ -29,7 +28,7 @@ from quire.weights.packed import (
     without_default,
 )  # fmt: skip
 from quire.weights.quantization import FileTensor, Method, PackedTensor, num_groups
-from quire.weights.tensors import Place
+from quire.weights.tensors import Heads, Place
 
 # O outputs, I inputs, G groups of inputs, N experts
 

@@ -20,10 +20,9 @@ from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights import gpt_oss
 from quire.weights.checkpoint import FileMap, RawTensor, TensorInfo, TensorType, TokenizerFiles, map_file
 from quire.weights.families import Family
-from quire.weights.fields import read_json, show
-from quire.weights.folder import ModelFolder, member
+from quire.weights.fields import member, read_json, show
+from quire.weights.folder import ModelFolder
 from quire.weights.gguf_spec import most_common_type
-from quire.weights.names import Heads, find_skipped, is_left_over, rotated_heads, transformers_targets
 from quire.weights.quantization import (
     PART_BYTES,
     FileTensor,
@@ -33,7 +32,16 @@ from quire.weights.quantization import (
     is_part,
     is_unused,
 )
-from quire.weights.tensors import Place, expected_tensors, place_tensors
+from quire.weights.tensors import (
+    Heads,
+    Place,
+    expected_tensors,
+    find_skipped,
+    is_left_over,
+    place_tensors,
+    rotated_heads,
+    transformers_targets,
+)
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,9 +11,9 @@ import tokenizers
 
 from quire.text.gguf_vocab import gguf_vocab
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.names import transformers_parameters
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from quire.weights.tensors import transformers_parameters
 from tests.weights.layouts import Stored, mixed_safetensors
 
 

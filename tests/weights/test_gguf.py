@@ -19,11 +19,10 @@ from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorType, map_file
 from quire.weights.families import BY_NAME
 from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint
-from quire.weights.names import gguf_targets
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.spec import QKNorm, RopeSpec
-from quire.weights.tensors import Target, check_tensors
+from quire.weights.tensors import Target, check_tensors, gguf_targets
 from tests.weights.makers import (
     F32,
     HEAD,

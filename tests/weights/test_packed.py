@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
-from quire.weights.names import Heads
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix, dequantize, fp8_values, take_rows
 from quire.weights.quants import pack_blocks, to_float32
 from quire.weights.reading import own_rows
-from quire.weights.tensors import Place, Stripe, check_tensors
+from quire.weights.tensors import Heads, Place, Stripe, check_tensors
 from tests.weights.layouts import (
     FP8_VALUES,
     LAYOUTS,
