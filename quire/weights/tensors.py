@@ -83,15 +83,10 @@ def layer_tensors(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
 
 
 def _norms(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    tensors: dict[str, Shape] = {}
-    if layer.has_pre_norms:
-        tensors |= {"input_norm.weight": (hidden_size,), "mlp_norm.weight": (hidden_size,)}
-    if layer.has_post_norms:
-        tensors |= {"post_attention_norm.weight": (hidden_size,), "post_mlp_norm.weight": (hidden_size,)}
-    if layer.parallel_experts is not None:
-        names = ("experts_norm", "post_dense_norm", "post_experts_norm")
-        tensors |= {f"{name}.weight": (hidden_size,) for name in names}
-    return tensors
+    before = ("input_norm", "mlp_norm") if layer.has_pre_norms else ()
+    after = ("post_attention_norm", "post_mlp_norm") if layer.has_post_norms else ()
+    parallel = ("experts_norm", "post_dense_norm", "post_experts_norm") if layer.parallel_experts is not None else ()
+    return {f"{name}.weight": (hidden_size,) for name in (*before, *after, *parallel)}
 
 
 def _mixer(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
@@ -146,10 +141,8 @@ def _delta_net(net: DeltaNetSpec, hidden_size: int) -> dict[str, Shape]:
 
 def _mlp(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
     mlp, experts = layer.mlp, layer.experts
-    tensors: dict[str, Shape] = {}
-    if not isinstance(mlp, ExpertsSpec):
-        tensors |= _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
-    return tensors if experts is None else tensors | _experts(experts, hidden_size)
+    dense = {} if isinstance(mlp, ExpertsSpec) else _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
+    return dense if experts is None else dense | _experts(experts, hidden_size)
 
 
 def _experts(experts: ExpertsSpec, hidden_size: int) -> dict[str, Shape]:
