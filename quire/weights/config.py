@@ -154,18 +154,16 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
         _refuse_other_text_model(fields, family)
     if family.name == "gemma4":
         _refuse_gemma4_settings(fields)
-    elif family.is_gemma and fields.flag("use_bidirectional_attention", False):
-        raise UnsupportedModel(
-            f"{fields.source}: use_bidirectional_attention is true: only causal models are supported"
-        )
+    elif family.is_gemma:
+        is_causal = not fields.flag("use_bidirectional_attention", False)
+        fields.support(is_causal, "use_bidirectional_attention is true: only causal models are supported")
     if family.activation is Activation.CLAMPED_SWIGLU:
         for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-            if fields.real(name, 0, MAX_MULTIPLIER) != known:
-                raise UnsupportedModel(
-                    f"{fields.source}: {name} is {show(fields.get(name))}: only {known} is supported"
-                )
-    if fields.get("clip_qkv") is not None:
-        raise UnsupportedModel(f"{fields.source}: clip_qkv is {show(fields.get('clip_qkv'))}: not supported")
+            fields.support(
+                fields.real(name, 0, MAX_MULTIPLIER) == known,
+                f"{name} is {show(fields.get(name))}: only {known} is supported",
+            )
+    fields.support(fields.get("clip_qkv") is None, f"clip_qkv is {show(fields.get('clip_qkv'))}: not supported")
     if family.name == "ministral3" and fields.get("model_type") == "ministral3":
         fields.table("rope_parameters").real("rope_theta", MIN_THETA, MAX_THETA)  # required: its default is not plain
 
@@ -274,8 +272,10 @@ def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[Recurren
     """Return the mixers of the layers that do not attend, None for the others, from config.json."""
     if family.recurrence is Recurrence.NONE:
         return [None] * num_layers
-    if family.has_gate and not fields.flag("attn_output_gate", True):
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}attn_output_gate is false: not supported")
+    fields.support(
+        not family.has_gate or fields.flag("attn_output_gate", True),
+        f"{fields.prefix}attn_output_gate is false: not supported",
+    )
     attends = _attends(fields, family, num_layers)
     mixer = read_delta_net(fields) if family.recurrence is Recurrence.DELTA_NET else read_short_conv(fields)
     return [None if one else mixer for one in attends]
@@ -415,10 +415,10 @@ def name_architecture(config: Fields) -> str:
 def find_architecture(config: Fields) -> str:
     """Return the class name in a config if its equations are supported."""
     name = name_architecture(config)
-    if name not in BY_ARCHITECTURE:
-        raise UnsupportedModel(
-            f"{config.source}: quire has no equations for {show(name)}; `quire models --families` lists those it has"
-        )
+    config.support(
+        name in BY_ARCHITECTURE,
+        f"quire has no equations for {show(name)}; `quire models --families` lists those it has",
+    )
     return name
 
 
@@ -462,23 +462,22 @@ def refuse_other_layers(config: Fields) -> None:
     if family.name != "granite4":
         return
     types = fields.get("layer_types")
-    if not isinstance(types, list) or any(one not in ("attention", "full_attention") for one in types):
-        raise UnsupportedModel(
-            f"{fields.source}: layer_types is {show(types)}: Granite 4 runs only if all layers are attention; "
-            "the H models have layers with a state"
-        )
-    if (num_experts := fields.get("num_local_experts")) != 0:
-        raise UnsupportedModel(
-            f"{fields.source}: num_local_experts is {show(num_experts)}: only dense Granite 4 is supported"
-        )
-    if (kind := fields.get("position_embedding_type")) != "rope":
-        raise UnsupportedModel(f"{fields.source}: position_embedding_type {show(kind)} is not supported, only rope")
+    fields.support(
+        isinstance(types, list) and all(one in ("attention", "full_attention") for one in types),
+        f"layer_types is {show(types)}: Granite 4 runs only if all layers are attention; "
+        "the H models have layers with a state",
+    )
+    num_experts, kind = fields.get("num_local_experts"), fields.get("position_embedding_type")
+    fields.support(num_experts == 0, f"num_local_experts is {show(num_experts)}: only dense Granite 4 is supported")
+    fields.support(kind == "rope", f"position_embedding_type {show(kind)} is not supported, only rope")
 
 
 def _refuse_other_text_model(fields: Fields, family: Family) -> None:
     kind = fields.get("model_type")
-    if kind not in (None, *family.model_types, *_TEXT_TYPES.get(family.name, ())):
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}model_type {show(kind)} is not {family.name}")
+    fields.support(
+        kind in (None, *family.model_types, *_TEXT_TYPES.get(family.name, ())),
+        f"{fields.prefix}model_type {show(kind)} is not {family.name}",
+    )
 
 
 def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
@@ -513,8 +512,7 @@ def _defaults(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _activation(fields: Fields, name: str) -> Activation:
     value = fields.find_text(name) or "silu"
-    if value not in _ACTIVATIONS:
-        raise UnsupportedModel(f"{fields.source}: {name} {show(value)} is not one of {', '.join(_ACTIVATIONS)}")
+    fields.support(value in _ACTIVATIONS, f"{name} {show(value)} is not one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[value]
 
 
@@ -522,8 +520,7 @@ def _dtype(fields: Fields, whole: Fields, quantization: str) -> str:
     name = "dtype" if "dtype" in fields or "dtype" in whole else "torch_dtype"
     holder = fields if name in fields else whole
     value = (holder.find_text(name) or DTYPES.get(quantization, "bfloat16")).removeprefix("torch.")
-    if value not in DTYPES.values():
-        raise UnsupportedModel(f"{fields.source}: {name} {show(value)} is not one of {', '.join(DTYPES.values())}")
+    fields.support(value in DTYPES.values(), f"{name} {show(value)} is not one of {', '.join(DTYPES.values())}")
     return value
 
 
@@ -538,10 +535,9 @@ def _ropes(fields: Fields, family: Family, shape: Shape) -> tuple[RopeSpec, Rope
         scaling = fields.table("rope_scaling")
         scaling = scaling if scaling.values else parameters
         for name in ("full_attention", "sliding_attention"):
-            if name in scaling:
-                raise UnsupportedModel(
-                    f"{fields.source}: {scaling.prefix}{name}: rotation by layer type is not for {family.name}"
-                )
+            fields.support(
+                name not in scaling, f"{scaling.prefix}{name}: rotation by layer type is not for {family.name}"
+            )
         return _rope(fields, scaling, shape, family, "rope_theta", 1e4), None
     flat = [name for name in parameters.values if name not in ("full_attention", "sliding_attention")]
     if flat and (by_type or family.ropes is Ropes.LOCAL_BASE):
@@ -578,10 +574,10 @@ def _rope(
 def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: Family) -> int:
     holder = scaling if "partial_rotary_factor" in scaling else fields
     part = holder.real("partial_rotary_factor", 0, 1, 1.0, above_low=True)
-    if part != 1 and not family.has_partial_rotary:
-        raise UnsupportedModel(
-            f"{fields.source}: {holder.prefix}partial_rotary_factor {part:g} is not supported for {family.name}"
-        )
+    fields.support(
+        part == 1 or family.has_partial_rotary,
+        f"{holder.prefix}partial_rotary_factor {part:g} is not supported for {family.name}",
+    )
     rotary_size = int(shape.head_size * part)
     is_right = rotary_size >= 2 and rotary_size % 2 == 0
     problem = f"rotates {rotary_size} of {shape.head_size}: not an even number"
@@ -720,10 +716,7 @@ def _layer_types(fields: Fields, num_layers: int, other: str) -> list[str]:
     types = fields.listed("layer_types", num_layers, "names")
     known = ("full_attention", other)
     for i, one in enumerate(types):
-        if one not in known:
-            raise UnsupportedModel(
-                f"{fields.source}: {fields.prefix}layer_types[{i}] {show(one)} is not {' or '.join(known)}"
-            )
+        fields.support(one in known, f"{fields.prefix}layer_types[{i}] {show(one)} is not {' or '.join(known)}")
     return types
 
 
@@ -817,22 +810,23 @@ def _gemma4_layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerS
 
 def _refuse_gemma4_settings(fields: Fields) -> None:
     """Raise for settings that change the equations. Bidirectional attention among the tokens of an image does not."""
-    if fields.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise UnsupportedModel(
-            f"{fields.source}: use_bidirectional_attention is {show(fields.get('use_bidirectional_attention'))}: "
-            "only causal models are supported"
-        )
-    if fields.flag("attention_bias", False):
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention_bias is true: not supported for Gemma 4")
+    fields.support(
+        fields.get("use_bidirectional_attention") in (None, False, "vision"),
+        f"use_bidirectional_attention is {show(fields.get('use_bidirectional_attention'))}: "
+        "only causal models are supported",
+    )
+    fields.support(
+        not fields.flag("attention_bias", False), f"{fields.prefix}attention_bias is true: not supported for Gemma 4"
+    )
 
 
 def _full_layers(fields: Fields, num_layers: int) -> list[bool]:
     if "layer_types" not in fields:
         return [(i + 1) % FULL_EVERY == 0 for i in range(num_layers - 1)] + [True]
     types = fields.listed("layer_types", num_layers, "names")
-    unknown = [one for one in types if one not in ("sliding_attention", "full_attention")]
-    if unknown:
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}layer_types has {show(unknown[0])}: not supported")
+    for one in types:
+        is_known = one in ("sliding_attention", "full_attention")
+        fields.support(is_known, f"{fields.prefix}layer_types has {show(one)}: not supported")
     return [one == "full_attention" for one in types[:-1]] + [True]  # transformers forces the last
 
 
@@ -873,8 +867,7 @@ def _gemma4_rope(scaling: Fields, default_theta: float, head_size: int) -> RopeS
     kind = scaling.get("rope_type") or "default"
     if kind == "default":
         return RopeSpec(theta, head_size)
-    if kind != "proportional":
-        raise UnsupportedModel(f"{scaling.source}: {scaling.prefix}rope_type {show(kind)} is not supported for Gemma 4")
+    scaling.support(kind == "proportional", f"{scaling.prefix}rope_type {show(kind)} is not supported for Gemma 4")
     part = scaling.real("partial_rotary_factor", 0, 1, 1.0)
     factor = scaling.real("factor", MIN_FACTOR, MAX_FACTOR, 1.0)
     return proportional_rope(theta, head_size, int(part * head_size // 2), factor)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ModelFileError
+from quire.errors import ModelFileError, UnsupportedModel
 
 MAX_JSON_BYTES = 16 << 20
 NO_NAMES: Mapping[str, str] = {}
@@ -51,6 +51,10 @@ class Fields:
     def require(self, is_right: bool, name: str, problem: str) -> None:
         if not is_right:
             raise self.wrong(name, problem)
+
+    def support(self, is_supported: bool, problem: str) -> None:
+        if not is_supported:
+            raise UnsupportedModel(f"{self.source}: {problem}")
 
     def missing(self, name: str) -> ModelFileError:
         return ModelFileError(f"{self.source}: {self.prefix}{self.key(name)} is missing")

@@ -304,14 +304,20 @@ def _refuse_other_shapes(fields: Fields, family: Family) -> None:
     names = _UNKNOWN_EQUATIONS + (() if knows_shared else _UNKNOWN_EXPERTS)
     for name in names:
         value = fields.get(name)
-        if any(value) if isinstance(value, list) else value:
-            raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(value)}: not supported")
-    if fields.get("rope.scaling.finetuned") is False and fields.prefix == "granite.":  # its switch for no positions
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}rope.scaling.finetuned is false: not supported")
-    if family.recurrence is Recurrence.SHORT_CONV and fields.get("attention.sliding_window"):
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.sliding_window: not supported")
-    if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.value_length differs from key_length")
+        is_set = any(value) if isinstance(value, list) else bool(value)
+        fields.support(not is_set, f"{fields.prefix}{name} is {show(value)}: not supported")
+    fields.support(
+        fields.get("rope.scaling.finetuned") is not False or fields.prefix != "granite.",
+        f"{fields.prefix}rope.scaling.finetuned is false: not supported",
+    )
+    fields.support(
+        family.recurrence is not Recurrence.SHORT_CONV or not fields.get("attention.sliding_window"),
+        f"{fields.prefix}attention.sliding_window: not supported",
+    )
+    fields.support(
+        fields.get("attention.value_length") in (None, fields.get("attention.key_length")),
+        f"{fields.prefix}attention.value_length differs from key_length",
+    )
 
 
 def _attention_scale(fields: Fields, family: Family, shape: Shape) -> float:
@@ -422,15 +428,14 @@ def _scaling(fields: Fields, family: Family, shape: Shape) -> Fields:
 
 def _yarn(fields: Fields, family: Family, factor: float) -> dict[str, Any]:
     multiplier = fields.real("rope.scaling.yarn_log_multiplier", 0, MAX_FACTOR, 0.0)
-    if multiplier and not family.has_query_scaling:
-        raise UnsupportedModel(
-            f"{fields.source}: {fields.prefix}rope.scaling.yarn_log_multiplier is {multiplier:g}: not supported"
-        )
+    fields.support(
+        not multiplier or family.has_query_scaling,
+        f"{fields.prefix}rope.scaling.yarn_log_multiplier is {multiplier:g}: not supported",
+    )
     ext_factor = fields.get("rope.scaling.yarn_ext_factor")
-    if ext_factor not in (None, 1.0):
-        raise UnsupportedModel(
-            f"{fields.source}: {fields.prefix}rope.scaling.yarn_ext_factor is {show(ext_factor)}: not supported"
-        )
+    fields.support(
+        ext_factor in (None, 1.0), f"{fields.prefix}rope.scaling.yarn_ext_factor is {show(ext_factor)}: not supported"
+    )
 
     def grown(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from quire.errors import ModelFileError, UnsupportedModel
+from quire.errors import ModelFileError
 from quire.weights.checkpoint import FileMap, TensorInfo, TensorType
 from quire.weights.fields import Fields, show
 
@@ -75,13 +75,12 @@ def read_quantization(config: Fields) -> Quantization | None:
         return None
     fields = holder.table(FIELD)
     method = fields.get("quant_method")
-    read = _METHODS.get(method) if isinstance(method, str) else None
-    if read is None:
-        raise UnsupportedModel(
-            f"{config.source}: {fields.prefix}quant_method is {show(method)}: quantised safetensors are not supported "
-            f"with it, but with {', '.join(_METHODS)}; use another file, the original model or a GGUF of it"
-        )
-    return read(fields)
+    config.support(
+        isinstance(method, str) and method in _METHODS,
+        f"{fields.prefix}quant_method is {show(method)}: quantised safetensors are not supported "
+        f"with it, but with {', '.join(_METHODS)}; use another file, the original model or a GGUF of it",
+    )
+    return _METHODS[method](fields)
 
 
 def _nested(config: Fields) -> Fields:
@@ -90,10 +89,7 @@ def _nested(config: Fields) -> Fields:
 
 
 def _refuse_unless(is_known: bool, fields: Fields, name: str, known: str) -> None:
-    if not is_known:
-        raise UnsupportedModel(
-            f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported, only {known}"
-        )
+    fields.support(is_known, f"{fields.prefix}{name} is {show(fields.get(name))}: not supported, only {known}")
 
 
 def _group_size(fields: Fields, name: str = "group_size") -> int:
@@ -159,11 +155,11 @@ def _compressed_scheme(group: Fields) -> WeightScheme | None:
         activations = group.table(name)
         # Activations keep 16 bits here. For weights made for FP8 activations that is more precise; weights made for
         # integer activations are often scaled against them.
-        if activations.values and (activations.get("type") != "float" or activations.get("num_bits") != 8):
-            raise UnsupportedModel(
-                f"{group.source}: {activations.prefix}type is {show(activations.get('type'))}, num_bits "
-                f"{show(activations.get('num_bits'))}: activations of other types than 8-bit floats are not supported"
-            )
+        group.support(
+            not activations.values or (activations.get("type") == "float" and activations.get("num_bits") == 8),
+            f"{activations.prefix}type is {show(activations.get('type'))}, num_bits "
+            f"{show(activations.get('num_bits'))}: activations of other types than 8-bit floats are not supported",
+        )
     weights = group.table("weights")
     if not weights.values:
         return None
