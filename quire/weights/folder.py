@@ -13,7 +13,7 @@ from quire.errors import ModelFileError
 from quire.weights.checkpoint import TokenizerFiles
 from quire.weights.config import has_packed_experts, name_architecture, read_generation
 from quire.weights.families import BY_ARCHITECTURE
-from quire.weights.fields import Fields, member, read_bounded, read_json, show
+from quire.weights.fields import Fields, member, read_bounded, read_json
 from quire.weights.other import find_unsupported, read_spec
 from quire.weights.quantization import read_quantization
 from quire.weights.spec import GenerationDefaults, ModelSpec
@@ -70,6 +70,4 @@ class ModelFolder:
         if isinstance(template, list):  # several named templates
             named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
             template = named[0] if named else None
-        if template is not None and not isinstance(template, str):
-            raise ModelFileError(f"{self.path}: chat_template is {show(template)}: not a string")
-        return template
+        return Fields(str(self.path), {"chat_template": template}).find_text("chat_template")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles, map_file
-from quire.weights.fields import show
+from quire.weights.fields import Fields, show
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
 from quire.weights.tensors import Place, gguf_layer, gguf_targets, is_left_over, place_tensors, rotated_heads
 
@@ -369,9 +369,7 @@ class GgufCheckpoint:
 
     def tokenizer_files(self) -> TokenizerFiles:
         words = {key: value for key, value in self._metadata.items() if key.startswith("tokenizer.ggml.")}
-        template = self._metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise ModelFileError(f"{self.path}: tokenizer.chat_template is {show(template)}: not a string")
+        template = Fields(str(self.path), self._metadata).find_text("tokenizer.chat_template")
         return TokenizerFiles(tokenizer_json=None, gguf=words, config={}, chat_template=template)
 
     def close(self) -> None:
