@@ -22,7 +22,8 @@ from quire.backends.kv_memory import KVSpec
 from quire.errors import InvalidRequest
 from quire.weights.hub import resolve
 from quire.weights.opening import open_checkpoint
-from quire.weights.quantizing import FORMATS, quantize_folder
+from quire.weights.quantization import FORMATS
+from quire.weights.quantizing import quantize_folder
 from tests.precision import Reference, Verdict
 from tests.weights.plain_folder import write_plain_folder
 

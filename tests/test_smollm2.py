@@ -14,9 +14,9 @@ import torch
 from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams
-from quire.weights.names import transformers_parameters
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from quire.weights.tensors import transformers_parameters
 from tests.backends.torch.rig import Answer, Rig, same_rows
 from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
 

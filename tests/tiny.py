@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.weights.config import spec_from_config
-from quire.weights.names import transformers_parameters
-from quire.weights.tensors import expected_tensors
+from quire.weights.tensors import expected_tensors, transformers_parameters
 from tests.text.vocabularies import byte_level_json
 from tests.weights.makers import safetensors_bytes
 

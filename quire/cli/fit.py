@@ -21,8 +21,7 @@ from quire.errors import QuireError
 from quire.sizes import memory_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES
-from quire.weights.fields import read_json
-from quire.weights.folder import member
+from quire.weights.fields import member, read_json
 from quire.weights.gguf import BLOCKS
 from quire.weights.hub import weight_bytes
 from quire.weights.spec import ModelSpec

@@ -47,7 +47,7 @@ from quire.weights.hub import (
     size_of,
 )
 from quire.weights.opening import open_checkpoint
-from quire.weights.quantizing import FORMATS, GROUP_SIZES, quantize_folder
+from quire.weights.quantization import FORMATS, GROUP_SIZES
 
 OWN_BACKENDS = ("native", "torch")  # mlx runs what mlx-lm runs
 AGENT_CONTEXT = 32_768  # tokens; coding agents such as Claude Code send prompts of this order
@@ -427,6 +427,8 @@ def quantize(
     if group_size is not None and not FORMATS[form].is_grouped:
         raise InvalidRequest(f"--group-size {group_size}: the format {form} has no groups")
     group_size = group_size or DEFAULT_GROUP_SIZE
+    from quire.weights.quantizing import quantize_folder  # needs numpy
+
     with terminal.bytes_bar(f"writing {target.name}", "left") as progress:
         report = quantize_folder(resolve(source), target, form, group_size, progress)
     before, after = file_size(report.num_source_bytes), file_size(report.num_bytes)

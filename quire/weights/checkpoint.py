@@ -1,13 +1,17 @@
-"""The interface of a checkpoint in any format: named tensors, read one at a time."""
+"""The interface of a checkpoint in any format: named tensors, read one at a time from a mapped file."""
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from quire.errors import ModelFileError
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
 if TYPE_CHECKING:
@@ -90,3 +94,60 @@ class Checkpoint(Protocol):
     def tokenizer_files(self) -> TokenizerFiles: ...
 
     def close(self) -> None: ...
+
+
+class FileMap(mmap.mmap):
+    """A file mapped read-only, which can also be read without the map.
+
+    If another program truncates the file, a signal ends a process that uses the map. The server itself therefore only
+    uses `copy`, which raises an error. Workers use the map: the server survives the end of a worker.
+    """
+
+    path: Path
+    _handle = -1  # also of an object whose file could not be mapped
+
+    def __new__(cls, path: Path) -> Self:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self = super().__new__(cls, handle, 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            os.close(handle)
+            raise
+        self.path, self._handle = path, handle
+        return self
+
+    def copy(self, offset: int, num_bytes: int) -> bytes:
+        """Read a part of the file. Raises ModelFileError if the file has become shorter."""
+        data = bytearray()
+        try:
+            while len(data) < num_bytes and (
+                piece := os.pread(self._handle, num_bytes - len(data), offset + len(data))
+            ):
+                data += piece
+        except OSError as error:
+            raise ModelFileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        if len(data) < num_bytes:
+            raise ModelFileError(f"{self.path}: was truncated while it was read, at {offset + len(data)}")
+        return bytes(data)
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+        super().close()
+
+    def __del__(self) -> None:
+        with suppress(BufferError):
+            self.close()
+
+
+def map_file(path: Path) -> FileMap:
+    """Map a file read-only. Its bytes are not read yet."""
+    if not path.is_file():  # opening a pipe would block
+        raise ModelFileError(f"{path}: cannot be read: no such file, or not a regular file")
+    try:
+        return FileMap(path)
+    except ValueError:
+        raise ModelFileError(f"{path}: is empty") from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from quire.errors import UnsupportedModel
-from quire.weights import gemma4
-from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, Family, Ropes, Windows
+from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, Family, Recurrence, Ropes, Windows
 from quire.weights.fields import Fields, show
 from quire.weights.quantization import read_quantization
-from quire.weights.recurrence import lfm2_ffn_size, lfm2_values, read_recurrent
-from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_THETA, scaled_rope
 from quire.weights.spec import (
     Activation,
     AttentionSpec,
+    DeltaNetSpec,
     ExpertsSpec,
     GenerationDefaults,
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    QKNorm,
     QueryScaling,
     RopeSpec,
+    ShortConvSpec,
 )
 
 MAX_LAYERS = 1024
@@ -41,6 +41,16 @@ MAX_EXPERTS = 4096
 MAX_ALL_EXPERTS = 1 << 16  # of all layers: a forged number would take memory before the weights are read
 MAX_TOP_K = (1 << 31) - 1
 MAX_MULTIPLIER = 1e6
+MAX_CONTEXT = 1 << 24
+MIN_THETA = 1e-3  # smaller values overflow in the power and make no sense
+MAX_THETA = 1e12
+MIN_FACTOR = 1e-3  # factors are divisors
+MAX_FACTOR = 1e6
+MAX_TAPS = 64
+MAX_STATE_HEADS = 4096
+MAX_STATE_HEAD_SIZE = 1024
+MAX_SIZE = 1 << 20
+MAX_PLE_SIZE = 8192
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 # Fields whose null replaces the default of transformers.
@@ -70,52 +80,35 @@ class Shape:
     norm_eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeKeys:
-    """A file format's names of the sizes."""
-
-    num_layers: str = "num_hidden_layers"
-    hidden_size: str = "hidden_size"
-    ffn_size: str = "intermediate_size"
-    num_heads: str = "num_attention_heads"
-    num_kv_heads: str = "num_key_value_heads"
-    head_size: str = "head_dim"
-    vocab_size: str = "vocab_size"
-    max_model_len: str = "max_position_embeddings"
-    norm_eps: str = "rms_norm_eps"
-
-
-def read_shape(fields: Fields, keys: ShapeKeys) -> Shape:
-    hidden_size = fields.whole(keys.hidden_size, 1, MAX_HIDDEN_SIZE)
-    num_heads = fields.whole(keys.num_heads, 1, MAX_HEADS)
-    num_kv_heads = fields.whole(keys.num_kv_heads, 1, MAX_HEADS, num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.wrong(keys.num_kv_heads, f"does not divide {keys.num_heads} {num_heads}")
-    head_size = fields.find_whole(keys.head_size, 2, MAX_HEAD_SIZE)
+def read_shape(fields: Fields) -> Shape:
+    heads = fields.key("num_attention_heads")
+    hidden_size = fields.whole("hidden_size", 1, MAX_HIDDEN_SIZE)
+    num_heads = fields.whole("num_attention_heads", 1, MAX_HEADS)
+    num_kv_heads = fields.whole("num_key_value_heads", 1, MAX_HEADS, num_heads)
+    fields.require(num_heads % num_kv_heads == 0, "num_key_value_heads", f"does not divide {heads} {num_heads}")
+    head_size = fields.find_whole("head_dim", 2, MAX_HEAD_SIZE)
     if head_size is None:
         head_size = hidden_size // num_heads
-        if hidden_size % num_heads or not 2 <= head_size <= MAX_HEAD_SIZE:
-            raise fields.wrong(keys.hidden_size, f"not {keys.num_heads} {num_heads} times 2 to {MAX_HEAD_SIZE}")
-    if head_size % 2:
-        raise fields.wrong(keys.head_size, f"heads of {head_size} cannot be rotated: the size is not even")
+        is_right = hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE
+        fields.require(is_right, "hidden_size", f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}")
+    fields.require(head_size % 2 == 0, "head_dim", f"heads of {head_size} cannot be rotated: the size is not even")
     return Shape(
-        num_layers=fields.whole(keys.num_layers, 1, MAX_LAYERS),
+        num_layers=fields.whole("num_hidden_layers", 1, MAX_LAYERS),
         hidden_size=hidden_size,
-        ffn_size=fields.whole(keys.ffn_size, 1, MAX_FFN_SIZE),
+        ffn_size=fields.whole("intermediate_size", 1, MAX_FFN_SIZE),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        vocab_size=fields.whole(keys.vocab_size, 1, MAX_VOCAB_SIZE),
-        max_model_len=fields.whole(keys.max_model_len, 1, MAX_CONTEXT),
-        norm_eps=_eps(fields, keys.norm_eps),
+        vocab_size=fields.whole("vocab_size", 1, MAX_VOCAB_SIZE),
+        max_model_len=fields.whole("max_position_embeddings", 1, MAX_CONTEXT),
+        norm_eps=_eps(fields),
     )
 
 
-def _eps(fields: Fields, name: str) -> float:
-    default = 1e-6 if name == ShapeKeys().norm_eps else None  # llama.cpp and LFM2 have no default
-    eps = fields.real(name, 0, 1, default, above_low=True)
-    if eps == 1:
-        raise fields.wrong(name, "not below 1")
+def _eps(fields: Fields) -> float:
+    has_default = fields.key("rms_norm_eps") == "rms_norm_eps"  # llama.cpp and LFM2 have none
+    eps = fields.real("rms_norm_eps", 0, 1, 1e-6 if has_default else None, above_low=True)
+    fields.require(eps < 1, "rms_norm_eps", "not below 1")
     return eps
 
 
@@ -130,20 +123,20 @@ def spec_from_config(
     fields = _text_fields(whole, family, architecture)
     refuse_other_layers(whole)
     _refuse_settings(fields, family)
-    shape = read_shape(fields, ShapeKeys(ffn_size=family.ffn_size, norm_eps=family.norm_eps))
+    shape = read_shape(fields)
     if family.name == "lfm2":
-        shape = replace(shape, ffn_size=lfm2_ffn_size(fields, shape.ffn_size))
-    is_gemma, scales = family.is_gemma, _multipliers(fields, family)
+        shape = replace(shape, ffn_size=_lfm2_ffn_size(fields, shape.ffn_size))
+    is_gemma, embedding_scale = family.is_gemma, read_multiplier(fields, family, "embedding_multiplier")
     return ModelSpec(
         family=family.name,
         architecture=architecture,
-        layers=_layers(fields, family, shape, scales),
+        layers=(_gemma4_layers if family.name == "gemma4" else _layers)(fields, family, shape),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         max_model_len=shape.max_model_len,
         norm_eps=shape.norm_eps,
-        embedding_scale=math.sqrt(shape.hidden_size) if is_gemma else scales.embedding,
-        logit_scale=1 / scales.logits,
+        embedding_scale=math.sqrt(shape.hidden_size) if is_gemma else embedding_scale,
+        logit_scale=1 / read_multiplier(fields, family, "logits_scaling"),
         logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
         norm_offset=1.0 if family.has_norm_offset or (is_gemma and not family.has_plain_norms) else 0.0,
         rounds_norms_first=family.rounds_norms_first,
@@ -160,19 +153,17 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
     if fields.prefix:
         _refuse_other_text_model(fields, family)
     if family.name == "gemma4":
-        gemma4.refuse_settings(fields)
-    elif family.is_gemma and fields.flag("use_bidirectional_attention", False):
-        raise UnsupportedModel(
-            f"{fields.source}: use_bidirectional_attention is true: only causal models are supported"
-        )
+        _refuse_gemma4_settings(fields)
+    elif family.is_gemma:
+        is_causal = not fields.flag("use_bidirectional_attention", False)
+        fields.support(is_causal, "use_bidirectional_attention is true: only causal models are supported")
     if family.activation is Activation.CLAMPED_SWIGLU:
         for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-            if fields.real(name, 0, MAX_MULTIPLIER) != known:
-                raise UnsupportedModel(
-                    f"{fields.source}: {name} is {show(fields.get(name))}: only {known} is supported"
-                )
-    if fields.get("clip_qkv") is not None:
-        raise UnsupportedModel(f"{fields.source}: clip_qkv is {show(fields.get('clip_qkv'))}: not supported")
+            fields.support(
+                fields.real(name, 0, MAX_MULTIPLIER) == known,
+                f"{name} is {show(fields.get(name))}: only {known} is supported",
+            )
+    fields.support(fields.get("clip_qkv") is None, f"clip_qkv is {show(fields.get('clip_qkv'))}: not supported")
     if family.name == "ministral3" and fields.get("model_type") == "ministral3":
         fields.table("rope_parameters").real("rope_theta", MIN_THETA, MAX_THETA)  # required: its default is not plain
 
@@ -180,62 +171,68 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
 # Layers
 
 
-def _layers(fields: Fields, family: Family, shape: Shape, scales: _Multipliers) -> tuple[LayerSpec, ...]:
-    if family.name == "gemma4":
-        return _gemma4_layers(fields, family, shape)
-    rope, local_rope = _ropes(fields, family, shape)
-    has_rope = _has_rope(fields, family, shape.num_layers)
-    is_gemma = family.is_gemma
-    scale_of = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) if is_gemma else float(shape.head_size)
+def _layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerSpec, ...]:
+    ropes, is_gemma, scale = _ropes(fields, family, shape), family.is_gemma, float(shape.head_size) ** -0.5
+    if is_gemma:
+        scale = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) ** -0.5
+    elif family.has_multipliers:
+        scale = read_multiplier(fields, family, "attention_multiplier")
     activation = family.activation or _activation(fields, "hidden_activation" if is_gemma else "hidden_act")
     dense = MlpSpec(shape.ffn_size, activation, has_bias=_bias(fields, family.mlp_bias))
     experts = _experts(fields, family, shape.num_layers, activation)
     is_routed = _routed_layers(fields, family, shape.num_layers)
-    windows = _windows(fields, family, shape.num_layers)
-    recurrent = read_recurrent(fields, family, shape.num_layers)
-    attention = {
-        window: AttentionSpec(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            scale=scale_of**-0.5 if scales.attention is None else scales.attention,
-            rope=local_rope if window and local_rope else rope,
-            window=window,
-            softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
-            qk_norm=family.qk_norm,
-            query_scaling=_query_scaling(fields, family),
-            has_qkv_bias=_bias(fields, family.qkv_bias),
-            has_output_bias=_bias(fields, family.output_bias),
-            has_sinks=family.has_sinks,
-            has_gate=family.has_gate,
-        )
-        for window in dict.fromkeys(windows)
-    }
-    return tuple(
-        LayerSpec(
-            mixer=recurrent[index]
-            or (attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None)),
-            mlp=experts if experts and is_routed[index] else dense,
-            has_pre_norms=family.has_pre_norms,
-            has_post_norms=family.has_post_norms,
-            residual_scale=scales.residual,
-        )
-        for index in range(shape.num_layers)
-    )
-
-
-def _gemma4_layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerSpec, ...]:
-    activation = _activation(fields, "hidden_activation")
-    layers = gemma4.from_config(
-        fields,
-        num_layers=shape.num_layers,
+    attention = AttentionSpec(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
-        ffn_size=shape.ffn_size,
-        experts=_experts(fields, family, shape.num_layers, activation),
+        scale=scale,
+        rope=None,
+        softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
+        qk_norm=family.qk_norm,
+        query_scaling=read_query_scaling(fields.table("rope_parameters"), family),
+        has_qkv_bias=_bias(fields, family.qkv_bias),
+        has_output_bias=_bias(fields, family.output_bias),
+        has_sinks=family.has_sinks,
+        has_gate=family.has_gate,
     )
-    return layers.specs(activation)
+    return make_layers(
+        family,
+        attention,
+        ropes,
+        _windows(fields, family, shape.num_layers),
+        _has_rope(fields, family, shape.num_layers),
+        _recurrent(fields, family, shape.num_layers),
+        [experts if experts and routed else dense for routed in is_routed],
+        read_multiplier(fields, family, "residual_multiplier"),
+    )
+
+
+def make_layers(
+    family: Family,
+    attention: AttentionSpec,
+    ropes: tuple[RopeSpec, RopeSpec | None],
+    windows: Sequence[int],
+    has_rope: Sequence[bool],
+    recurrent: Sequence[RecurrentSpec | None],
+    mlps: Sequence[MlpSpec | ExpertsSpec],
+    residual_scale: float,
+) -> tuple[LayerSpec, ...]:
+    """Make the layers of a family whose layers differ in mixer, window, rope and MLP only. Lists have one entry each.
+
+    `ropes`: of the layers with full attention, and of those with a window if it differs.
+    """
+    by_window = [ropes[1] if window and ropes[1] else ropes[0] for window in windows]
+    layer_ropes = [rope if has_one else None for rope, has_one in zip(by_window, has_rope, strict=True)]
+    return tuple(
+        LayerSpec(
+            mixer=recurrent[i] or replace(attention, window=window, rope=layer_ropes[i]),
+            mlp=mlps[i],
+            has_pre_norms=family.has_pre_norms,
+            has_post_norms=family.has_post_norms,
+            residual_scale=residual_scale,
+        )
+        for i, window in enumerate(windows)
+    )
 
 
 def _bias(fields: Fields, rule: bool | str) -> bool:
@@ -247,37 +244,103 @@ def _has_rope(fields: Fields, family: Family, num_layers: int) -> list[bool]:
         return [True] * num_layers
     listed = fields.get("no_rope_layers")  # despite its name, 1 is for a layer with positions
     if listed is not None:
-        if not isinstance(listed, list) or len(listed) != num_layers or any(one not in (0, 1) for one in listed):
-            raise fields.wrong("no_rope_layers", f"not a list of {num_layers} times 0 or 1")
+        is_right = isinstance(listed, list) and len(listed) == num_layers and all(one in (0, 1) for one in listed)
+        fields.require(is_right, "no_rope_layers", f"not a list of {num_layers} times 0 or 1")
         return [bool(one) for one in listed]
     every = fields.whole("no_rope_layer_interval", 1, MAX_LAYERS, family.no_rope_every)
     return [(i + 1) % every != 0 for i in range(num_layers)]
 
 
-class _Multipliers(NamedTuple):
-    embedding: float = 1.0
-    attention: float | None = None  # None: one over the root of the head size
-    residual: float = 1.0
-    logits: float = 1.0  # logits are divided by it
+def read_multiplier(fields: Fields, family: Family, name: str) -> float:
+    return fields.real(name, 0, MAX_MULTIPLIER, 1.0, above_low=True) if family.has_multipliers else 1.0
 
 
-def _multipliers(fields: Fields, family: Family) -> _Multipliers:
-    if not family.has_multipliers:
-        return _Multipliers()
-
-    def read(name: str) -> float:
-        return fields.real(name, 0, MAX_MULTIPLIER, 1.0, above_low=True)
-
-    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    return _Multipliers(*map(read, names))
-
-
-def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
-    rope = fields.table("rope_parameters")
-    beta = rope.find_real("llama_4_scaling_beta", 0, MAX_FACTOR)
+def read_query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
+    beta = fields.find_real("llama_4_scaling_beta", 0, MAX_FACTOR)
     if not family.has_query_scaling or not beta:
         return None
-    return QueryScaling(beta, rope.whole("original_max_position_embeddings", 1, MAX_CONTEXT))
+    return QueryScaling(beta, fields.whole("original_max_position_embeddings", 1, MAX_CONTEXT))
+
+
+# Recurrent layers
+
+RecurrentSpec = DeltaNetSpec | ShortConvSpec
+_KINDS = {Recurrence.DELTA_NET: "linear_attention", Recurrence.SHORT_CONV: "conv"}  # names in layer_types
+
+
+def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[RecurrentSpec | None]:
+    """Return the mixers of the layers that do not attend, None for the others, from config.json."""
+    if family.recurrence is Recurrence.NONE:
+        return [None] * num_layers
+    fields.support(
+        not family.has_gate or fields.flag("attn_output_gate", True),
+        f"{fields.prefix}attn_output_gate is false: not supported",
+    )
+    attends = _attends(fields, family, num_layers)
+    mixer = read_delta_net(fields) if family.recurrence is Recurrence.DELTA_NET else read_short_conv(fields)
+    return [None if one else mixer for one in attends]
+
+
+def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
+    kind = _KINDS[family.recurrence]
+    name = "layer_types"
+    if name in fields:
+        attends = [one == "full_attention" for one in _layer_types(fields, num_layers, kind)]
+    elif family.recurrence is Recurrence.DELTA_NET:
+        name = "full_attention_interval"
+        every = fields.whole(name, 1, MAX_SIZE)
+        attends = [(i + 1) % every == 0 for i in range(num_layers)]
+    else:
+        name = "full_attn_idxs"
+        indices = fields.get(name) if name in fields else list(range(num_layers))
+        is_right = isinstance(indices, list) and all(isinstance(one, int) for one in indices)
+        fields.require(is_right, name, "not a list of layer numbers")
+        attends = [i in indices for i in range(num_layers)]
+    fields.require(any(attends), name, "no layer attends")
+    return attends
+
+
+def read_delta_net(fields: Fields, value_size: int | None = None) -> DeltaNetSpec:
+    """Read the sizes of a delta net. `value_size`: of all value heads together, in files of llama.cpp."""
+    num_key_heads = fields.whole("linear_num_key_heads", 1, MAX_STATE_HEADS)
+    num_heads = fields.whole("linear_num_value_heads", 1, MAX_STATE_HEADS)
+    is_multiple = num_heads % num_key_heads == 0
+    fields.require(is_multiple, "linear_num_value_heads", f"not a multiple of {num_key_heads} key heads")
+    if value_size is None:
+        head_size = fields.whole("linear_value_head_dim", 1, MAX_STATE_HEAD_SIZE)
+    else:
+        fields.require(value_size % num_heads == 0, "ssm.inner_size", f"not a multiple of {num_heads} heads")
+        head_size = value_size // num_heads
+    return DeltaNetSpec(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_heads,
+        key_head_size=fields.whole("linear_key_head_dim", 1, MAX_STATE_HEAD_SIZE),
+        value_head_size=head_size,
+        num_taps=fields.whole("linear_conv_kernel_dim", 2, MAX_TAPS),
+        is_tiled=value_size is not None and num_heads != num_key_heads,
+    )
+
+
+def read_short_conv(fields: Fields) -> ShortConvSpec:
+    return ShortConvSpec(fields.whole("conv_L_cache", 2, MAX_TAPS), has_bias=fields.flag("conv_bias", False))
+
+
+def _lfm2_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of LFM2's first files under the names of the later ones."""
+    old = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
+    return {**values, **{name: values[alias] for alias, name in old.items() if values.get(alias) is not None}}
+
+
+def _lfm2_ffn_size(fields: Fields, given: int) -> int:
+    """Return the width of the MLP, which LFM2 derives from the width in the file."""
+    if not fields.flag("block_auto_adjust_ff_dim", False):
+        return given
+    size = 2 * given // 3
+    multiple = fields.whole("block_multiple_of", 1, MAX_SIZE)
+    if fields.get("block_ffn_dim_multiplier") is not None:
+        size = int(fields.real("block_ffn_dim_multiplier", 0, 1e3, above_low=True) * size)
+        size = -(-size // multiple) * multiple
+    return size
 
 
 # Experts
@@ -285,8 +348,8 @@ def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
 
 def read_num_experts(fields: Fields, name: str, num_layers: int) -> int:
     num_experts = fields.whole(name, 1, MAX_EXPERTS)
-    if num_experts * num_layers > MAX_ALL_EXPERTS:
-        raise fields.wrong(name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers")
+    is_right = num_experts * num_layers <= MAX_ALL_EXPERTS
+    fields.require(is_right, name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers")
     return num_experts
 
 
@@ -324,8 +387,8 @@ def _routed_layers(fields: Fields, family: Family, num_layers: int) -> list[bool
         return [i >= num_dense for i in range(num_layers)]
     every = fields.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
     dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
-        raise fields.wrong("mlp_only_layers", "not a list of layer numbers")
+    is_right = isinstance(dense, list) and all(isinstance(one, int) for one in dense)
+    fields.require(is_right, "mlp_only_layers", "not a list of layer numbers")
     return [i not in dense and (i + 1) % every == 0 for i in range(num_layers)]
 
 
@@ -340,23 +403,22 @@ def name_architecture(config: Fields) -> str:
         name: Any = BY_MODEL_TYPE.get(model_type or "", model_type)
         if name is None:
             raise config.missing("architectures")
-    elif isinstance(named, list) and len(named) == 1:
-        name = named[0]
     else:
-        raise config.wrong("architectures", "not a list of one name")
-    if not isinstance(name, str) or not _ARCHITECTURE.fullmatch(name):
-        field = "architectures" if named else "model_type"
-        raise config.wrong(field, f"not a name of at most {MAX_NAME_LENGTH} letters, digits, '_', '-' and '.'")
-    return name
+        config.require(isinstance(named, list) and len(named) == 1, "architectures", "not a list of one name")
+        name = named[0]
+    is_name = isinstance(name, str) and _ARCHITECTURE.fullmatch(name) is not None
+    problem = f"not a name of at most {MAX_NAME_LENGTH} letters, digits, '_', '-' and '.'"
+    config.require(is_name, "architectures" if named else "model_type", problem)
+    return str(name)
 
 
 def find_architecture(config: Fields) -> str:
     """Return the class name in a config if its equations are supported."""
     name = name_architecture(config)
-    if name not in BY_ARCHITECTURE:
-        raise UnsupportedModel(
-            f"{config.source}: quire has no equations for {show(name)}; `quire models --families` lists those it has"
-        )
+    config.support(
+        name in BY_ARCHITECTURE,
+        f"quire has no equations for {show(name)}; `quire models --families` lists those it has",
+    )
     return name
 
 
@@ -400,23 +462,22 @@ def refuse_other_layers(config: Fields) -> None:
     if family.name != "granite4":
         return
     types = fields.get("layer_types")
-    if not isinstance(types, list) or any(one not in ("attention", "full_attention") for one in types):
-        raise UnsupportedModel(
-            f"{fields.source}: layer_types is {show(types)}: Granite 4 runs only if all layers are attention; "
-            "the H models have layers with a state"
-        )
-    if (num_experts := fields.get("num_local_experts")) != 0:
-        raise UnsupportedModel(
-            f"{fields.source}: num_local_experts is {show(num_experts)}: only dense Granite 4 is supported"
-        )
-    if (kind := fields.get("position_embedding_type")) != "rope":
-        raise UnsupportedModel(f"{fields.source}: position_embedding_type {show(kind)} is not supported, only rope")
+    fields.support(
+        isinstance(types, list) and all(one in ("attention", "full_attention") for one in types),
+        f"layer_types is {show(types)}: Granite 4 runs only if all layers are attention; "
+        "the H models have layers with a state",
+    )
+    num_experts, kind = fields.get("num_local_experts"), fields.get("position_embedding_type")
+    fields.support(num_experts == 0, f"num_local_experts is {show(num_experts)}: only dense Granite 4 is supported")
+    fields.support(kind == "rope", f"position_embedding_type {show(kind)} is not supported, only rope")
 
 
 def _refuse_other_text_model(fields: Fields, family: Family) -> None:
     kind = fields.get("model_type")
-    if kind not in (None, *family.model_types, *_TEXT_TYPES.get(family.name, ())):
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}model_type {show(kind)} is not {family.name}")
+    fields.support(
+        kind in (None, *family.model_types, *_TEXT_TYPES.get(family.name, ())),
+        f"{fields.prefix}model_type {show(kind)} is not {family.name}",
+    )
 
 
 def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
@@ -429,11 +490,12 @@ def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
         values = {**inner, **{name: config.get(name) for name in outer if name in config}}
     if family.name in ("lfm2", "lfm2_moe"):
-        values = lfm2_values(values)
+        values = _lfm2_values(values)
     given = {name: value for name, value in values.items() if value is not None or name in _NULLS}
     if family.name == "ministral3" and given.get("model_type") == "mistral":
         family = BY_NAME["mistral"]  # the text of Mistral Small 3
-    return Fields(config.source, {**_defaults(family, given), **given}, prefix)
+    names = {"intermediate_size": family.ffn_size, "rms_norm_eps": family.norm_eps}
+    return Fields(config.source, {**_defaults(family, given), **given}, prefix, names)
 
 
 def _defaults(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -450,8 +512,7 @@ def _defaults(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _activation(fields: Fields, name: str) -> Activation:
     value = fields.find_text(name) or "silu"
-    if value not in _ACTIVATIONS:
-        raise UnsupportedModel(f"{fields.source}: {name} {show(value)} is not one of {', '.join(_ACTIVATIONS)}")
+    fields.support(value in _ACTIVATIONS, f"{name} {show(value)} is not one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[value]
 
 
@@ -459,8 +520,7 @@ def _dtype(fields: Fields, whole: Fields, quantization: str) -> str:
     name = "dtype" if "dtype" in fields or "dtype" in whole else "torch_dtype"
     holder = fields if name in fields else whole
     value = (holder.find_text(name) or DTYPES.get(quantization, "bfloat16")).removeprefix("torch.")
-    if value not in DTYPES.values():
-        raise UnsupportedModel(f"{fields.source}: {name} {show(value)} is not one of {', '.join(DTYPES.values())}")
+    fields.support(value in DTYPES.values(), f"{name} {show(value)} is not one of {', '.join(DTYPES.values())}")
     return value
 
 
@@ -475,10 +535,9 @@ def _ropes(fields: Fields, family: Family, shape: Shape) -> tuple[RopeSpec, Rope
         scaling = fields.table("rope_scaling")
         scaling = scaling if scaling.values else parameters
         for name in ("full_attention", "sliding_attention"):
-            if name in scaling:
-                raise UnsupportedModel(
-                    f"{fields.source}: {scaling.prefix}{name}: rotation by layer type is not for {family.name}"
-                )
+            fields.support(
+                name not in scaling, f"{scaling.prefix}{name}: rotation by layer type is not for {family.name}"
+            )
         return _rope(fields, scaling, shape, family, "rope_theta", 1e4), None
     flat = [name for name in parameters.values if name not in ("full_attention", "sliding_attention")]
     if flat and (by_type or family.ropes is Ropes.LOCAL_BASE):
@@ -515,14 +574,115 @@ def _rope(
 def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: Family) -> int:
     holder = scaling if "partial_rotary_factor" in scaling else fields
     part = holder.real("partial_rotary_factor", 0, 1, 1.0, above_low=True)
-    if part != 1 and not family.has_partial_rotary:
-        raise UnsupportedModel(
-            f"{fields.source}: {holder.prefix}partial_rotary_factor {part:g} is not supported for {family.name}"
-        )
+    fields.support(
+        part == 1 or family.has_partial_rotary,
+        f"{holder.prefix}partial_rotary_factor {part:g} is not supported for {family.name}",
+    )
     rotary_size = int(shape.head_size * part)
-    if rotary_size < 2 or rotary_size % 2:
-        raise holder.wrong("partial_rotary_factor", f"rotates {rotary_size} of {shape.head_size}: not an even number")
+    is_right = rotary_size >= 2 and rotary_size % 2 == 0
+    problem = f"rotates {rotary_size} of {shape.head_size}: not an even number"
+    holder.require(is_right, "partial_rotary_factor", problem)
     return rotary_size
+
+
+# Scaled rotary embeddings as divisors of the frequencies, one per pair, equal to those of transformers.
+
+
+def scaled_rope(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
+    """Make a rope. `scaling` is in config.json's form: a type, its parameters, and the context it was trained for."""
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        can = ", ".join(SCALINGS)
+        raise UnsupportedModel(f"{scaling.source}: rope scaling {show(kind)} is not supported; these are: {can}")
+    return SCALINGS[kind](scaling, theta, rotary_size, max_model_len)
+
+
+def _plain(_scaling: Fields, theta: float, rotary_size: int, _max_context: int) -> RopeSpec:
+    return RopeSpec(theta, rotary_size)
+
+
+def _linear(scaling: Fields, theta: float, rotary_size: int, _max_context: int) -> RopeSpec:
+    return RopeSpec(theta, rotary_size, (_factor(scaling),) * (rotary_size // 2))
+
+
+def _llama3(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
+    """Stretch long waves by `factor`, keep short ones, and blend those between."""
+    factor = _factor(scaling)
+    low = scaling.real("low_freq_factor", MIN_FACTOR, MAX_FACTOR)
+    high = scaling.real("high_freq_factor", MIN_FACTOR, MAX_FACTOR)
+    scaling.require(high > low, "high_freq_factor", f"not above low_freq_factor {low:g}")
+    context = _trained_context(scaling, max_model_len)
+    factors = []
+    for i in range(rotary_size // 2):
+        turns = context / (2 * math.pi * theta ** (2 * i / rotary_size))  # within the trained context
+        keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - keep) / factor + keep))
+    return RopeSpec(theta, rotary_size, tuple(factors))
+
+
+def _yarn(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
+    """Like llama3, but blended by the index of the pair; cosines and sines grow with the logarithm of the factor."""
+    if theta <= 1:
+        raise ModelFileError(f"{scaling.source}: rope theta is {theta:g}: yarn needs more than 1")
+    context = _trained_context(scaling, max_model_len)
+    factor = scaling.find_real("factor", MIN_FACTOR, MAX_FACTOR) or max_model_len / context
+    fast = scaling.find_real("beta_fast", MIN_FACTOR, MAX_FACTOR) or 32.0
+    slow = scaling.find_real("beta_slow", MIN_FACTOR, MAX_FACTOR) or 1.0
+
+    def pair_turning(num_turns: float) -> float:
+        return rotary_size * math.log(context / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_turning(fast), pair_turning(slow)
+    if scaling.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_size - 1)
+    span = high - low or 0.001
+    stretch = [min(max((i - low) / span, 0.0), 1.0) for i in range(rotary_size // 2)]
+    factors = tuple(1 / (one / factor + 1 - one) for one in stretch)
+    return RopeSpec(theta, rotary_size, factors, _yarn_attention(scaling, factor))
+
+
+def _yarn_attention(scaling: Fields, factor: float) -> float:
+    given = scaling.find_real("attention_factor", MIN_FACTOR, MAX_FACTOR)
+    if given is not None:
+        return given
+    mscale = scaling.find_real("mscale", 0, MAX_FACTOR)
+    mscale_all = scaling.find_real("mscale_all_dim", 0, MAX_FACTOR)
+
+    def grown(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return grown(mscale) / grown(mscale_all) if mscale and mscale_all else grown(1.0)
+
+
+def _longrope(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
+    """Use two measured lists of factors: one for contexts up to the trained length, one for longer ones."""
+    context = _trained_context(scaling, max_model_len)
+    short = scaling.reals("short_factor", rotary_size // 2, MIN_FACTOR, MAX_FACTOR)
+    long = scaling.reals("long_factor", rotary_size // 2, MIN_FACTOR, MAX_FACTOR)
+    factor = scaling.find_real("factor", MIN_FACTOR, MAX_FACTOR) or max_model_len / context
+    attention = scaling.find_real("attention_factor", MIN_FACTOR, MAX_FACTOR)
+    if attention is None:
+        attention = 1.0 if factor <= 1 or context == 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    return RopeSpec(theta, rotary_size, short, attention, long, context)
+
+
+def _factor(scaling: Fields) -> float:
+    return scaling.real("factor", MIN_FACTOR, MAX_FACTOR)
+
+
+def _trained_context(scaling: Fields, max_model_len: int) -> int:
+    return scaling.whole("original_max_position_embeddings", 1, MAX_CONTEXT, max_model_len)
+
+
+SCALINGS: dict[str, Callable[[Fields, float, int, int], RopeSpec]] = {
+    "default": _plain,
+    "none": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
 # Windows
@@ -534,11 +694,10 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]
     window = fields.find_whole("sliding_window", 1, MAX_CONTEXT)
     if family.window_flag and not fields.flag(family.window_flag, False):
         window = None
-    types = fields.get("layer_types")
     if family.windows is Windows.ALL:
         has_window = [window is not None] * num_layers
-    elif types is not None:
-        has_window = [_is_sliding(fields, types, num_layers, i) for i in range(num_layers)]
+    elif "layer_types" in fields:
+        has_window = [one == "sliding_attention" for one in _layer_types(fields, num_layers, "sliding_attention")]
     elif family.full_every:
         every = fields.whole("sliding_window_pattern", 1, MAX_LAYERS, family.full_every)
         has_window = [(i + 1) % every != 0 for i in range(num_layers)]
@@ -547,20 +706,176 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]
     else:
         first = fields.whole("max_window_layers", 0, MAX_LAYERS, 0)
         has_window = [window is not None and i >= first for i in range(num_layers)]
-    if any(has_window) and window is None:
-        raise fields.wrong("sliding_window", "layers with a sliding window need it")
+    is_right = window is not None or not any(has_window)
+    fields.require(is_right, "sliding_window", "layers with a sliding window need it")
     return tuple((window or 0) if one else 0 for one in has_window)
 
 
-def _is_sliding(fields: Fields, types: Any, num_layers: int, layer: int) -> bool:
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.wrong("layer_types", f"not a list of {num_layers} names")
-    if types[layer] not in ("full_attention", "sliding_attention"):
-        raise UnsupportedModel(
-            f"{fields.source}: {fields.prefix}layer_types[{layer}] {show(types[layer])} is not "
-            "full_attention or sliding_attention"
+def _layer_types(fields: Fields, num_layers: int, other: str) -> list[str]:
+    """Return the field layer_types, whose entries are full_attention or `other`."""
+    types = fields.listed("layer_types", num_layers, "names")
+    known = ("full_attention", other)
+    for i, one in enumerate(types):
+        fields.support(one in known, f"{fields.prefix}layer_types[{i}] {show(one)} is not {' or '.join(known)}")
+    return types
+
+
+# Gemma 4: layers with a window and layers with full attention have their own head sizes and numbers of KV heads. The
+# last layers of the small models read the keys and values of an earlier layer, and have wider MLPs. The text of all
+# models is the same architecture; towers for images and sound are ignored.
+
+FULL_EVERY = 6  # every sixth layer has full attention, if layer_types is not given
+_OVERRIDES = ("head_dim", "num_key_value_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Layers:
+    """What both formats say about the layers. Lists have one entry per layer."""
+
+    num_heads: int
+    head_sizes: list[int]
+    num_kv_heads: list[int]
+    ffn_sizes: list[int]
+    windows: list[int]  # 0: full attention
+    has_values: list[bool]  # False: values are the raw keys
+    num_shared: int  # last layers that read the keys and values of an earlier layer
+    ple_size: int
+    rope: RopeSpec  # of the layers with full attention
+    local_rope: RopeSpec
+    experts: ExpertsSpec | None
+
+    def specs(self, fields: Fields, activation: Activation) -> tuple[LayerSpec, ...]:
+        """Make the layers. `fields`: for errors, which name what does not fit together."""
+        first, kv_heads = len(self.windows) - self.num_shared, sorted(set(self.num_kv_heads))
+        has_sources = set(self.windows[first:]) <= set(self.windows[:first])
+        fields.require(has_sources, "num_kv_shared_layers", "no layer of the same kind comes before")
+        is_right = not any(self.num_heads % one for one in kv_heads)
+        fields.require(is_right, "num_attention_heads", f"not a multiple of the numbers of KV heads {kv_heads}")
+        return tuple(self._spec(index, activation) for index in range(len(self.windows)))
+
+    def _spec(self, index: int, activation: Activation) -> LayerSpec:
+        source = self._source(index)
+        attention = AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads[index],
+            head_size=self.head_sizes[index],
+            scale=1.0,  # queries and keys are normed
+            rope=self.local_rope if self.windows[index] else self.rope,
+            window=self.windows[index],
+            qk_norm=QKNorm.HEAD,
+            has_value_norm=source is None,
+            is_key_value=source is None and not self.has_values[index],
+            shared_with=source,
         )
-    return bool(types[layer] == "sliding_attention")
+        return LayerSpec(
+            mixer=attention,
+            mlp=MlpSpec(self.ffn_sizes[index], activation),
+            has_post_norms=True,
+            parallel_experts=self.experts,
+            has_output_scale=True,
+            ple_size=self.ple_size,
+        )
+
+    def _source(self, index: int) -> int | None:
+        """Return the last layer of the same kind that has keys and values, if this layer has none."""
+        first = len(self.windows) - self.num_shared
+        if index < first:
+            return None
+        return max(i for i in range(first) if self.windows[i] == self.windows[index])
+
+
+def _gemma4_layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerSpec, ...]:
+    num_layers, activation = shape.num_layers, _activation(fields, "hidden_activation")
+    is_full = _full_layers(fields, num_layers)
+    window = fields.whole("sliding_window", 1, MAX_CONTEXT)
+    num_shared = fields.whole("num_kv_shared_layers", 0, num_layers - 1, 0)
+    is_wide = fields.flag("use_double_wide_mlp", False)
+    head_sizes, kv_heads = _gemma4_heads(fields, is_full, shape.head_size, shape.num_kv_heads)
+    ropes = fields.table("rope_parameters")
+    full_size = next((size for size, full in zip(head_sizes, is_full, strict=True) if full), shape.head_size)
+    return Gemma4Layers(
+        num_heads=shape.num_heads,
+        head_sizes=head_sizes,
+        num_kv_heads=kv_heads,
+        ffn_sizes=[shape.ffn_size * (2 if is_wide and i >= num_layers - num_shared else 1) for i in range(num_layers)],
+        windows=[0 if full else window for full in is_full],
+        has_values=[not full or not fields.flag("attention_k_eq_v", False) for full in is_full],
+        num_shared=num_shared,
+        ple_size=_ple_size(fields),
+        rope=_gemma4_rope(ropes.table("full_attention"), 1e6, full_size),
+        local_rope=_gemma4_rope(ropes.table("sliding_attention"), 1e4, shape.head_size),
+        experts=_experts(fields, family, num_layers, activation),
+    ).specs(fields, activation)
+
+
+def _refuse_gemma4_settings(fields: Fields) -> None:
+    """Raise for settings that change the equations. Bidirectional attention among the tokens of an image does not."""
+    fields.support(
+        fields.get("use_bidirectional_attention") in (None, False, "vision"),
+        f"use_bidirectional_attention is {show(fields.get('use_bidirectional_attention'))}: "
+        "only causal models are supported",
+    )
+    fields.support(
+        not fields.flag("attention_bias", False), f"{fields.prefix}attention_bias is true: not supported for Gemma 4"
+    )
+
+
+def _full_layers(fields: Fields, num_layers: int) -> list[bool]:
+    if "layer_types" not in fields:
+        return [(i + 1) % FULL_EVERY == 0 for i in range(num_layers - 1)] + [True]
+    types = fields.listed("layer_types", num_layers, "names")
+    for one in types:
+        is_known = one in ("sliding_attention", "full_attention")
+        fields.support(is_known, f"{fields.prefix}layer_types has {show(one)}: not supported")
+    return [one == "full_attention" for one in types[:-1]] + [True]  # transformers forces the last
+
+
+def _gemma4_heads(
+    fields: Fields, is_full: list[bool], head_size: int, num_kv_heads: int
+) -> tuple[list[int], list[int]]:
+    """Return the size of a head and the number of KV heads of each layer. Newer files list what differs by layer."""
+    listed = fields.table("per_layer_config")
+    if "per_layer_config" in fields:
+        for name, entry in listed.values.items():
+            is_right = isinstance(entry, dict) and all(field in _OVERRIDES for field in entry)
+            listed.require(is_right, name, f"not an object with {' and '.join(_OVERRIDES)} only")
+        tables = [listed.table(str(i)) for i in range(len(is_full))]
+    else:
+        values = {"head_dim": fields.whole("global_head_dim", 2, MAX_HEAD_SIZE, 512)}
+        if fields.flag("attention_k_eq_v", False) and "num_global_key_value_heads" in fields:
+            values["num_key_value_heads"] = fields.whole("num_global_key_value_heads", 1, MAX_HEADS)
+        whole, none = Fields(fields.source, values, fields.prefix), Fields(fields.source, {}, fields.prefix)
+        tables = [whole if full else none for full in is_full]
+    sizes = [table.whole("head_dim", 2, MAX_HEAD_SIZE, head_size) for table in tables]
+    is_even = all(size % 2 == 0 for size in sizes)
+    fields.require(is_even, "head_dim", "heads cannot be rotated: the size of one is not even")
+    by_kind = {(full, size) for full, size in zip(is_full, sizes, strict=True)}
+    is_right = len(by_kind) <= len(set(is_full))
+    fields.require(is_right, "per_layer_config", "layers of the same kind have different head sizes: not supported")
+    return sizes, [table.whole("num_key_value_heads", 1, MAX_HEADS, num_kv_heads) for table in tables]
+
+
+def _ple_size(fields: Fields) -> int:
+    size = fields.find_whole("hidden_size_per_layer_input", 0, MAX_PLE_SIZE) or 0
+    is_right = not size or fields.get("vocab_size_per_layer_input") in (None, fields.get("vocab_size"))
+    fields.require(is_right, "vocab_size_per_layer_input", f"not vocab_size {show(fields.get('vocab_size'))}")
+    return size
+
+
+def _gemma4_rope(scaling: Fields, default_theta: float, head_size: int) -> RopeSpec:
+    theta = scaling.real("rope_theta", MIN_THETA, MAX_THETA, default_theta)
+    kind = scaling.get("rope_type") or "default"
+    if kind == "default":
+        return RopeSpec(theta, head_size)
+    scaling.support(kind == "proportional", f"{scaling.prefix}rope_type {show(kind)} is not supported for Gemma 4")
+    part = scaling.real("partial_rotary_factor", 0, 1, 1.0)
+    factor = scaling.real("factor", MIN_FACTOR, MAX_FACTOR, 1.0)
+    return proportional_rope(theta, head_size, int(part * head_size // 2), factor)
+
+
+def proportional_rope(theta: float, head_size: int, num_rotated: int, factor: float = 1.0) -> RopeSpec:
+    """Return a rope that turns the first pairs of a head with their usual frequencies, and the others not at all."""
+    return RopeSpec(theta, head_size, (factor,) * num_rotated + (math.inf,) * (head_size // 2 - num_rotated))
 
 
 # End tokens and sampling defaults

@@ -1,7 +1,7 @@
 """The model families that quire has equations for: one row each.
 
-A row says how a family differs from Llama. `config.py` and `gguf_spec.py` read a file's fields with it, `names.py` its
-tensor names. A family with new equations also needs a switch in `spec.py` and code in the backends.
+A row says how a family differs from Llama. `config.py` and `gguf_spec.py` read a file's fields with it, `tensors.py`
+the names of its tensors. A family with new equations also needs a switch in `spec.py` and code in the backends.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from quire.errors import ModelFileError
 from quire.weights.checkpoint import TokenizerFiles
 from quire.weights.config import has_packed_experts, name_architecture, read_generation
 from quire.weights.families import BY_ARCHITECTURE
-from quire.weights.fields import Fields, read_bounded, read_json, show
+from quire.weights.fields import Fields, member, read_bounded, read_json
 from quire.weights.other import find_unsupported, read_spec
 from quire.weights.quantization import read_quantization
 from quire.weights.spec import GenerationDefaults, ModelSpec
@@ -70,25 +70,4 @@ class ModelFolder:
         if isinstance(template, list):  # several named templates
             named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
             template = named[0] if named else None
-        if template is not None and not isinstance(template, str):
-            raise ModelFileError(f"{self.path}: chat_template is {show(template)}: not a string")
-        return template
-
-
-def member(folder: Path, name: str) -> Path:
-    """Return a file of the folder by its bare name. A link may point to the hub cache of the same model only."""
-    if not name or name in (".", "..") or any(one in name for one in "/\\\0"):
-        raise ModelFileError(f"{folder}: {show(name)} is not a bare file name")
-    path = folder / name
-    try:
-        real, home = path.resolve(strict=True), folder.resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a cycle of links
-        raise ModelFileError(f"{folder}: {show(name)} cannot be read: {error}") from None
-    allowed = [home]
-    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
-        allowed.append(home.parent.parent)
-    if not any(real.is_relative_to(root) for root in allowed):
-        raise ModelFileError(f"{folder}: {show(name)} is a link that points outside the folder, to {real}")
-    if not real.is_file():
-        raise ModelFileError(f"{folder}: {show(name)} is not a file")
-    return path
+        return Fields(str(self.path), {"chat_template": template}).find_text("chat_template")

@@ -7,23 +7,21 @@ neither numpy nor gguf.
 
 from __future__ import annotations
 
+import math
 import mmap
-import os
 import re
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
-from quire.weights.fields import show
+from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles, map_file
+from quire.weights.fields import Fields, show
 from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
-from quire.weights.names import gguf_layer, gguf_targets, in_halves, is_left_over
-from quire.weights.recurrence import restore_a_log
-from quire.weights.tensors import Place, place_tensors
+from quire.weights.tensors import Place, gguf_layer, gguf_targets, is_left_over, place_tensors, rotated_heads
 
 if TYPE_CHECKING:
     from quire.weights.packed import PackedMatrix
@@ -119,6 +117,10 @@ class _Cursor:
     def wrong(self, field: str, problem: str) -> ModelFileError:
         return ModelFileError(f"{self.source}: {field} {problem}")
 
+    def require(self, is_right: bool, field: str, problem: str) -> None:
+        if not is_right:
+            raise self.wrong(field, problem)
+
     def take(self, num_bytes: int, field: str) -> int:
         """Skip `num_bytes` and return their start, or raise if the file ends before."""
         start = self.at
@@ -134,8 +136,7 @@ class _Cursor:
 
     def count(self, reader: struct.Struct, field: str, low: int, high: int) -> int:
         value: int = self.number(reader, field)
-        if not low <= value <= high:
-            raise self.wrong(field, f"is {value}: not from {low} to {high}")
+        self.require(low <= value <= high, field, f"is {value}: not from {low} to {high}")
         return value
 
     def string(self, field: str) -> str:
@@ -152,8 +153,7 @@ class _Cursor:
             return self.string(field)
         if kind == _ARRAY:
             return self.array(field)
-        if kind not in _READERS:
-            raise self.wrong(f"type of {field}", f"is {kind}: not a GGUF value type")
+        self.require(kind in _READERS, f"type of {field}", f"is {kind}: not a GGUF value type")
         value = self.number(_READERS[kind], field)
         return self.boolean(value, field) if kind == _BOOL else value
 
@@ -164,14 +164,13 @@ class _Cursor:
 
     def array(self, field: str) -> list[Any]:
         kind = self.number(_U32, f"element type of {field}")
-        if kind == _ARRAY:
-            raise self.wrong(f"element type of {field}", "is array: arrays in arrays are not supported")
-        if kind != _STRING and kind not in _READERS:
-            raise self.wrong(f"element type of {field}", f"is {kind}: not a GGUF value type")
+        name = f"element type of {field}"
+        self.require(kind != _ARRAY, name, "is array: arrays in arrays are not supported")
+        self.require(kind == _STRING or kind in _READERS, name, f"is {kind}: not a GGUF value type")
         length = self.count(_U64, f"length of {field}", 0, MAX_ARRAY)
         self.num_elements += length
-        if self.num_elements > MAX_ARRAYS:
-            raise self.wrong(field, f"brings the array elements to {self.num_elements}: more than {MAX_ARRAYS}")
+        problem = f"brings the array elements to {self.num_elements}: more than {MAX_ARRAYS}"
+        self.require(self.num_elements <= MAX_ARRAYS, field, problem)
         if kind == _STRING:
             return self.strings(length, field)
         start = self.take(length * _READERS[kind].size, field)
@@ -180,8 +179,8 @@ class _Cursor:
 
     def strings(self, length: int, field: str) -> list[str]:
         """Read strings in a tight loop, because a vocabulary has 100,000. Errors are located after the loop stopped."""
-        if 8 * length > self.size - self.at:
-            raise self.wrong(field, f"has {length} strings, but {self.size - self.at} bytes are left")
+        left = self.size - self.at
+        self.require(8 * length <= left, field, f"has {length} strings, but {left} bytes are left")
         values: list[str] = []
         buffer, size, at, unpack = self.buffer, len(self.buffer), self.at, _U64.unpack_from
         try:
@@ -206,8 +205,7 @@ def read_header(path: Path, buffer: Buffer, size: int | None = None) -> GgufHead
     """Read everything before the tensors' bytes, or raise `ModelFileError`. `size`: of the file, if it is longer."""
     cursor = _Cursor(str(path), buffer, len(buffer) if size is None else size)
     magic = buffer[: cursor.take(4, "magic") + 4]
-    if magic != b"GGUF":
-        raise cursor.wrong("magic", f"is {magic!r}: not a GGUF file")
+    cursor.require(magic == b"GGUF", "magic", f"is {magic!r}: not a GGUF file")
     version = cursor.number(_U32, "version")
     if version not in (2, 3):
         hint = " (big-endian files are not supported)" if version in (2 << 24, 3 << 24) else ""
@@ -217,8 +215,7 @@ def read_header(path: Path, buffer: Buffer, size: int | None = None) -> GgufHead
     metadata: dict[str, Any] = {}
     for i in range(num_keys):
         key = cursor.string(f"key {i}")
-        if key in metadata:
-            raise cursor.wrong(f"key {show(key)}", "occurs twice")
+        cursor.require(key not in metadata, f"key {show(key)}", "occurs twice")
         metadata[key] = cursor.value(show(key))
     return GgufHeader(metadata, _read_tensors(cursor, num_tensors, _alignment(cursor, metadata)))
 
@@ -226,60 +223,51 @@ def read_header(path: Path, buffer: Buffer, size: int | None = None) -> GgufHead
 def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or not 8 <= value <= 4096 or value & (value - 1):
-        raise cursor.wrong("general.alignment", f"is {show(value)}: not a power of two from 8 to 4096")
+    is_right = is_whole and 8 <= value <= 4096 and not value & (value - 1)
+    cursor.require(is_right, "general.alignment", f"is {show(value)}: not a power of two from 8 to 4096")
     return int(value)
 
 
 def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str, GgufTensor]:
-    found: dict[str, tuple[TensorInfo, int]] = {}
+    found: dict[str, GgufTensor] = {}
     for i in range(num_tensors):
-        info, offset = _read_tensor(cursor, i, alignment)
-        if info.name in found:
-            raise cursor.wrong(f"tensor {show(info.name)}", "occurs twice")
-        found[info.name] = (info, offset)
+        tensor = _read_tensor(cursor, i, alignment)
+        cursor.require(tensor.info.name not in found, f"tensor {show(tensor.info.name)}", "occurs twice")
+        found[tensor.info.name] = tensor
     start = -(-cursor.at // alignment) * alignment
     tensors = {name: GgufTensor(info, start + offset) for name, (info, offset) in found.items()}
     end, before = 0, ""
     for name, (info, offset) in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if offset < end:
-            raise cursor.wrong(f"tensor {show(name)}", f"at {offset} overlaps {show(before)}, which ends at {end}")
+        field = f"tensor {show(name)}"
+        cursor.require(offset >= end, field, f"at {offset} overlaps {show(before)}, which ends at {end}")
         end, before = offset + info.num_bytes, name
-        if end > cursor.size:
-            raise cursor.wrong(
-                f"tensor {show(name)}", f"at {offset} has {info.num_bytes} bytes: the file ends at {cursor.size}"
-            )
+        problem = f"at {offset} has {info.num_bytes} bytes: the file ends at {cursor.size}"
+        cursor.require(end <= cursor.size, field, problem)
     return tensors
 
 
-def _refusal(number: int) -> str:
-    """Say that a tensor type is not read, and what to do."""
-    can = ", ".join(BLOCKS)
-    name = _OTHER_TYPES.get(number, f"number {number}")
-    return f"has type {name}, which is not supported; choose or convert to a file with these types only: {can}"
-
-
-def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> tuple[TensorInfo, int]:
+def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> GgufTensor:
+    """Read the description of a tensor, whose offset is from the start of the tensors."""
     name = cursor.string(f"name of tensor {index}")
     field = f"tensor {show(name)}"
     num_dims = cursor.count(_U32, f"dimensions of {field}", 1, MAX_DIMS)
     dims = [cursor.count(_U64, f"dimension {i} of {field}", 1, MAX_DIM) for i in range(num_dims)]
     number = cursor.number(_U32, f"type of {field}")
     if number not in FILE_TYPES:
-        raise UnsupportedModel(f"{cursor.source}: {field} {_refusal(number)}")
+        name = _OTHER_TYPES.get(number, f"number {number}")
+        raise UnsupportedModel(
+            f"{cursor.source}: {field} has type {name}, which is not supported; choose or convert to a file with these "
+            f"types only: {', '.join(BLOCKS)}"
+        )
     kind, block = FILE_TYPES[number]
     offset = cursor.number(_U64, f"offset of {field}")
-    if dims[0] % block.num_elements:
-        raise cursor.wrong(f"dimension 0 of {field}", f"is {dims[0]}: not a multiple of {kind}'s {block.num_elements}")
-    num_elements = 1
-    for dim in dims:
-        num_elements *= dim
-    num_bytes = num_elements // block.num_elements * block.num_bytes
-    if num_bytes > cursor.size or offset > cursor.size:
-        raise cursor.wrong(field, f"of {num_bytes} bytes at {offset} is not in a file of {cursor.size}")
-    if offset % alignment:
-        raise cursor.wrong(f"offset of {field}", f"is {offset}: not a multiple of {alignment}")
-    return TensorInfo(name, kind, tuple(reversed(dims)), num_bytes), offset
+    problem = f"is {dims[0]}: not a multiple of {kind}'s {block.num_elements}"
+    cursor.require(dims[0] % block.num_elements == 0, f"dimension 0 of {field}", problem)
+    num_bytes = math.prod(dims) // block.num_elements * block.num_bytes
+    is_inside = num_bytes <= cursor.size and offset <= cursor.size
+    cursor.require(is_inside, field, f"of {num_bytes} bytes at {offset} is not in a file of {cursor.size}")
+    cursor.require(offset % alignment == 0, f"offset of {field}", f"is {offset}: not a multiple of {alignment}")
+    return GgufTensor(TensorInfo(name, kind, tuple(reversed(dims)), num_bytes), offset)
 
 
 class _File:
@@ -297,63 +285,6 @@ class _File:
         except BaseException:
             self.buffer.close()
             raise
-
-
-class FileMap(mmap.mmap):
-    """A file mapped read-only, which can also be read without the map.
-
-    If another program truncates the file, a signal ends a process that uses the map. The server itself therefore only
-    uses `copy`, which raises an error. Workers use the map: the server survives the end of a worker.
-    """
-
-    path: Path
-    _handle = -1  # also of an object whose file could not be mapped
-
-    def __new__(cls, path: Path) -> Self:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self = super().__new__(cls, handle, 0, access=mmap.ACCESS_READ)
-        except BaseException:
-            os.close(handle)
-            raise
-        self.path, self._handle = path, handle
-        return self
-
-    def copy(self, offset: int, num_bytes: int) -> bytes:
-        """Read a part of the file. Raises ModelFileError if the file has become shorter."""
-        data = bytearray()
-        try:
-            while len(data) < num_bytes and (
-                piece := os.pread(self._handle, num_bytes - len(data), offset + len(data))
-            ):
-                data += piece
-        except OSError as error:
-            raise ModelFileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
-        if len(data) < num_bytes:
-            raise ModelFileError(f"{self.path}: was truncated while it was read, at {offset + len(data)}")
-        return bytes(data)
-
-    def close(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-        super().close()
-
-    def __del__(self) -> None:
-        with suppress(BufferError):
-            self.close()
-
-
-def map_file(path: Path) -> FileMap:
-    """Map a file read-only. Its bytes are not read yet."""
-    if not path.is_file():  # opening a pipe would block
-        raise ModelFileError(f"{path}: cannot be read: no such file, or not a regular file")
-    try:
-        return FileMap(path)
-    except ValueError:
-        raise ModelFileError(f"{path}: is empty") from None
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
@@ -385,10 +316,9 @@ def _open_files(path: Path) -> list[_File]:
             raise ModelFileError(f"{path}: split.count is {show(count)}, but the file name does not end in that")
         if int(name[2]) != 1 or files[0].header.metadata.get("split.no") != 0:
             raise ModelFileError(f"{path}: is a later part of a split model; open {name[1]}-00001-of-{name[3]}.gguf")
-        for number in range(2, count + 1):
-            part = path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf")
+        for number, part in enumerate(part_paths(path)[1:], 1):
             files.append(_File(part))
-            if files[-1].header.metadata.get("split.no") != number - 1:
+            if files[-1].header.metadata.get("split.no") != number:
                 raise ModelFileError(f"{part}: split.no is {show(files[-1].header.metadata.get('split.no'))}")
         return files
     except BaseException:
@@ -424,30 +354,22 @@ class GgufCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = {name: place.info for name, place in self._places.items()}
 
     def read(self, name: str) -> RawTensor:
-        import numpy as np
+        from quire.weights import reading
 
         place = self._places[name]
-        info = place.info
         file, tensor = self._file_tensors[place.file_name]
-        if file.buffer.closed:
-            raise ModelFileError(f"{self.path}: is closed")
-        flat = place.choose(np.frombuffer(file.buffer, np.uint8, place.num_file_bytes, tensor.offset + place.offset))
-        data = flat if len(info.shape) == 1 else flat.reshape(-1, _row_bytes(info))
-        raw = RawTensor(info, data)
-        if name.endswith(".a_log"):
-            return restore_a_log(raw, str(self.path))
-        return in_halves(raw, self.spec, str(self.path)) if self._is_permuted else raw
+        heads = rotated_heads(place.info, self.spec, str(self.path)) if self._is_permuted else None
+        raw = reading.read_plain(file.buffer, tensor.offset, place, heads)
+        return reading.restore_a_log(raw, str(self.path)) if name.endswith(".a_log") else raw
 
     def read_packed(self, name: str) -> PackedMatrix | None:
-        from quire.weights.packing import pack_blocks
+        from quire.weights.quants import pack_blocks
 
         return pack_blocks(self.read(name))
 
     def tokenizer_files(self) -> TokenizerFiles:
         words = {key: value for key, value in self._metadata.items() if key.startswith("tokenizer.ggml.")}
-        template = self._metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise ModelFileError(f"{self.path}: tokenizer.chat_template is {show(template)}: not a string")
+        template = Fields(str(self.path), self._metadata).find_text("tokenizer.chat_template")
         return TokenizerFiles(tokenizer_json=None, gguf=words, config={}, chat_template=template)
 
     def close(self) -> None:
@@ -480,8 +402,3 @@ class GgufCheckpoint:
             return list(struct.unpack(f"<{length}f", file.buffer.copy(tensor.offset, 4 * length)))
 
         return read
-
-
-def _row_bytes(info: TensorInfo) -> int:
-    block = BLOCKS[info.type]
-    return info.shape[-1] // block.num_elements * block.num_bytes

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights import gemma4
 from quire.weights.checkpoint import TensorInfo
 from quire.weights.config import (
     DTYPES,
+    MAX_CONTEXT,
+    MAX_FACTOR,
     MAX_FFN_SIZE,
+    MAX_HEAD_SIZE,
     MAX_LAYERS,
     MAX_MULTIPLIER,
+    MAX_PLE_SIZE,
+    MAX_SIZE,
+    MAX_THETA,
+    MIN_FACTOR,
+    MIN_THETA,
+    Gemma4Layers,
+    RecurrentSpec,
     Shape,
-    ShapeKeys,
+    make_layers,
+    read_delta_net,
     read_generation,
+    read_multiplier,
     read_num_experts,
+    read_query_scaling,
     read_shape,
+    read_short_conv,
+    scaled_rope,
 )
 from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Recurrence, Ropes, Windows
 from quire.weights.fields import Fields, show
-from quire.weights.recurrence import gguf_values, read_gguf_recurrent
-from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_FACTOR, MIN_THETA, scaled_rope
 from quire.weights.spec import (
     Activation,
     AttentionSpec,
@@ -34,24 +45,33 @@ from quire.weights.spec import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
-    QueryScaling,
     RopeSpec,
 )
 
 # The Gemmas whose attention scale does not follow from their head size, by number of layers; their files omit it.
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
-_KEYS = ShapeKeys(
-    num_layers="block_count",
-    hidden_size="embedding_length",
-    ffn_size="feed_forward_length",
-    num_heads="attention.head_count",
-    num_kv_heads="attention.head_count_kv",
-    head_size="attention.key_length",
-    vocab_size="vocab_size",
-    max_model_len="context_length",
-    norm_eps="attention.layer_norm_rms_epsilon",
-)
+_NAMES = {  # llama.cpp's names of the fields that it stores as config.json does
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "conv_L_cache": "shortconv.l_cache",
+}
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -99,15 +119,14 @@ def spec_from_gguf(
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if "token_embd.weight" not in tensors:
         raise ModelFileError(f"{source}: tensor token_embd.weight is missing")
-    values = gguf_values(values, family)
+    values = _plain_values(values, family)
     values["vocab_size"] = tensors["token_embd.weight"].shape[0]
-    plain = gemma4.first_sizes(values) if family.name == "gemma4" else _equal_sizes(values)
-    fields = Fields(source, values | plain, prefix)
+    fields = Fields(source, values | _first_sizes(values, family), prefix, _NAMES)
     _refuse_other_shapes(fields, family)
-    shape = read_shape(fields, _KEYS)
+    shape = read_shape(fields)
     quantization = most_common_type(tensors)
     tokens = Fields(source, metadata)
-    embedding_scale = _multiplier(fields, family, "embedding_scale")
+    embedding_scale = read_multiplier(fields, family, "embedding_multiplier")
     return ModelSpec(
         family=family.name,
         architecture=family.gguf,
@@ -121,7 +140,7 @@ def spec_from_gguf(
         max_model_len=shape.max_model_len,
         norm_eps=shape.norm_eps,
         embedding_scale=math.sqrt(shape.hidden_size) if family.is_gemma else embedding_scale,
-        logit_scale=1 / _multiplier(fields, family, "logit_scale"),
+        logit_scale=1 / read_multiplier(fields, family, "logits_scaling"),
         logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         norm_offset=0.0,  # Gemma's offset of 1 is already in the weights
         rounds_norms_first=family.rounds_norms_first,
@@ -133,20 +152,18 @@ def spec_from_gguf(
     )
 
 
-def _equal_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes that are listed by layer and equal in all of them."""
+def _first_sizes(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the sizes that are listed by layer as those of the first layer. They are equal, but for Gemma 4."""
     listed = {name: values[name] for name in _BY_LAYER if isinstance(values.get(name), list)}
-    num_layers = values.get("block_count")
-    return {name: one[0] for name, one in listed.items() if one and len(one) == num_layers and len(set(one)) == 1}
+    if family.name != "gemma4":
+        num_layers = values.get("block_count")
+        listed = {name: one for name, one in listed.items() if len(one) == num_layers and len(set(one)) == 1}
+    return {name: sizes[0] for name, sizes in listed.items() if sizes}
 
 
 def _softcap(fields: Fields, family: Family, name: str) -> float:
     default = float(family.defaults.get(name, 0.0))  # Gemma 2's files may omit it
     return fields.real(name, 0, 1e6, default) if family.is_gemma else 0.0
-
-
-def _multiplier(fields: Fields, family: Family, name: str) -> float:
-    return fields.real(name, 0, MAX_MULTIPLIER, 1.0, above_low=True) if family.has_multipliers else 1.0
 
 
 # Layers
@@ -155,63 +172,92 @@ def _multiplier(fields: Fields, family: Family, name: str) -> float:
 def _layers(
     fields: Fields, family: Family, shape: Shape, tensors: Mapping[str, TensorInfo], read_floats: ReadFloats
 ) -> tuple[LayerSpec, ...]:
-    rope, local_rope = _ropes(fields, family, shape, read_floats)
-    windows = _windows(fields, family, shape.num_layers)
+    layers = range(shape.num_layers)
     activation = family.activation or (Activation.GELU_TANH if family.is_gemma else Activation.SILU)
     dense = MlpSpec(shape.ffn_size, activation, has_bias="blk.0.ffn_down.bias" in tensors)
     experts = _experts(fields, family, shape, activation)
-    recurrent = read_gguf_recurrent(fields, family, shape.num_layers)
+    recurrent = _recurrent(fields, family, shape.num_layers)
     first = recurrent.index(None)  # whose tensors show the biases
-    attention = {
-        window: AttentionSpec(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            scale=_attention_scale(fields, family, shape),
-            rope=local_rope if window and local_rope else rope,
-            window=window,
-            softcap=_softcap(fields, family, "attn_logit_softcapping"),
-            qk_norm=family.qk_norm,
-            query_scaling=_query_scaling(fields, family),
-            has_qkv_bias=family.qkv_bias is True or f"blk.{first}.attn_q.bias" in tensors,
-            has_output_bias=f"blk.{first}.attn_output.bias" in tensors,
-            has_gate=family.has_gate,
-            has_sinks=family.has_sinks,
-        )
-        for window in dict.fromkeys(windows)
-    }
-    has_rope = [not family.no_rope_every or (i + 1) % family.no_rope_every != 0 for i in range(shape.num_layers)]
-    return tuple(
-        LayerSpec(
-            mixer=recurrent[index]
-            or (attention[windows[index]] if has_rope[index] else replace(attention[windows[index]], rope=None)),
-            mlp=experts if experts and f"blk.{index}.ffn_gate_inp.weight" in tensors else dense,
-            has_pre_norms=family.has_pre_norms,
-            has_post_norms=family.has_post_norms,
-            residual_scale=_multiplier(fields, family, "residual_scale"),
-        )
-        for index in range(shape.num_layers)
+    attention = AttentionSpec(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        scale=_attention_scale(fields, family, shape),
+        rope=None,
+        softcap=_softcap(fields, family, "attn_logit_softcapping"),
+        qk_norm=family.qk_norm,
+        query_scaling=read_query_scaling(fields, family) if family.has_query_scaling else None,
+        has_qkv_bias=family.qkv_bias is True or f"blk.{first}.attn_q.bias" in tensors,
+        has_output_bias=f"blk.{first}.attn_output.bias" in tensors,
+        has_gate=family.has_gate,
+        has_sinks=family.has_sinks,
+    )
+    return make_layers(
+        family,
+        attention,
+        _ropes(fields, family, shape, read_floats),
+        _windows(fields, family, shape.num_layers),
+        [not family.no_rope_every or (i + 1) % family.no_rope_every != 0 for i in layers],
+        recurrent,
+        [experts if experts and f"blk.{i}.ffn_gate_inp.weight" in tensors else dense for i in layers],
+        read_multiplier(fields, family, "residual_multiplier"),
     )
 
 
 def _gemma4_layers(
     fields: Fields,
-    values: Mapping[str, Any],
+    by_layer: Mapping[str, Any],
     family: Family,
     shape: Shape,
     tensors: Mapping[str, TensorInfo],
     read_floats: ReadFloats,
 ) -> tuple[LayerSpec, ...]:
-    layers = gemma4.from_gguf(
-        fields,
-        values,
-        tensors,
-        read_floats,
-        num_layers=shape.num_layers,
+    """`by_layer` holds the values of sizes that may be lists."""
+    window = fields.whole("attention.sliding_window", 1, MAX_CONTEXT)
+    pattern = fields.flags("attention.sliding_window_pattern", shape.num_layers)
+    full_size = fields.whole("head_dim", 2, MAX_HEAD_SIZE)
+    local_size = fields.whole("attention.key_length_swa", 2, MAX_HEAD_SIZE, full_size)
+    is_even = full_size % 2 == 0 and local_size % 2 == 0
+    fields.require(is_even, "head_dim", "heads cannot be rotated: the size is not even")
+    for name, size in (("rope.dimension_count", full_size), ("rope.dimension_count_swa", local_size)):
+        is_right = fields.whole(name, 2, MAX_HEAD_SIZE, size) == size
+        fields.require(is_right, name, f"not the size of a head, {size}")
+    return Gemma4Layers(
         num_heads=shape.num_heads,
+        head_sizes=[local_size if one else full_size for one in pattern],
+        num_kv_heads=_sizes(fields, by_layer, "attention.head_count_kv", shape.num_layers),
+        ffn_sizes=_sizes(fields, by_layer, "feed_forward_length", shape.num_layers),
+        windows=[window if one else 0 for one in pattern],
+        has_values=[f"blk.{i}.attn_v.weight" in tensors for i in range(shape.num_layers)],
+        num_shared=fields.whole("num_kv_shared_layers", 0, shape.num_layers - 1, 0),
+        ple_size=fields.whole("embedding_length_per_layer_input", 0, MAX_PLE_SIZE, 0),
+        rope=_gemma4_rope(fields, read_floats, full_size),
+        local_rope=RopeSpec(fields.real("rope.freq_base_swa", MIN_THETA, MAX_THETA, 1e4), local_size),
         experts=_experts(fields, family, shape, Activation.GELU_TANH),
+    ).specs(fields, Activation.GELU_TANH)
+
+
+def _sizes(fields: Fields, by_layer: Mapping[str, Any], name: str, num_layers: int) -> list[int]:
+    value = by_layer.get(name)
+    listed = value if isinstance(value, list) else [value] * num_layers
+    fields.require(len(listed) == num_layers, name, f"not a list of {num_layers} numbers")
+    items = fields.items(name, listed)
+    return [items.whole(item, 1, MAX_SIZE) for item in items.values]
+
+
+def _gemma4_rope(fields: Fields, read_floats: ReadFloats, head_size: int) -> RopeSpec:
+    """Return the rope of full attention. Pairs that do not turn have a huge divisor in the file."""
+    theta = fields.real("rope.freq_base", MIN_THETA, MAX_THETA, 1e6)
+    factors = _measured(
+        fields, [min(one, MAX_FACTOR) for one in read_floats("rope_freqs.weight", head_size // 2) or ()]
     )
-    return layers.specs(Activation.GELU_TANH)
+    return RopeSpec(theta, head_size, tuple(math.inf if one == MAX_FACTOR else one for one in factors))
+
+
+def _measured(fields: Fields, factors: Sequence[float]) -> tuple[float, ...]:
+    """Check the divisors of a tensor of them, if there is one."""
+    checked = Fields(fields.source, {"rope_freqs.weight": factors})
+    return checked.reals("rope_freqs.weight", len(factors), MIN_FACTOR, MAX_FACTOR)
 
 
 def _experts(fields: Fields, family: Family, shape: Shape, activation: Activation) -> ExpertsSpec | None:
@@ -219,6 +265,7 @@ def _experts(fields: Fields, family: Family, shape: Shape, activation: Activatio
         return None
     num_experts = read_num_experts(fields, "expert_count", shape.num_layers)
     rule = family.experts.renormalizes
+    has_shared = bool(family.experts.shared_size)
     return ExpertsSpec(
         num_experts=num_experts,
         num_chosen=fields.whole("expert_used_count", 1, num_experts),
@@ -229,25 +276,14 @@ def _experts(fields: Fields, family: Family, shape: Shape, activation: Activatio
         scale=fields.real("expert_weights_scale", 0, MAX_MULTIPLIER, 1.0) or 1.0,
         has_sigmoid=bool(family.experts.bias),
         has_expert_bias=bool(family.experts.bias),
-        shared_size=_shared_size(fields, family, shape),
+        shared_size=(
+            fields.whole("expert_shared_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size) if has_shared else 0
+        ),
         has_bias=family.experts.has_bias,
         has_router_bias=family.experts.has_bias,
         has_router_norm=family.experts.is_parallel,
         has_expert_scales=family.experts.is_parallel,
     )
-
-
-def _shared_size(fields: Fields, family: Family, shape: Shape) -> int:
-    if family.experts is None or not family.experts.shared_size:
-        return 0
-    return fields.whole("expert_shared_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size)
-
-
-def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
-    beta = fields.real("attention.temperature_scale", 0, MAX_FACTOR, 0.0) if family.has_query_scaling else 0.0
-    if not beta:
-        return None
-    return QueryScaling(beta, fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT))
 
 
 def most_common_type(tensors: Mapping[str, TensorInfo]) -> str:
@@ -268,14 +304,20 @@ def _refuse_other_shapes(fields: Fields, family: Family) -> None:
     names = _UNKNOWN_EQUATIONS + (() if knows_shared else _UNKNOWN_EXPERTS)
     for name in names:
         value = fields.get(name)
-        if any(value) if isinstance(value, list) else value:
-            raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(value)}: not supported")
-    if fields.get("rope.scaling.finetuned") is False and fields.prefix == "granite.":  # its switch for no positions
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}rope.scaling.finetuned is false: not supported")
-    if family.recurrence is Recurrence.SHORT_CONV and fields.get("attention.sliding_window"):
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.sliding_window: not supported")
-    if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
-        raise UnsupportedModel(f"{fields.source}: {fields.prefix}attention.value_length differs from key_length")
+        is_set = any(value) if isinstance(value, list) else bool(value)
+        fields.support(not is_set, f"{fields.prefix}{name} is {show(value)}: not supported")
+    fields.support(
+        fields.get("rope.scaling.finetuned") is not False or fields.prefix != "granite.",
+        f"{fields.prefix}rope.scaling.finetuned is false: not supported",
+    )
+    fields.support(
+        family.recurrence is not Recurrence.SHORT_CONV or not fields.get("attention.sliding_window"),
+        f"{fields.prefix}attention.sliding_window: not supported",
+    )
+    fields.support(
+        fields.get("attention.value_length") in (None, fields.get("attention.key_length")),
+        f"{fields.prefix}attention.value_length differs from key_length",
+    )
 
 
 def _attention_scale(fields: Fields, family: Family, shape: Shape) -> float:
@@ -290,13 +332,63 @@ def _eos(tokens: Fields, vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for name in names for token in tokens.token_ids(name, vocab_size)))
 
 
+# Recurrent layers
+
+
+def _plain_values(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return metadata in the form of models without a recurrence: one number of KV heads, no layers of the MTP head."""
+    found = dict(values)
+    if family.recurrence is Recurrence.NONE:
+        return found
+    if "feed_forward_length" not in found and "expert_feed_forward_length" in found:
+        found["feed_forward_length"] = found["expert_feed_forward_length"]
+    num_layers, num_extra = found.get("block_count"), found.get("nextn_predict_layers", 0)
+    if isinstance(num_layers, int) and isinstance(num_extra, int) and 0 < num_extra < num_layers:
+        found["block_count"] = num_layers - num_extra
+        found["nextn_predict_layers"] = 0
+        for name, value in found.items():
+            if isinstance(value, list) and len(value) == num_layers:
+                found[name] = value[: num_layers - num_extra]
+    found.pop("rope.dimension_sections", None)  # rows of an image; the positions of text are equal in all of them
+    counts = found.get("attention.head_count_kv")
+    if isinstance(counts, list) and all(isinstance(one, int) for one in counts):
+        used = {one for one in counts if one}
+        if len(used) == 1:
+            found |= {"attention.head_count_kv": used.pop(), "kv_heads_by_layer": counts}
+    return found
+
+
+def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[RecurrentSpec | None]:
+    """Return the mixers of the layers that do not attend, None for the others."""
+    if family.recurrence is Recurrence.NONE:
+        return [None] * num_layers
+    if family.recurrence is Recurrence.DELTA_NET:
+        net = read_delta_net(fields, fields.whole("ssm.inner_size", 1, MAX_SIZE))
+        return [net if one else None for one in _delta_layers(fields, num_layers)]
+    conv, counts = read_short_conv(fields), fields.get("kv_heads_by_layer")
+    if counts is None:  # a single number: all layers attend
+        return [None] * num_layers
+    fields.require(len(counts) == num_layers, "num_key_value_heads", f"not a list of {num_layers} numbers")
+    return [conv if one == 0 else None for one in counts]
+
+
+def _delta_layers(fields: Fields, num_layers: int) -> list[bool]:
+    if "attention.recurrent_layers" in fields:
+        found = fields.flags("attention.recurrent_layers", num_layers)
+    else:
+        every = fields.whole("full_attention_interval", 1, MAX_SIZE, 4)
+        found = [(i + 1) % every != 0 for i in range(num_layers)]
+    fields.require(not all(found), "full_attention_interval", "no layer attends")
+    return found
+
+
 # Rotary embeddings
 
 
 def _ropes(fields: Fields, family: Family, shape: Shape, read_floats: ReadFloats) -> tuple[RopeSpec, RopeSpec | None]:
     rotary_size = fields.whole("rope.dimension_count", 2, shape.head_size, shape.head_size)
-    if rotary_size % 2 or (rotary_size != shape.head_size and not family.has_partial_rotary):
-        raise fields.wrong("rope.dimension_count", f"not the size of a head, {shape.head_size}")
+    is_right = rotary_size % 2 == 0 and (rotary_size == shape.head_size or family.has_partial_rotary)
+    fields.require(is_right, "rope.dimension_count", f"not the size of a head, {shape.head_size}")
     theta = fields.real("rope.freq_base", MIN_THETA, MAX_THETA, 1e4)
     scaling = _scaling(fields, family, shape)
     for key, name in (("short_factor", "rope_factors_short.weight"), ("long_factor", "rope_factors_long.weight")):
@@ -311,10 +403,7 @@ def _ropes(fields: Fields, family: Family, shape: Shape, read_floats: ReadFloats
     rope = scaled_rope(scaling, theta, rotary_size, shape.max_model_len)
     measured = read_floats("rope_freqs.weight", rotary_size // 2)
     if measured is not None:
-        factors_read = Fields(fields.source, {"rope_freqs.weight": measured})
-        rope = RopeSpec(
-            theta, rotary_size, factors_read.reals("rope_freqs.weight", rotary_size // 2, MIN_FACTOR, MAX_FACTOR)
-        )
+        rope = RopeSpec(theta, rotary_size, _measured(fields, measured))
     if family.ropes is Ropes.ONE:
         return rope, None
     default = 1e4 if family.ropes is Ropes.LOCAL_BASE else theta
@@ -339,15 +428,14 @@ def _scaling(fields: Fields, family: Family, shape: Shape) -> Fields:
 
 def _yarn(fields: Fields, family: Family, factor: float) -> dict[str, Any]:
     multiplier = fields.real("rope.scaling.yarn_log_multiplier", 0, MAX_FACTOR, 0.0)
-    if multiplier and not family.has_query_scaling:
-        raise UnsupportedModel(
-            f"{fields.source}: {fields.prefix}rope.scaling.yarn_log_multiplier is {multiplier:g}: not supported"
-        )
+    fields.support(
+        not multiplier or family.has_query_scaling,
+        f"{fields.prefix}rope.scaling.yarn_log_multiplier is {multiplier:g}: not supported",
+    )
     ext_factor = fields.get("rope.scaling.yarn_ext_factor")
-    if ext_factor not in (None, 1.0):
-        raise UnsupportedModel(
-            f"{fields.source}: {fields.prefix}rope.scaling.yarn_ext_factor is {show(ext_factor)}: not supported"
-        )
+    fields.support(
+        ext_factor in (None, 1.0), f"{fields.prefix}rope.scaling.yarn_ext_factor is {show(ext_factor)}: not supported"
+    )
 
     def grown(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -372,10 +460,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]
     window = fields.whole("attention.sliding_window", 0, MAX_CONTEXT, default)
     if family.windows is Windows.ALL:
         return (window,) * num_layers
-    pattern = fields.get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        if len(pattern) != num_layers or not all(isinstance(one, bool) for one in pattern):
-            raise fields.wrong("attention.sliding_window_pattern", f"not {num_layers} times true or false")
-        return tuple(window if one else 0 for one in pattern)
+    if isinstance(fields.get("attention.sliding_window_pattern"), list):
+        return tuple(window if one else 0 for one in fields.flags("attention.sliding_window_pattern", num_layers))
     every = fields.whole("attention.sliding_window_pattern", 1, MAX_LAYERS, family.full_every)
     return tuple(window if (i + 1) % every else 0 for i in range(num_layers))

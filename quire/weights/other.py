@@ -9,13 +9,14 @@ some of these settings, and the answers would be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from quire.errors import UnsupportedModel
 from quire.weights.config import (
     DTYPES,
+    MAX_CONTEXT,
     MAX_HEAD_SIZE,
     MAX_HEADS,
     MAX_HIDDEN_SIZE,
@@ -30,7 +31,6 @@ from quire.weights.config import (
     spec_from_config,
 )
 from quire.weights.fields import Fields, show
-from quire.weights.rope import MAX_CONTEXT
 from quire.weights.spec import OTHER, Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
 DEFAULT_CONTEXT = 2048
@@ -62,26 +62,33 @@ _ENCODER_FIELDS = ("is_encoder_decoder", "encoder_layers", "num_encoder_layers",
 
 def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: str, quantization: str) -> ModelSpec:
     """Make a spec of any model. `quantization` is the type of most weights that are not packed."""
-    reason = find_unsupported(Fields(source, config))
-    if reason:
-        return other_spec(config, generation, source, quantization, reason)
-    return spec_from_config(config, generation, source, quantization)
+    whole = Fields(source, config)
+    reason = find_unsupported(whole)
+    if not reason:
+        return spec_from_config(config, generation, source, quantization)
+    if _refusal(refuse_other_layers, whole):
+        spec = _lenient_spec(whole, generation, quantization, reason)
+    else:  # quire would have the equations if the weights were not quantised
+        spec = spec_from_config(_unquantized(config), generation, source, _known_type(quantization))
+    shown = _quantization(whole) or quantization
+    return replace(spec, family=OTHER, quantization=shown, unsupported=reason)
 
 
 def find_unsupported(config: Fields) -> str:
     """Return why quire's own equations do not run a model, from its architecture and quantisation; empty: they may."""
-    is_known = False
+    problem = _refusal(refuse_other_layers, config)
+    if not problem:
+        return _refusal(refuse_quantized, config)
+    is_known = not _refusal(find_architecture, config)
+    layers = "" if is_known else find_other_layers(config.values)  # the error names those of a known class
+    how = _quantization(config)
+    return "; ".join(part for part in (problem, layers, f"its weights are quantised ({how})" if how else "") if part)
+
+
+def _refusal(check: Callable[[Fields], object], config: Fields) -> str:
+    """Return why a check refuses a config, empty if it does not."""
     try:
-        find_architecture(config)
-        is_known = True
-        refuse_other_layers(config)
-    except UnsupportedModel as error:
-        how = _quantization(config)
-        layers = "" if is_known else find_other_layers(config.values)  # the error names those of a known class
-        parts = (str(error), layers, f"its weights are quantised ({how})" if how else "")
-        return "; ".join(part for part in parts if part)
-    try:
-        refuse_quantized(config)
+        check(config)
     except UnsupportedModel as error:
         return str(error)
     return ""
@@ -105,27 +112,6 @@ def find_other_layers(config: Mapping[str, Any]) -> str:
     if isinstance(pattern, str) and "M" in pattern:
         return f"{_PATTERN} is {show(pattern)}: layers of type M (Mamba) {rule}"
     return "" if listed or not state else f"{state}: Mamba layers {rule}"
-
-
-def other_spec(
-    config: Mapping[str, Any], generation: Mapping[str, Any], source: str, quantization: str, reason: str
-) -> ModelSpec:
-    whole = Fields(source, config)
-    if _is_known(whole):
-        spec = spec_from_config(_unquantized(config), generation, source, _known_type(quantization))
-    else:
-        spec = _lenient_spec(whole, generation, quantization, reason)
-    shown = _quantization(whole) or quantization
-    return replace(spec, family=OTHER, quantization=shown, unsupported=reason)
-
-
-def _is_known(config: Fields) -> bool:
-    """Whether quire would have the equations if the weights were not quantised."""
-    try:
-        refuse_other_layers(config)
-    except UnsupportedModel:
-        return False
-    return True
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,9 +166,8 @@ def _whole_or_largest(fields: Fields, name: str, high: int) -> int:
     value = fields.get(name)
     if not isinstance(value, list):
         return fields.whole(name, 1, high)
-    if not 1 <= len(value) <= MAX_LAYERS:
-        raise fields.wrong(name, f"not a list of 1 to {MAX_LAYERS} numbers")
-    items = Fields(fields.source, {f"{name}[{i}]": item for i, item in enumerate(value)}, fields.prefix)
+    fields.require(1 <= len(value) <= MAX_LAYERS, name, f"not a list of 1 to {MAX_LAYERS} numbers")
+    items = fields.items(name, value)
     return max(1, *(items.find_whole(item, 0, high) or 0 for item in items.values))
 
 
@@ -256,8 +241,8 @@ def _describe(fields: Fields) -> str:
     for name in ("mode", "quant_method"):
         text = fields.find_text(name)
         if text is not None and text != "affine":
-            if len(text) > MAX_METHOD_LENGTH or not text.isprintable():
-                raise fields.wrong(name, f"not a name of at most {MAX_METHOD_LENGTH} characters")
+            is_name = len(text) <= MAX_METHOD_LENGTH and text.isprintable()
+            fields.require(is_name, name, f"not a name of at most {MAX_METHOD_LENGTH} characters")
             return text
     bits = fields.find_whole("bits", 1, MAX_BITS)
     group_size = fields.find_whole("group_size", 1, MAX_GROUP_SIZE)

@@ -1,8 +1,7 @@
 """A matrix of few bits per weight, in one layout for all file formats.
 
 Files pack weights in many ways. Readers convert them to a `PackedMatrix` when they load a matrix, without loss, so that
-backends have a few kinds of codes instead of one kernel per file format. numpy is imported where it is used: listing a
-model's tensors does not need it.
+backends have a few kinds of codes instead of one kernel per file format.
 """
 
 from __future__ import annotations
@@ -49,12 +48,6 @@ class PackedMatrix:
     group: tuple[int, int]
     zeros: NDArray[np.float32] | None = None  # as `scales`; None: 0, and 8 for INT4
     order: NDArray[np.int32] | None = None  # [I]: column j multiplies input order[j]; None: input j
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes, with scales and zeros of 16 bits."""
-        num_scales = self.scales.size * (1 if self.zeros is None else 2)
-        return self.codes.nbytes + 2 * num_scales + (0 if self.order is None else self.order.nbytes)
 
 
 # Decoding
@@ -121,6 +114,17 @@ def _pair_values(kind: CodeType) -> NDArray[np.float32]:
     table = np.array(E2M1 if kind is CodeType.FP4 else range(16), np.float32)
     codes = np.arange(256)
     return np.stack((table[codes & 15], table[codes >> 4]), axis=1)
+
+
+def floats(data: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+    """Return a copy of plain numbers of 8 to 32 bits as float32. `kind` is their type in safetensors."""
+    if kind == "F8_E8M0":  # a power of two
+        with np.errstate(over="ignore"):
+            return np.ldexp(np.float32(1), data.astype(np.int32) - 127).astype(np.float32)
+    if kind == "BF16":  # the upper half of a float32
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # NaN is allowed
+        return data.view("<f2" if kind == "F16" else "<f4").astype(np.float32)
 
 
 # Changing the order of rows and columns

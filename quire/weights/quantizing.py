@@ -11,57 +11,35 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import InvalidRequest, ModelFileError
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.config import DTYPES
-from quire.weights.folder import member
-from quire.weights.names import transformers_targets
-from quire.weights.packed import PackedMatrix
-from quire.weights.quants import round_asymmetric, round_fp8, round_symmetric, to_float32
+from quire.weights.fields import member
+from quire.weights.packed import CodeType, PackedMatrix, floats, fp8_values, pack_pairs
+from quire.weights.quantization import FORMATS, GROUP_SIZES, Format
+from quire.weights.quants import to_float32
 from quire.weights.safetensors import INDEX, SafetensorsCheckpoint
 from quire.weights.spec import DeltaNetSpec
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from quire.weights.tensors import transformers_targets
 
 # O outputs, I inputs, G groups in a row
 
 Progress = Callable[[int, int], None]  # bytes done, bytes of all
 
-GROUP_SIZES = (32, 64, 128)
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.md", "*.model", "LICENSE*")
-_BLOCK = 128  # rows and columns of a block of FP8
 # The last part of quire's names of the matrices that are quantised.
 _QUANTIZED = (
     "q_proj", "k_proj", "v_proj", "q_gate", "o_proj", "gate_proj", "up_proj", "down_proj",
     "in_proj_qkv", "in_proj_z", "in_proj", "out_proj",
 )  # fmt: skip
 _STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A kind of quantised weights."""
-
-    bits: int
-    is_float: bool = False
-    is_symmetric: bool = True
-    is_grouped: bool = True  # groups of a row; False: blocks or rows
-    group: tuple[int, int] = (1, 0)
-
-
-FORMATS = {
-    "fp8": Format(8, is_float=True, is_grouped=False, group=(_BLOCK, _BLOCK)),
-    "fp8-channel": Format(8, is_float=True, is_grouped=False),
-    "w4a16": Format(4),
-    "w4a16-asym": Format(4, is_symmetric=False),
-    "w8a16": Format(8),
-}
 
 
 class Report(NamedTuple):
@@ -248,13 +226,11 @@ class _Writer:
 
     def _encode(self, info: TensorInfo, weights: NDArray[np.float32]) -> Iterator[bytes]:
         """Yield the bytes of a quantised matrix in the order of `_parts`."""
-        import numpy as np
-
         if not np.isfinite(weights).all():
             raise ModelFileError(f"{self._checkpoint.path}: tensor {info.name} has weights that are not finite")
         form = self._format
         scale_type = "F32" if form.group[0] > 1 else info.type
-        matrix = self._round(weights, lambda scales: _decoded(_encoded(scales, scale_type), scale_type))
+        matrix = self._round(weights, lambda scales: floats(_encoded(scales, scale_type).view(np.uint8), scale_type))
         is_bytes = form.bits == 8 and not form.is_float
         yield (matrix.codes ^ np.uint8(128) if is_bytes else matrix.codes).tobytes()
         yield _encoded(matrix.scales, scale_type).tobytes()
@@ -360,8 +336,6 @@ def _write_header(stream: BinaryIO, outputs: list[_Output]) -> None:
 
 
 def _encoded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    import numpy as np
-
     if dtype == TensorType.F32:
         return values.astype("<f4")
     if dtype == TensorType.F16:
@@ -370,20 +344,86 @@ def _encoded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
 
 
-def _decoded(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    import numpy as np
-
-    if dtype == TensorType.BF16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
-
-
 def _pack_rows(codes: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return codes of 4 bits [O, G] as words [O / 8, G], the first row in the lowest bits."""
-    import numpy as np
-
     padded = np.zeros((-(-len(codes) // 8) * 8, codes.shape[1]), np.uint32)
     padded[: len(codes)] = codes
     shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
     words: NDArray[np.uint32] = (padded.reshape(-1, 8, codes.shape[1]) << shifts).sum(1, dtype=np.uint32)
     return words
+
+
+# Rounding takes the nearest code, without calibration data. A group of weights has one scale. It is stored in the type
+# of the file's other tensors, so codes are computed with the stored scale.
+FP8_MAX = 448.0
+# The largest weight of a group is this many scales. With 7.5 or 8 it is cut to 7, and the others are closer.
+_INT4_SPANS = (7.0, 7.5, 8.0)
+_INT8_SPANS = (127.0,)
+
+Store = Callable[["NDArray[np.float32]"], "NDArray[np.float32]"]  # rounds scales to the type that they are stored in
+
+
+def round_fp8(weights: NDArray[np.float32], group: tuple[int, int], store: Store) -> PackedMatrix:
+    """Round to e4m3, with a scale for each rectangle of `group` weights."""
+    rows, columns = weights.shape
+    height, width = min(group[0] or rows, rows), min(group[1] or columns, columns)
+    padded = np.zeros((-(-rows // height) * height, -(-columns // width) * width), np.float32)
+    padded[:rows, :columns] = weights
+    blocks = padded.reshape(padded.shape[0] // height, height, -1, width)
+    scales = store(_nonzero(np.abs(blocks).max((1, 3)) / np.float32(FP8_MAX)))
+    scaled: NDArray[np.float32] = np.divide(blocks, scales[:, None, :, None], dtype=np.float32)
+    codes = to_fp8(scaled).reshape(padded.shape)[:rows, :columns]
+    return PackedMatrix(CodeType.FP8, (rows, columns), np.ascontiguousarray(codes), scales, (height, width))
+
+
+def to_fp8(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the nearest codes; of two equally near ones, the even one. Values beyond the range become the largest."""
+    codes = np.searchsorted(_fp8_limits(), np.abs(values)).astype(np.uint8)
+    return codes | np.signbit(values).astype(np.uint8) << np.uint8(7)
+
+
+@cache
+def _fp8_limits() -> NDArray[np.float32]:
+    """Return the largest number that is rounded to each positive code but the last."""
+    values = fp8_values()[:127]
+    middles = (values[:-1] + values[1:]) / 2  # exact: neighbours differ by one of their 4 bits
+    is_odd = np.arange(126) % 2 == 1
+    return np.where(is_odd, np.nextafter(middles, np.float32(0)), middles)
+
+
+def round_symmetric(weights: NDArray[np.float32], bits: int, width: int, store: Store) -> PackedMatrix:
+    """Round groups of `width` weights of a row to signed integers; of several scales, take that of the least error."""
+    groups = weights.reshape(len(weights), -1, width)
+    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+    largest = np.abs(groups).max(2)
+    best = np.full(largest.shape, np.inf, np.float32)
+    scales, codes = np.ones_like(largest), np.zeros(groups.shape, np.int8)
+    for span in _INT4_SPANS if bits == 4 else _INT8_SPANS:
+        tried = store(_nonzero(largest / np.float32(span)))
+        rounded = np.clip(np.rint(groups / tried[..., None]), low, high)
+        error = np.square(rounded * tried[..., None] - groups).sum(2)
+        is_better = error < best
+        best = np.where(is_better, error, best)
+        scales = np.where(is_better, tried, scales)
+        codes = np.where(is_better[..., None], rounded.astype(np.int8), codes)
+    signed = codes.reshape(weights.shape)
+    if bits == 8:
+        return PackedMatrix(CodeType.INT8, weights.shape, signed.view(np.uint8), scales, (1, width))
+    packed = pack_pairs((signed + np.int8(8)).view(np.uint8))
+    return PackedMatrix(CodeType.INT4, weights.shape, packed, scales, (1, width))
+
+
+def round_asymmetric(weights: NDArray[np.float32], width: int, store: Store) -> PackedMatrix:
+    """Round groups of `width` weights of a row to 0 to 15, with a zero point for each group."""
+    groups = weights.reshape(len(weights), -1, width)
+    low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
+    scales = store(_nonzero((high - low) / np.float32(15)))
+    zeros = np.clip(np.rint(-low / scales), 0, 15).astype(np.float32)
+    codes = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, 15).astype(np.uint8)
+    packed = pack_pairs(codes.reshape(weights.shape))
+    return PackedMatrix(CodeType.INT4, weights.shape, packed, scales, (1, width), zeros)
+
+
+def _nonzero(scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return scales that can be divided by: groups of zeros have a scale of 1."""
+    return np.where(scales > 0, scales, np.float32(1)).astype(np.float32)

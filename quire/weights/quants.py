@@ -1,34 +1,25 @@
-"""Converts tensors of any stored type to float32, and rounds matrices to few bits.
-
-Rounding takes the nearest code, without calibration data. A group of weights has one scale. It is stored in the type of
-the file's other tensors, so codes are computed with the stored scale.
-"""
+"""Converts tensors of any stored type to float32, and blocks of GGUF to a `PackedMatrix`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import MissingExtra, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorType
-from quire.weights.packed import CodeType, PackedMatrix, fp8_values, pack_pairs
+from quire.weights.packed import CodeType, PackedMatrix, floats, pack_pairs
 
 CHUNK_ELEMENTS = 1 << 20  # decoded at once: the decoders make several copies of their input
 
 
 def to_float32(raw: RawTensor) -> NDArray[np.float32]:
     """Return a copy with the shape `info.shape`."""
-    kind, data = raw.info.type, np.ascontiguousarray(raw.data)
-    if kind is TensorType.F32:
-        return data.view("<f4").astype(np.float32).reshape(raw.info.shape)
-    if kind is TensorType.F16:
-        with np.errstate(invalid="ignore"):  # NaN is allowed
-            return data.view("<f2").astype(np.float32).reshape(raw.info.shape)
-    if kind is TensorType.BF16:  # the upper half of a float32
-        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(raw.info.shape)
+    data = np.ascontiguousarray(raw.data)
+    if raw.info.type in (TensorType.F32, TensorType.F16, TensorType.BF16):
+        return floats(data, raw.info.type).reshape(raw.info.shape)
     return _dequantize(raw, data)
 
 
@@ -98,77 +89,138 @@ def iq4_xs_scales(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     return scales * factors
 
 
-# O outputs, I inputs, G groups in a row, W weights in a group
+# Blocks as a packed matrix, for the types that have equal groups of codes of 4 to 8 bits. Codes of 5 and 6 bits take 8.
+# The value of a weight is that of llama.cpp, up to the rounding of float32. A type with a minimum m per group,
+# w = d * code + m, has a zero of -m / d.
 
-FP8_MAX = 448.0
-# The largest weight of a group is this many scales. With 7.5 or 8 it is cut to 7, and the others are closer.
-_INT4_SPANS = (7.0, 7.5, 8.0)
-_INT8_SPANS = (127.0,)
-
-Store = Callable[["NDArray[np.float32]"], "NDArray[np.float32]"]  # rounds scales to the type that they are stored in
+# B blocks of a tensor, S groups in a block
 
 
-def round_fp8(weights: NDArray[np.float32], group: tuple[int, int], store: Store) -> PackedMatrix:
-    """Round to e4m3, with a scale for each rectangle of `group` weights."""
-    rows, columns = weights.shape
-    height, width = min(group[0] or rows, rows), min(group[1] or columns, columns)
-    padded = np.zeros((-(-rows // height) * height, -(-columns // width) * width), np.float32)
-    padded[:rows, :columns] = weights
-    blocks = padded.reshape(padded.shape[0] // height, height, -1, width)
-    scales = store(_nonzero(np.abs(blocks).max((1, 3)) / np.float32(FP8_MAX)))
-    scaled: NDArray[np.float32] = np.divide(blocks, scales[:, None, :, None], dtype=np.float32)
-    codes = to_fp8(scaled).reshape(padded.shape)[:rows, :columns]
-    return PackedMatrix(CodeType.FP8, (rows, columns), np.ascontiguousarray(codes), scales, (height, width))
+class _Decoded(NamedTuple):
+    codes: NDArray[np.uint8]  # [B, weights of a block], one code per byte
+    scales: NDArray[np.float32]  # [B, S]
+    minima: NDArray[np.float32] | None = None  # [B, S], added after scaling
 
 
-def to_fp8(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return the nearest codes; of two equally near ones, the even one. Values beyond the range become the largest."""
-    codes = np.searchsorted(_fp8_limits(), np.abs(values)).astype(np.uint8)
-    return codes | np.signbit(values).astype(np.uint8) << np.uint8(7)
+def pack_blocks(raw: RawTensor) -> PackedMatrix | None:
+    """Return a matrix of GGUF blocks; None: its type has no such form."""
+    layout = _LAYOUTS.get(raw.info.type)
+    if layout is None or len(raw.info.shape) != 2:
+        return None
+    rows, columns = raw.info.shape
+    blocks = np.ascontiguousarray(raw.data).reshape(-1, layout.block_bytes)
+    with np.errstate(all="ignore"):  # a scale in the file may be infinite or NaN
+        codes, scales, minima = layout.decode(blocks)
+        zeros = None
+        if minima is not None:
+            codes, scales, zeros = _with_zeros(codes, scales, minima)
+    codes = codes.reshape(rows, columns)
+    return PackedMatrix(
+        layout.type,
+        (rows, columns),
+        pack_pairs(codes) if layout.type.bits == 4 else codes,
+        scales.reshape(rows, -1),
+        (1, layout.group),
+        None if zeros is None else zeros.reshape(rows, -1),
+    )
 
 
-@cache
-def _fp8_limits() -> NDArray[np.float32]:
-    """Return the largest number that is rounded to each positive code but the last."""
-    values = fp8_values()[:127]
-    middles = (values[:-1] + values[1:]) / 2  # exact: neighbours differ by one of their 4 bits
-    is_odd = np.arange(126) % 2 == 1
-    return np.where(is_odd, np.nextafter(middles, np.float32(0)), middles)
+def _with_zeros(
+    codes: NDArray[np.uint8], scales: NDArray[np.float32], minima: NDArray[np.float32]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+    """Return codes, scales and zeros. A group with scale 0 has equal weights: (0 - -1) * minimum."""
+    is_flat = scales == 0
+    zeros = np.where(is_flat, np.float32(-1), -minima / scales)
+    groups = codes.reshape(*scales.shape, -1)
+    return np.where(is_flat[..., None], np.uint8(0), groups), np.where(is_flat, minima, scales), zeros
 
 
-def round_symmetric(weights: NDArray[np.float32], bits: int, width: int, store: Store) -> PackedMatrix:
-    """Round groups of `width` weights of a row to signed integers; of several scales, take that of the least error."""
-    groups = weights.reshape(len(weights), -1, width)
-    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
-    largest = np.abs(groups).max(2)
-    best = np.full(largest.shape, np.inf, np.float32)
-    scales, codes = np.ones_like(largest), np.zeros(groups.shape, np.int8)
-    for span in _INT4_SPANS if bits == 4 else _INT8_SPANS:
-        tried = store(_nonzero(largest / np.float32(span)))
-        rounded = np.clip(np.rint(groups / tried[..., None]), low, high)
-        error = np.square(rounded * tried[..., None] - groups).sum(2)
-        is_better = error < best
-        best = np.where(is_better, error, best)
-        scales = np.where(is_better, tried, scales)
-        codes = np.where(is_better[..., None], rounded.astype(np.int8), codes)
-    signed = codes.reshape(weights.shape)
-    if bits == 8:
-        return PackedMatrix(CodeType.INT8, weights.shape, signed.view(np.uint8), scales, (1, width))
-    packed = pack_pairs((signed + np.int8(8)).view(np.uint8))
-    return PackedMatrix(CodeType.INT4, weights.shape, packed, scales, (1, width))
+def _half(blocks: NDArray[np.uint8], first: int) -> NDArray[np.float32]:
+    """Return the float16 at a byte of each block, [B, 1]."""
+    return np.ascontiguousarray(blocks[:, first : first + 2]).view("<f2").astype(np.float32)
 
 
-def round_asymmetric(weights: NDArray[np.float32], width: int, store: Store) -> PackedMatrix:
-    """Round groups of `width` weights of a row to 0 to 15, with a zero point for each group."""
-    groups = weights.reshape(len(weights), -1, width)
-    low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
-    scales = store(_nonzero((high - low) / np.float32(15)))
-    zeros = np.clip(np.rint(-low / scales), 0, 15).astype(np.float32)
-    codes = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, 15).astype(np.uint8)
-    packed = pack_pairs(codes.reshape(weights.shape))
-    return PackedMatrix(CodeType.INT4, weights.shape, packed, scales, (1, width), zeros)
+def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return codes of 4 bits. The low half of byte i is weight i; the high halves follow after all low ones."""
+    return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
-def _nonzero(scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return scales that can be divided by: groups of zeros have a scale of 1."""
-    return np.where(scales > 0, scales, np.float32(1)).astype(np.float32)
+def _q8_0(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(blocks[:, 2:], _half(blocks, 0))
+
+
+def _q4_0(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(_halves(blocks[:, 2:]), _half(blocks, 0))
+
+
+def _q4_1(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(_halves(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+
+
+def _fifth_bits(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the fifth bits of 32 codes as 16 or 0: bit i of four bytes belongs to code i."""
+    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q5_0(blocks: NDArray[np.uint8]) -> _Decoded:
+    codes = _halves(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return _Decoded((codes.view(np.int8) - np.int8(16)).view(np.uint8), _half(blocks, 0))
+
+
+def _q5_1(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(_halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q4_k(blocks: NDArray[np.uint8]) -> _Decoded:
+    codes = _halves(blocks[:, 16:].reshape(-1, 4, 32))  # 64 weights in 32 bytes
+    return _Decoded(codes.reshape(len(blocks), -1), *_k_scales(blocks))
+
+
+def _q5_k(blocks: NDArray[np.uint8]) -> _Decoded:
+    """As Q4_K, with 32 bytes before the codes: bit i of byte j is the fifth bit of weight j of group i."""
+    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [B, 8, 32]
+    codes = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | high << np.uint8(4)
+    return _Decoded(codes.reshape(len(blocks), -1), *_k_scales(blocks))
+
+
+def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return scales and minima of eight groups of 32, with factors of 6 bits for both in bytes 4 to 15."""
+    packed = blocks[:, 4:16]
+    first, second, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    factors = np.concatenate((first & 63, high & 15 | first >> 6 << 4), axis=1)
+    offsets = np.concatenate((second & 63, high >> 4 | second >> 6 << 4), axis=1)
+    return _half(blocks, 0) * factors, -(_half(blocks, 2) * offsets)
+
+
+def _q6_k(blocks: NDArray[np.uint8]) -> _Decoded:
+    """Sixteen groups of 16: 128 bytes of low 4 bits, 64 of high 2 bits, 16 signed factors, a scale."""
+    low = blocks[:, :128].reshape(-1, 2, 2, 32)  # for each 128 weights: bytes of the weights 0 to 63
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = np.concatenate((low & 15, low >> 4), axis=2) | high << 4  # [B, 2, 4, 32]
+    signed = codes.view(np.int8) - np.int8(32)
+    factors = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return _Decoded(signed.view(np.uint8).reshape(len(blocks), -1), _half(blocks, 208) * factors)
+
+
+def _mxfp4(blocks: NDArray[np.uint8]) -> _Decoded:
+    return _Decoded(_halves(blocks[:, 1:]), np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127))
+
+
+class _Layout(NamedTuple):
+    type: CodeType
+    block_bytes: int
+    group: int
+    decode: Callable[[NDArray[np.uint8]], _Decoded]
+
+
+_LAYOUTS = {
+    TensorType.Q8_0: _Layout(CodeType.INT8, 34, 32, _q8_0),
+    TensorType.Q4_0: _Layout(CodeType.INT4, 18, 32, _q4_0),
+    TensorType.Q4_1: _Layout(CodeType.INT4, 20, 32, _q4_1),
+    TensorType.Q5_0: _Layout(CodeType.INT8, 22, 32, _q5_0),
+    TensorType.Q5_1: _Layout(CodeType.INT8, 24, 32, _q5_1),
+    TensorType.Q4_K: _Layout(CodeType.INT4, 144, 32, _q4_k),
+    TensorType.Q5_K: _Layout(CodeType.INT8, 176, 32, _q5_k),
+    TensorType.Q6_K: _Layout(CodeType.INT8, 210, 16, _q6_k),
+    TensorType.MXFP4: _Layout(CodeType.FP4, 17, 32, _mxfp4),
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,23 +18,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights import gpt_oss
-from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
+from quire.weights.checkpoint import FileMap, RawTensor, TensorInfo, TensorType, TokenizerFiles, map_file
 from quire.weights.families import Family
-from quire.weights.fields import read_json, show
-from quire.weights.folder import ModelFolder, member
-from quire.weights.gguf import FileMap, map_file
+from quire.weights.fields import member, read_json, show
+from quire.weights.folder import ModelFolder
 from quire.weights.gguf_spec import most_common_type
-from quire.weights.names import find_skipped, in_halves, is_left_over, rows_in_halves, transformers_targets
-from quire.weights.packed_tensors import (
+from quire.weights.quantization import (
     PART_BYTES,
+    FileTensor,
     PackedTensor,
-    Part,
     find_packed,
     is_kv_scale,
     is_part,
     is_unused,
 )
-from quire.weights.tensors import Place, expected_tensors, place_tensors
+from quire.weights.tensors import (
+    Heads,
+    Place,
+    expected_tensors,
+    find_skipped,
+    is_left_over,
+    place_tensors,
+    rotated_heads,
+    transformers_targets,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,7 +61,6 @@ INDEX = "model.safetensors.index.json"
 COMPARED = 1 << 20  # bytes at a time
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _KNOWN_TYPES = ("F32", "F16", "BF16")
-_ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2, TensorType.MXFP4: 1}  # bytes: a part of MXFP4
 
 
 class _Shard(NamedTuple):
@@ -63,20 +70,6 @@ class _Shard(NamedTuple):
     header: Mapping[str, Any]
 
 
-class _FileTensor(NamedTuple):
-    info: TensorInfo  # its name is the one in the file
-    shard: _Shard
-    offset: int  # from the start of the file
-
-
-class _FilePart(NamedTuple):
-    """A tensor that belongs to a quantised matrix."""
-
-    part: Part
-    shard: _Shard
-    offset: int  # from the start of the file
-
-
 class SafetensorsCheckpoint:
     """A `Checkpoint` in safetensors."""
 
@@ -84,9 +77,9 @@ class SafetensorsCheckpoint:
         self.path = folder
         self._folder = ModelFolder(folder)
         self._shards: list[_Shard] = []
-        self._file_tensors: dict[str, _FileTensor] = {}
+        self._file_tensors: dict[str, FileTensor] = {}
         self._experts: dict[str, gpt_oss.ExpertPart] = {}
-        self._parts: dict[str, _FilePart] = {}
+        self._parts: dict[str, FileTensor] = {}
         self._packed: dict[str, PackedTensor] = {}
         self._skipped: set[str] = set()  # parts of the model
         try:
@@ -95,7 +88,7 @@ class SafetensorsCheckpoint:
             else:
                 for shard, name in self._listed():
                     self._add(shard, name)
-            found = {name: one.info for name, one in self._file_tensors.items()}
+            found = {name: _info(one) for name, one in self._file_tensors.items()}
             found |= self._find_packed()
             self.spec = replace(self._folder.spec(most_common_type(found)), skipped=tuple(sorted(self._skipped)))
             self._places = self._find_places(found)
@@ -116,28 +109,29 @@ class SafetensorsCheckpoint:
         return tuple(shard.path for shard in self._shards)
 
     def read(self, name: str) -> RawTensor:
-        if (part := self._experts.get(name)) is not None:
-            from quire.weights.packing import read_part
+        from quire.weights import reading
 
-            return read_part(part, self._file_tensors[part.file_name].info, self._read_bytes)
+        if (part := self._experts.get(name)) is not None:
+            return reading.read_expert(part, self._file_tensors)
+        matrix = self.read_packed(name)
         place = self._places[name]
-        info = place.info
-        if (tensor := self._packed.get(place.file_name)) is not None:
-            return _plain(info, self._read_matrix(place, tensor))
-        flat = place.choose(self._read_bytes(place.file_name, place.offset, place.num_file_bytes))
-        data = flat if len(info.shape) < 2 else flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type])
-        raw = RawTensor(info, data)
-        family = self._folder.family
-        return in_halves(raw, self.spec, str(self.path)) if family and family.is_interleaved else raw
+        if matrix is not None:
+            return reading.as_floats(place.info, matrix)
+        tensor = self._file_tensors[place.file_name]
+        return reading.read_plain(tensor.buffer, tensor.offset, place, self._heads(place))
 
     def read_packed(self, name: str) -> PackedMatrix | None:
-        from quire.weights.packing import pack_blocks
+        from quire.weights import quants, reading
 
         if name in self._experts:
-            return pack_blocks(self.read(name))
+            return quants.pack_blocks(self.read(name))
         place = self._places[name]
         tensor = self._packed.get(place.file_name)
-        return None if tensor is None else self._read_matrix(place, tensor)
+        return None if tensor is None else reading.read_packed(tensor, place, self._heads(place), str(self.path))
+
+    def _heads(self, place: Place) -> Heads | None:
+        family = self._folder.family
+        return rotated_heads(place.info, self.spec, str(self.path)) if family and family.is_interleaved else None
 
     @property
     def family(self) -> Family:
@@ -154,51 +148,16 @@ class SafetensorsCheckpoint:
         """Return all tensors under their names in the files, by file, also those that quire does not use."""
         found: dict[str, list[TensorInfo]] = {}
         for shard in self._shards:
-            tensors = [_read_entry(shard, name) for name in shard.header]
-            found[shard.path.name] = [one.info for one in sorted(tensors, key=lambda one: one.offset)]
+            tensors = sorted((_read_entry(shard, name) for name in shard.header), key=lambda one: one.offset)
+            found[shard.path.name] = [_info(one) for one in tensors]
         return found
 
     def read_file_tensor(self, file_name: str) -> NDArray[np.uint8]:
         """Return the bytes of a tensor under its name in the files."""
+        from quire.weights import reading
+
         shard = next(one for one in self._shards if file_name in one.header)
-        tensor = _read_entry(shard, file_name)
-        return self._map(shard, tensor.offset, tensor.info.num_bytes)
-
-    def _read_matrix(self, place: Place, tensor: PackedTensor) -> PackedMatrix:
-        from quire.weights.packed import take_rows
-        from quire.weights.packing import read_matrix
-
-        num_rows = tensor.info.shape[-2]
-        matrix = read_matrix(tensor, place.first_row // num_rows, self._read_part, str(self.path))
-        rows = place.rows(num_rows)
-        family = self._folder.family
-        if family and family.is_interleaved:
-            moved = rows_in_halves(place.info, self.spec, str(self.path))
-            rows = rows if moved is None else rows[moved]
-        is_whole = len(rows) == num_rows and bool((rows[1:] > rows[:-1]).all())
-        return matrix if is_whole else take_rows(matrix, rows)
-
-    def _read_bytes(self, file_name: str, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        tensor = self._file_tensors[file_name]
-        return self._map(tensor.shard, tensor.offset + offset, num_bytes)
-
-    def _read_part(self, part: Part, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        found = self._parts[part.name]
-        return self._map(found.shard, found.offset + offset, num_bytes)
-
-    def _copy_part(self, part: Part, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Like `_read_part`, without the map: see FileMap."""
-        import numpy as np
-
-        found = self._parts[part.name]
-        return np.frombuffer(found.shard.buffer.copy(found.offset + offset, num_bytes), np.uint8)
-
-    def _map(self, shard: _Shard, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        import numpy as np
-
-        if shard.buffer.closed:
-            raise ModelFileError(f"{self.path}: is closed")
-        return np.frombuffer(shard.buffer, np.uint8, num_bytes, offset)
+        return reading.tensor_bytes(_read_entry(shard, file_name))
 
     def tokenizer_files(self) -> TokenizerFiles:
         return self._folder.tokenizer_files()
@@ -297,8 +256,7 @@ class SafetensorsCheckpoint:
         entry = shard.header[name]
         if not is_part(name, entry.get("dtype") if isinstance(entry, dict) else None):
             return False
-        dtype, shape, begin, num_bytes = _check_entry(shard, name, PART_BYTES)
-        self._parts[name] = _FilePart(Part(name, dtype, shape, num_bytes), shard, shard.start + begin)
+        self._parts[name] = _check_entry(shard, name, PART_BYTES)
         return True
 
     def _find_packed(self) -> dict[str, TensorInfo]:
@@ -306,8 +264,7 @@ class SafetensorsCheckpoint:
         quantization = self._folder.quantization
         if quantization is None:
             return {}
-        parts = {name: one.part for name, one in self._parts.items()}
-        self._packed = find_packed(parts, quantization, self._copy_part, str(self.path))
+        self._packed = find_packed(self._parts, quantization, str(self.path))
         for name in self._packed:
             if name in self._file_tensors:
                 raise ModelFileError(f"{self.path}: {show(name)} is stored twice, plain and quantised")
@@ -328,7 +285,7 @@ class SafetensorsCheckpoint:
     def _read_piece(self, place: Place, at: int = 0) -> bytes:
         """Read a part of a tensor without the map, because the server does this too: see FileMap."""
         tensor = self._file_tensors[place.file_name]
-        return tensor.shard.buffer.copy(tensor.offset + place.offset + at, min(COMPARED, place.info.num_bytes - at))
+        return tensor.buffer.copy(tensor.offset + place.offset + at, min(COMPARED, place.info.num_bytes - at))
 
     def _find_places(self, found: Mapping[str, TensorInfo]) -> dict[str, Place]:
         family = self._folder.family
@@ -400,20 +357,24 @@ def _is_described(entry: Any) -> bool:
     return isinstance(shape, list) and shape != [] and all(shape) and entry.get("dtype") in _KNOWN_TYPES
 
 
-def _read_entry(shard: _Shard, name: str) -> _FileTensor:
+def _read_entry(shard: _Shard, name: str) -> FileTensor:
     """Return one row of the table. The package has validated it; the offsets are checked once more."""
     entry = shard.header[name]
     if isinstance(entry, dict) and entry.get("dtype") == "U8" and gpt_oss.is_packed_part(name):
-        _, shape, begin, num_bytes = _check_entry(shard, name, {"U8": 1})
-        return _FileTensor(TensorInfo(name, TensorType.MXFP4, shape, num_bytes), shard, shard.start + begin)
-    dtype, shape, begin, num_bytes = _check_entry(shard, name, {one: PART_BYTES[one] for one in _KNOWN_TYPES})
-    if not shape:
+        return _check_entry(shard, name, {"U8": 1})
+    tensor = _check_entry(shard, name, {one: PART_BYTES[one] for one in _KNOWN_TYPES})
+    if not tensor.shape:
         raise ModelFileError(f"{shard.path}: tensor {show(name)} has shape (): not whole numbers above 0")
-    return _FileTensor(TensorInfo(name, TensorType(dtype), shape, num_bytes), shard, shard.start + begin)
+    return tensor
 
 
-def _check_entry(shard: _Shard, name: str, item_bytes: Mapping[str, int]) -> tuple[str, tuple[int, ...], int, int]:
-    """Return type, shape, first byte and number of bytes of a tensor, whose type must be in `item_bytes`."""
+def _info(tensor: FileTensor) -> TensorInfo:
+    kind = TensorType.MXFP4 if tensor.dtype == "U8" else TensorType(tensor.dtype)  # bytes: a part of MXFP4
+    return TensorInfo(tensor.name, kind, tensor.shape, tensor.num_bytes)
+
+
+def _check_entry(shard: _Shard, name: str, item_bytes: Mapping[str, int]) -> FileTensor:
+    """Return a tensor, whose type must be in `item_bytes`."""
     field = f"{shard.path}: tensor {show(name)}"
     entry = shard.header[name]
     try:
@@ -425,21 +386,7 @@ def _check_entry(shard: _Shard, name: str, item_bytes: Mapping[str, int]) -> tup
         raise UnsupportedModel(f"{field} has type {show(dtype)}, which is not supported; these are: {can}")
     if not all(isinstance(one, int) for one in (*shape, begin, end)) or min(shape, default=1) < 1:
         raise ModelFileError(f"{field} has shape {show(shape)} at {show((begin, end))}: not whole numbers above 0")
-    num_bytes = item_bytes[dtype]
-    for dim in shape:
-        num_bytes *= dim
+    num_bytes = item_bytes[dtype] * math.prod(shape)
     if not 0 <= begin <= end <= len(shard.buffer) - shard.start or end - begin != num_bytes:
         raise ModelFileError(f"{field} has {num_bytes} bytes at {begin} to {end}: not in the file")
-    return dtype, shape, begin, num_bytes
-
-
-def _plain(info: TensorInfo, matrix: PackedMatrix) -> RawTensor:
-    """Return a packed matrix as float32."""
-    import numpy as np
-
-    from quire.weights.packed import dequantize
-
-    floats = dequantize(matrix).reshape(info.shape)
-    data = floats.view(np.uint8)
-    data.flags.writeable = False
-    return RawTensor(info._replace(type=TensorType.F32, num_bytes=floats.nbytes), data)
+    return FileTensor(name, dtype, shape, num_bytes, shard.buffer, shard.start + begin)

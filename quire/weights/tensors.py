@@ -9,17 +9,15 @@ gates are the exception: their rows alternate by head, so `Place.stripe` says wh
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import Checkpoint, TensorInfo
+from quire.weights.checkpoint import Checkpoint, TensorInfo, TensorType
+from quire.weights.families import BY_NAME, Family
 from quire.weights.fields import show
 from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, ModelSpec, QKNorm
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 MAX_LISTED = 5
 
@@ -48,31 +46,13 @@ class Place(NamedTuple):
     info: TensorInfo
     file_name: str  # of the file's tensor that holds it
     offset: int  # bytes, from the start of that tensor
-    stripe: Stripe | None = None  # None: the tensor is a range of bytes
+    stripe: Stripe = Stripe(0, 1, 1)  # of one part: the tensor is a range of bytes
     first_row: int = 0  # of that tensor; of a stack [N, rows, columns], counted through all N
 
     @property
     def num_file_bytes(self) -> int:
         """Bytes from `offset` on that hold the tensor."""
-        return self.info.num_bytes * (1 if self.stripe is None else self.stripe.num_parts)
-
-    def choose(self, held: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the tensor's own bytes. Rows are quantised separately, so taking some of them is exact."""
-        if self.stripe is None:
-            return held
-        chosen = held.reshape(self.stripe.num_heads, self.stripe.num_parts, -1)[:, self.stripe.place].reshape(-1)
-        chosen.flags.writeable = False
-        return chosen
-
-    def rows(self, num_file_rows: int) -> NDArray[np.int64]:
-        """Return the tensor's rows in a matrix of the file that has `num_file_rows` rows."""
-        import numpy as np
-
-        if self.stripe is None:
-            first = self.first_row % num_file_rows
-            return np.arange(first, first + self.info.shape[0])
-        rows = np.arange(num_file_rows).reshape(self.stripe.num_heads, self.stripe.num_parts, -1)
-        return rows[:, self.stripe.place].reshape(-1)
+        return self.info.num_bytes * self.stripe.num_parts
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -103,15 +83,10 @@ def layer_tensors(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
 
 
 def _norms(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    tensors: dict[str, Shape] = {}
-    if layer.has_pre_norms:
-        tensors |= {"input_norm.weight": (hidden_size,), "mlp_norm.weight": (hidden_size,)}
-    if layer.has_post_norms:
-        tensors |= {"post_attention_norm.weight": (hidden_size,), "post_mlp_norm.weight": (hidden_size,)}
-    if layer.parallel_experts is not None:
-        names = ("experts_norm", "post_dense_norm", "post_experts_norm")
-        tensors |= {f"{name}.weight": (hidden_size,) for name in names}
-    return tensors
+    before = ("input_norm", "mlp_norm") if layer.has_pre_norms else ()
+    after = ("post_attention_norm", "post_mlp_norm") if layer.has_post_norms else ()
+    parallel = ("experts_norm", "post_dense_norm", "post_experts_norm") if layer.parallel_experts is not None else ()
+    return {f"{name}.weight": (hidden_size,) for name in (*before, *after, *parallel)}
 
 
 def _mixer(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
@@ -166,10 +141,8 @@ def _delta_net(net: DeltaNetSpec, hidden_size: int) -> dict[str, Shape]:
 
 def _mlp(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
     mlp, experts = layer.mlp, layer.experts
-    tensors: dict[str, Shape] = {}
-    if not isinstance(mlp, ExpertsSpec):
-        tensors |= _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
-    return tensors if experts is None else tensors | _experts(experts, hidden_size)
+    dense = {} if isinstance(mlp, ExpertsSpec) else _gated("", mlp.size, hidden_size, has_bias=mlp.has_bias)
+    return dense if experts is None else dense | _experts(experts, hidden_size)
 
 
 def _experts(experts: ExpertsSpec, hidden_size: int) -> dict[str, Shape]:
@@ -348,3 +321,219 @@ def _listed(what: str, names: Iterable[str]) -> str:
         return ""
     more = f" and {len(every) - MAX_LISTED} more" if len(every) > MAX_LISTED else ""
     return f"{what}: {', '.join(every[:MAX_LISTED])}{more}"
+
+
+# Names in files: Hugging Face's and GGUF's, and the tensors that they hold. There are two tables, one per format.
+# A family's row (`families.py`) adds what differs. In the names of a layer's tensors, # stands for the number of an
+# expert; a stack holds one tensor of every expert.
+
+# Of the whole model: Hugging Face, GGUF, quire.
+_WHOLE = (
+    ("model.embed_tokens", "token_embd", "embedding"),
+    ("lm_head", "output", "head"),
+    ("model.embed_tokens_per_layer", "per_layer_token_embd", "ple_embedding"),  # Gemma 4, as the next two
+    ("model.per_layer_model_projection", "per_layer_model_proj", "ple_model_proj"),
+    ("model.per_layer_projection_norm", "per_layer_proj_norm", "ple_model_norm"),
+)
+# Of each layer, after model.layers.N. and blk.N.
+_LAYER = (
+    ("input_layernorm", "attn_norm", "input_norm"),
+    ("self_attn.q_proj", "attn_q", "q_proj"),
+    ("self_attn.k_proj", "attn_k", "k_proj"),
+    ("self_attn.v_proj", "attn_v", "v_proj"),
+    ("self_attn.o_proj", "attn_output", "o_proj"),
+    ("self_attn.q_norm", "attn_q_norm", "q_norm"),
+    ("self_attn.k_norm", "attn_k_norm", "k_norm"),
+    ("post_attention_layernorm", "ffn_norm", "mlp_norm"),
+    ("mlp.gate_proj", "ffn_gate", "gate_proj"),
+    ("mlp.up_proj", "ffn_up", "up_proj"),
+    ("mlp.down_proj", "ffn_down", "down_proj"),
+    ("mlp.gate", "ffn_gate_inp", "router"),
+)
+# Tensors of a layer whose names have no ending in Hugging Face's files, or another one in GGUF files.
+_BARE = {
+    "self_attn.sinks": "sinks",
+    "layer_scalar": "output_scale",
+    "router.scale": "router_norm",
+    "router.per_expert_scale": "expert_scales",
+}
+_GGUF_BARE = {"ffn_gate_inp.scale": "router_norm", "ffn_down_exps.scale": "expert_scales"}
+_EXPERTS = {f"mlp.experts.#.{name}": (f"experts.#.{name}",) for name in ("gate_proj", "up_proj", "down_proj")}
+_STACKS = {  # transformers 5 holds experts so, and some checkpoints are saved so; the names have no ending
+    "mlp.experts.gate_up_proj": ("experts.#.gate_proj", "experts.#.up_proj"),
+    "mlp.experts.down_proj": ("experts.#.down_proj",),
+    "experts.gate_up_proj": ("experts.#.gate_proj", "experts.#.up_proj"),
+    "experts.down_proj": ("experts.#.down_proj",),
+    "feed_forward.experts.gate_up_proj": ("experts.#.gate_proj", "experts.#.up_proj"),
+    "feed_forward.experts.down_proj": ("experts.#.down_proj",),
+}
+_WEIGHT_STACKS = {name: tuple(f"{own}.weight" for own in owns) for name, owns in _STACKS.items()}
+_GGUF_STACKS = {
+    "ffn_gate_exps": ("experts.#.gate_proj",),
+    "ffn_up_exps": ("experts.#.up_proj",),
+    "ffn_down_exps": ("experts.#.down_proj",),
+    "ffn_gate_up_exps": ("experts.#.gate_proj", "experts.#.up_proj"),
+}
+
+# Tensors that are ignored: tables of angles, which are computed from the config.
+_LEFT_OVER_NAMES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_LEFT_OVER_ENDINGS = (".rotary_emb.inv_freq",)
+# Tensors of multimodal models that are not part of the language model.
+_VISION_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.audio_tower.",
+    "model.embed_vision.",
+    "model.embed_audio.",
+    "model.multi_modal_projector.",
+)
+# Prefixes of the language model in multimodal models, in transformers 4 and 5.
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+_NUMBER = r"(0|[1-9][0-9]{0,5})"
+_HF_LAYER = re.compile(rf"model\.layers\.{_NUMBER}\.(.+)", re.ASCII)
+_GGUF_LAYER = re.compile(rf"blk\.{_NUMBER}\.(.+)", re.ASCII)
+_EXPERT = re.compile(rf"(.*\.experts)\.{_NUMBER}\.(.+)", re.ASCII)
+
+
+def transformers_targets(names: Iterable[str], family: Family, architecture: str) -> dict[str, Target]:
+    """Return what each tensor of a safetensors checkpoint holds. Unknown names are left out."""
+    layer = {name: (own,) for name, _, own in _LAYER} | _EXPERTS | dict(family.names)
+    whole = {name: own for name, _, own in _WHOLE} | {family.norm_names[0]: "norm"}
+    found = {}
+    for name in names:
+        plain = _without_prefix(name) if architecture in family.nested or family.skipped else name
+        if (target := _target(plain, whole, layer, _WEIGHT_STACKS, _BARE, _HF_LAYER)) is not None:
+            found[name] = target
+    return found
+
+
+def gguf_targets(names: Iterable[str], family: Family) -> dict[str, Target]:
+    """Return what each tensor of a GGUF file holds. Unknown names are left out."""
+    layer = {name: (own,) for _, name, own in _LAYER} | dict(family.gguf_names)
+    whole = {name: own for _, name, own in _WHOLE} | {family.norm_names[1]: "norm"}
+    stacks = {
+        f"{name}.{ending}": tuple(f"{own}.{ending}" for own in owns)
+        for name, owns in _GGUF_STACKS.items()
+        for ending in ("weight", "bias")
+    }
+    found = {name: _target(name, whole, layer, stacks, _GGUF_BARE, _GGUF_LAYER) for name in names}
+    return {name: target for name, target in found.items() if target is not None}
+
+
+def gguf_layer(name: str) -> int:
+    """Return the number of the layer that a tensor belongs to; 0 for those of the whole model."""
+    found = _GGUF_LAYER.fullmatch(name)
+    return int(found[1]) if found else 0
+
+
+def _without_prefix(name: str) -> str:
+    for prefix, canonical in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return canonical + name.removeprefix(prefix)
+    return name
+
+
+def _target(
+    name: str,
+    whole: Mapping[str, str],
+    layer: Mapping[str, tuple[str, ...]],
+    stacks: Mapping[str, tuple[str, ...]],
+    bare: Mapping[str, str],
+    in_layer: re.Pattern[str],
+) -> Target | None:
+    stem, _, ending = name.rpartition(".")
+    if ending in ("weight", "bias") and stem in whole:
+        return Target((f"{whole[stem]}.{ending}",))
+    found = in_layer.fullmatch(name)
+    if not found:
+        return None
+    prefix, rest = f"layers.{found[1]}.", found[2]
+    if rest in stacks:
+        return Target(tuple(f"{prefix}{own.replace('#', '{}')}" for own in stacks[rest]), is_stack=True)
+    if rest in bare:
+        return Target((f"{prefix}{bare[rest]}.weight",))
+    if rest in layer:  # the name of a parameter that has no ending
+        return Target((f"{prefix}{layer[rest][0]}",))
+    stem, _, ending = rest.rpartition(".")
+    if ending not in ("weight", "bias"):
+        return None
+    expert = ""
+    if numbered := _EXPERT.fullmatch(stem):
+        expert, stem = numbered[2], f"{numbered[1]}.#.{numbered[3]}"
+    if stem not in layer:
+        return None
+    names = tuple(f"{prefix}{own.replace('#', expert)}.{ending}" for own in layer[stem])
+    return Target(names, is_striped="q_gate" in layer[stem])
+
+
+def is_left_over(name: str) -> bool:
+    """Return whether a file may hold this tensor although no model needs it. The list is explicit."""
+    return name in _LEFT_OVER_NAMES or name.endswith(_LEFT_OVER_ENDINGS)
+
+
+def find_skipped(name: str, family: Family, *, is_multimodal: bool) -> str:
+    """Return the part of a model that a tensor belongs to and that quire does not run; empty: the tensor is needed."""
+    part = next((part for prefix, part in family.skipped.items() if name.startswith(prefix)), "")
+    if part or not is_multimodal or not name.startswith(_VISION_PREFIXES):
+        return part
+    return "audio tower" if "audio" in name.split(".")[1] else "vision tower"
+
+
+def transformers_parameters(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return the tensors that transformers' class for a model without experts has, and those of quire each holds."""
+    expected = expected_tensors(spec)
+    layer = {name: (own,) for name, _, own in _LAYER} | dict(BY_NAME[spec.family].names)
+    found: dict[str, tuple[str, ...]] = {}
+    stems: list[tuple[str, tuple[str, ...]]] = [(name, (own,)) for name, _, own in _WHOLE]
+    stems.append((BY_NAME[spec.family].norm_names[0], ("norm",)))
+    for index in range(spec.num_layers):
+        stems += [
+            (f"model.layers.{index}.{name}", tuple(f"layers.{index}.{own}" for own in owns))
+            for name, owns in sorted(layer.items(), key=lambda item: -len(item[1]))  # fused ones first
+        ]
+    used: set[str] = set()
+    for name, owns in stems:
+        for ending in ("weight", "bias"):
+            held = tuple(f"{own}.{ending}" for own in owns)
+            if all(one in expected and one not in used for one in held):
+                found[f"{name}.{ending}"] = held
+                used.update(held)
+    return found
+
+
+# Rows of queries and keys are reordered. `RopeSpec` rotates pairs (0, R/2), (1, R/2 + 1), .. of a head's first R
+# dimensions. Some files are made for pairs of neighbours, (0, 1), (2, 3), ...
+
+_ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+_PLAIN = (TensorType.F32, TensorType.F16, TensorType.BF16)
+
+
+class Heads(NamedTuple):
+    num_heads: int
+    head_size: int
+    rotary_size: int
+
+
+def rotated_heads(info: TensorInfo, spec: ModelSpec, source: str) -> Heads | None:
+    """Return the heads whose rows a tensor holds; None: its rows are not rotated.
+
+    `quire.weights.reading` moves them if their rotated pairs are neighbours in the file.
+    """
+    if not info.name.endswith(_ROTATED):
+        return None
+    number = int(info.name.split(".")[1])
+    attention = spec.layers[min(number, spec.num_layers - 1)].attention
+    if attention.rope is None and spec.attention.rope is None:
+        return None
+    # A layer without positions may have any order, but queries and keys must have the same: it is reordered as well.
+    rope = attention.rope or spec.attention.rope
+    assert rope is not None
+    num_heads = attention.num_heads if ".q_proj." in info.name else attention.num_kv_heads
+    if info.shape[0] != num_heads * attention.head_size or (len(info.shape) == 1 and info.type not in _PLAIN):
+        raise ModelFileError(f"{source}: tensor {info.name} is {info.type} {info.shape} for {num_heads} heads")
+    return Heads(num_heads, attention.head_size, rope.rotary_size)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from quire.errors import DownloadFailed, ModelFileError, QuireError
 from quire.weights import hub as wheel
-from quire.weights.folder import member
+from quire.weights.fields import member
 from quire.weights.hub import KnownModel, resolve
 from quire.weights.opening import open_checkpoint
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly

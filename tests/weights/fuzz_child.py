@@ -28,9 +28,9 @@ from quire.backends.native.packing import SOURCES, find_block_type, to_blocks
 from quire.backends.torch.packed import format_of, pack
 from quire.errors import ModelFileError
 from quire.text.tokenizer import Tokenizer
-from quire.weights.checkpoint import RawTensor
+from quire.weights.checkpoint import RawTensor, map_file
 from quire.weights.families import BY_ARCHITECTURE
-from quire.weights.gguf import FILE_TYPES, map_file, read_header
+from quire.weights.gguf import FILE_TYPES, read_header
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import dequantize
 from quire.weights.quants import to_float32
@@ -38,7 +38,7 @@ from quire.weights.tensors import check_tensors
 from tests.backends.native.matrices import Packed
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
 from tests.weights.k_quants import k_quants
-from tests.weights.layouts import LAYOUTS, Stored, mixed_safetensors, quantize_arrays
+from tests.weights.layouts import LAYOUTS, Stored, quantize_arrays, write_tensors
 from tests.weights.makers import (
     LAYERS,
     config,
@@ -151,21 +151,20 @@ FAMILY_FIELDS: dict[str, Any] = {
 }
 
 
-def make_gguf_mutant(rng: random.Random, folder: Path) -> Path:
-    path = folder / "mutant.gguf"
-    path.write_bytes(mutate_bytes(rng, GGUF, 3000))
-    return path
+def mutant_of(make: Callable[[random.Random], bytes], reach: int) -> Callable[[random.Random, Path], Path]:
+    """Return a writer of GGUF mutants. `make` chooses the whole file."""
+
+    def write(rng: random.Random, folder: Path) -> Path:
+        path = folder / "mutant.gguf"
+        path.write_bytes(mutate_bytes(rng, make(rng), reach))
+        return path
+
+    return write
 
 
 # One layer of experts for each type, in several files: a mutant must not take long to decode.
 _CODED = {number: kind for number, kind in FILE_TYPES.items() if kind[1].num_elements > 1}
 EXPERTS = [experts_gguf({number: kind for number, kind in _CODED.items() if number % 8 == i}) for i in range(8)]
-
-
-def make_experts_mutant(rng: random.Random, folder: Path) -> Path:
-    path = folder / "mutant.gguf"
-    path.write_bytes(mutate_bytes(rng, rng.choice(EXPERTS), 6000))
-    return path
 
 
 def open_all_tensors(path: Path) -> None:
@@ -182,12 +181,6 @@ def open_all_tensors(path: Path) -> None:
 
 def make_folder_mutant(rng: random.Random, folder: Path) -> Path:
     return _mutate_folder(rng, folder, config(rope_scaling=rng.choice(ROPES)))
-
-
-def make_moe_gguf_mutant(rng: random.Random, folder: Path) -> Path:
-    path = folder / "mutant.gguf"
-    path.write_bytes(mutate_bytes(rng, MOE_GGUF, 4000))
-    return path
 
 
 def make_moe_mutant(rng: random.Random, folder: Path) -> Path:
@@ -229,9 +222,9 @@ def make_quantized_mutant(rng: random.Random, folder: Path) -> Path:
     settings = config(quantization_config=layout.config)
     if rng.random() < 0.4:
         settings["quantization_config"] = mutate_value(rng, layout.config)
-    (folder / "config.json").write_text(json.dumps(settings))
-    data = mixed_safetensors(tensors)
-    (folder / "model.safetensors").write_bytes(mutate_bytes(rng, data, 8000) if rng.random() < 0.3 else data)
+    path = write_tensors(folder, settings, tensors) / "model.safetensors"
+    if rng.random() < 0.3:
+        path.write_bytes(mutate_bytes(rng, path.read_bytes(), 8000))
     return folder
 
 
@@ -258,12 +251,6 @@ K_TYPES = (None, "Q4_K", "Q5_K", "Q6_K", "Q4_1", "MXFP4")
 @cache
 def k_quants_of(kind: str | None) -> bytes:
     return k_quants(kind, num_layers=1)
-
-
-def make_k_quants_mutant(rng: random.Random, folder: Path) -> Path:
-    path = folder / "model.gguf"
-    path.write_bytes(mutate_bytes(rng, k_quants_of(rng.choice(K_TYPES)), 8000))
-    return path
 
 
 def make_other_mutant(rng: random.Random, folder: Path) -> Path:
@@ -352,11 +339,11 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 TARGETS: list[Target] = [
-    Target("gguf", make_gguf_mutant, read_packed_too),
-    Target("gguf of K types", make_k_quants_mutant, read_packed_too),
-    Target("gguf of experts", make_experts_mutant, open_all_tensors),
+    Target("gguf", mutant_of(lambda _rng: GGUF, 3000), read_packed_too),
+    Target("gguf of K types", mutant_of(lambda rng: k_quants_of(rng.choice(K_TYPES)), 8000), read_packed_too),
+    Target("gguf of experts", mutant_of(lambda rng: rng.choice(EXPERTS), 6000), open_all_tensors),
     Target("safetensors", make_folder_mutant, open_and_read_all),
-    Target("gguf of a mixture of experts", make_moe_gguf_mutant, open_and_read_all),
+    Target("gguf of a mixture of experts", mutant_of(lambda _rng: MOE_GGUF, 4000), open_and_read_all),
     Target("safetensors of a mixture of experts", make_moe_mutant, open_and_read_all),
     Target("config.json of all families", make_family_mutant, open_dummy),
     Target("safetensors of mlx-lm", make_other_mutant, open_other),

@@ -354,12 +354,18 @@ def quantize_arrays(
     return tensors, weights
 
 
+def write_tensors(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Path:
+    """Write a folder of tensors of several types."""
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "model.safetensors").write_bytes(mixed_safetensors(tensors))
+    return folder
+
+
 def write_quantized(
     folder: Path, layout: Layout, settings: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
 ) -> dict[str, Floats]:
     """Write a folder and return the weights that it means."""
-    folder.mkdir(exist_ok=True, parents=True)
     tensors, weights = quantize_arrays(layout, arrays)
-    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": layout.config}))
-    (folder / "model.safetensors").write_bytes(mixed_safetensors(tensors))
+    write_tensors(folder, {**settings, "quantization_config": layout.config}, tensors)
     return weights

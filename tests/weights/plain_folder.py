@@ -11,20 +11,19 @@ import tokenizers
 
 from quire.text.gguf_vocab import gguf_vocab
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.names import transformers_parameters
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
-from tests.weights.layouts import Stored, mixed_safetensors
+from quire.weights.tensors import transformers_parameters
+from tests.weights.layouts import Stored, write_tensors
 
 
 def write_plain_folder(folder: Path, source: Path) -> Path:
     """Write the weights of `source`, whatever their type, in float32."""
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = open_checkpoint(source)
-    (folder / "config.json").write_text(json.dumps({**_config(checkpoint), **_write_tokenizer(folder, checkpoint)}))
     names = transformers_parameters(checkpoint.spec)  # none of a llama's is fused
     tensors = {name: Stored("F32", to_float32(checkpoint.read(own)).astype("<f4")) for name, (own,) in names.items()}
-    (folder / "model.safetensors").write_bytes(mixed_safetensors(tensors))
+    write_tensors(folder, {**_config(checkpoint), **_write_tokenizer(folder, checkpoint)}, tensors)
     checkpoint.close()
     return folder
 

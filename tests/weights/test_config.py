@@ -12,15 +12,12 @@ from quire.weights.config import read_generation, spec_from_config
 from quire.weights.families import BY_ARCHITECTURE
 from quire.weights.spec import (
     Activation,
-    AttentionSpec,
     GenerationDefaults,
-    LayerSpec,
-    MlpSpec,
     ModelSpec,
     QKNorm,
     RopeSpec,
 )
-from tests.weights.makers import FFN, HEAD, HEADS, HIDDEN, KV_HEADS, SIZES, VOCAB, config
+from tests.weights.makers import HEAD, SIZES, config
 
 
 def spec(architecture: str = "LlamaForCausalLM", **changes: Any) -> ModelSpec:
@@ -31,17 +28,6 @@ def rope(one: ModelSpec, layer: int = 0) -> RopeSpec:
     found = one.layers[layer].attention.rope
     assert found is not None
     return found
-
-
-def test_llama() -> None:
-    one = spec(attention_bias=True, mlp_bias=True, rope_theta=5e5, tie_word_embeddings=True)
-    assert (one.num_layers, one.hidden_size, one.vocab_size, one.max_model_len) == (2, HIDDEN, VOCAB, 256)
-    attention = AttentionSpec(
-        HEADS, KV_HEADS, HEAD, HEAD**-0.5, RopeSpec(5e5, HEAD), has_qkv_bias=True, has_output_bias=True
-    )
-    assert one.layers == (LayerSpec(attention, MlpSpec(FFN, Activation.SILU, has_bias=True)),) * 2
-    assert one.is_tied
-    assert not spec().is_tied
 
 
 def test_both_forms_of_rope_settings_are_equal() -> None:
@@ -77,12 +63,6 @@ def test_qwen2_windows_only_where_they_are_used() -> None:
     assert (one.has_qkv_bias, one.has_output_bias, one.qk_norm) == (True, False, QKNorm.NONE)
 
 
-def test_qwen3() -> None:
-    one = spec("Qwen3ForCausalLM").attention
-    assert (one.head_size, one.qk_norm, one.has_qkv_bias) == (128, QKNorm.HEAD, False)
-    assert spec("Qwen3ForCausalLM", attention_bias=True).attention.has_output_bias
-
-
 GEMMA: dict[str, Any] = {"head_dim": 32, "num_hidden_layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 64}
 
 
@@ -104,18 +84,6 @@ def test_gemma3() -> None:
         spec("Gemma3ForCausalLM", **GEMMA, use_bidirectional_attention=True)
     with pytest.raises(ModelFileError, match=r"rope_parameters\.rope_theta"):
         spec("Gemma3ForCausalLM", **GEMMA, rope_parameters={"rope_theta": 1e6})
-
-
-def test_multimodal_gemma3_relies_on_text_defaults() -> None:
-    inner = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
-    inner["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}  # type: ignore[assignment]
-    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner, "eos_token_id": [1, 106]}
-    one = spec_from_config(whole, {}, "config.json", "BF16")
-    attention = one.attention
-    assert (attention.num_heads, attention.num_kv_heads, attention.head_size) == (8, 4, 256)
-    assert (one.hidden_size, one.num_layers) == (2560, 34)
-    assert (one.vocab_size, one.eos_token_ids, one.is_tied, one.dtype) == (262_208, (1, 106), True, "bfloat16")
-    assert [i for i, window in enumerate(one.windows) if not window] == [5, 11, 17, 23, 29]
 
 
 def test_phi3() -> None:

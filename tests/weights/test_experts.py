@@ -13,8 +13,8 @@ from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.config import spec_from_config
 from quire.weights.opening import open_checkpoint
 from quire.weights.other import read_spec
-from quire.weights.spec import OTHER, Activation, ExpertsSpec, ModelSpec
-from quire.weights.tensors import check_tensors, num_active_weights, num_weights
+from quire.weights.spec import OTHER, ExpertsSpec, ModelSpec
+from quire.weights.tensors import check_tensors
 from tests.weights.makers import (
     EXPERT,
     EXPERTS,
@@ -50,18 +50,6 @@ def gguf_refusal(path: Path, tensors: dict[str, Tensor], **changes: Any) -> str:
     with pytest.raises(ModelFileError) as refused:
         check_tensors(open_checkpoint(path))
     return str(refused.value)
-
-
-def test_the_specs_of_both_forms(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(make_gguf(moe_keys(), list(moe_tensors().items())))
-    expected = ExpertsSpec(EXPERTS, 2, EXPERT, Activation.SILU, renormalizes=True)
-    for path in (write_folder(tmp_path / "m", moe_config(), moe_arrays()), tmp_path / "m.gguf"):
-        checkpoint = open_checkpoint(path)
-        check_tensors(checkpoint)
-        assert [layer.mlp for layer in checkpoint.spec.layers] == [expected] * LAYERS
-        idle = LAYERS * (EXPERTS - 2) * 3 * EXPERT * HIDDEN
-        embedding = 0 if checkpoint.spec.is_tied else checkpoint.spec.vocab_size * HIDDEN
-        assert num_weights(checkpoint.spec) - num_active_weights(checkpoint.spec) == idle + embedding
 
 
 def test_layers_without_experts() -> None:

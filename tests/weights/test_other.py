@@ -56,11 +56,6 @@ def test_an_unknown_architecture_has_a_spec_with_the_reason() -> None:
     assert read(config("NemotronHForCausalLM"), {"eos_token_id": [5]}).eos_token_ids == (5,)
 
 
-def test_a_known_architecture_stays_as_it_is() -> None:
-    spec = read(config())
-    assert (spec.family, spec.unsupported) == ("llama", "")
-
-
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from numpy.typing import NDArray
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
-from quire.weights.names import in_halves, rows_in_halves
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix, dequantize, fp8_values, take_rows
-from quire.weights.packing import pack_blocks
-from quire.weights.quants import to_float32
-from quire.weights.tensors import Place, Stripe, check_tensors
+from quire.weights.quants import pack_blocks, to_float32
+from quire.weights.reading import own_rows
+from quire.weights.tensors import Heads, Place, Stripe, check_tensors
 from tests.weights.layouts import (
     FP8_VALUES,
     LAYOUTS,
@@ -33,10 +31,10 @@ from tests.weights.layouts import (
     fp8,
     fp8_config,
     gptq_config,
-    mixed_safetensors,
     packed_config,
     quantize_arrays,
     write_quantized,
+    write_tensors,
 )
 from tests.weights.makers import (
     EXPERTS,
@@ -165,10 +163,7 @@ def test_experts_one_by_one_and_stacked(tmp_path: Path) -> None:
             both = np.stack([np.concatenate(pair) for pair in one])
             stacked[f"{prefix}gate_up_proj{suffix}"] = Stored(down[0].dtype, both)
             stacked[f"{prefix}down_proj{suffix}"] = Stored(down[0].dtype, np.stack([part.array for part in down]))
-    folder = tmp_path / "stacked"
-    folder.mkdir()
-    (folder / "config.json").write_text((tmp_path / "single" / "config.json").read_text())
-    (folder / "model.safetensors").write_bytes(mixed_safetensors(stacked))
+    folder = write_tensors(tmp_path / "stacked", {**moe_config(), "quantization_config": layout.config}, stacked)
     for path in (tmp_path / "single", folder):
         checkpoint = open_checkpoint(path)
         check_tensors(checkpoint)
@@ -192,24 +187,21 @@ def test_queries_and_gates_alternate_by_head() -> None:
     assert take_rows(matrix, np.arange(100, 300)).scales.shape == (200, 1)
 
 
-@pytest.mark.parametrize("stripe", [None, Stripe(0, 2, 4), Stripe(1, 2, 4)])
-def test_rows_of_a_place_are_those_that_its_bytes_hold(stripe: Stripe | None) -> None:
-    held = np.arange(64, dtype=np.uint8)  # of a matrix with one byte per row
-    num_rows = 64 if stripe is None else 32
-    place = Place(TensorInfo("x", TensorType.INT8, (num_rows, 1), num_rows), "y", 0, stripe)
-    assert (place.choose(held) == held[place.rows(64)]).all()
-
-
-def test_rotated_rows_move_as_bytes_do(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "m", LAYOUTS["ct w4 g32"], config(**WIDE), wide_arrays())
-    spec = open_checkpoint(tmp_path / "m").spec
-    info = TensorInfo("layers.0.q_proj.weight", TensorType.F32, (256, 2), 2048)
-    values = np.arange(512, dtype=np.float32).reshape(256, 2)
-    moved = to_float32(in_halves(RawTensor(info, values.view(np.uint8)), spec, "x"))
-    rows = rows_in_halves(info, spec, "x")
-    assert rows is not None
-    assert (moved == values[rows]).all()
-    assert (moved != values).any()
+def test_rows_are_taken_and_moved_as_their_bytes_are() -> None:
+    """Three heads of two rows of queries and two of gates; then two heads of six rows, of which four are rotated."""
+    held = np.arange(12 * 5, dtype=np.uint8)
+    held.flags.writeable = False
+    gates = Place(TensorInfo("layers.0.q_gate.weight", TensorType.F32, (6, 5), 30), "q", 0, Stripe(1, 2, 3))
+    whole = Place(TensorInfo("layers.0.q_proj.weight", TensorType.F32, (12, 5), 60), "q", 0)
+    for place, heads, expected in (
+        (gates, None, [2, 3, 6, 7, 10, 11]),
+        (whole, Heads(2, 6, 4), [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]),
+    ):
+        found = own_rows(held, place, heads)
+        assert place.num_file_bytes == 60
+        assert own_rows(np.arange(12), place, heads).tolist() == expected
+        assert (found.reshape(-1, 5) == held.reshape(12, 5)[expected]).all()
+        assert not found.flags.writeable
 
 
 def test_rows_of_an_interleaved_family(tmp_path: Path) -> None:
@@ -222,10 +214,7 @@ def test_rows_of_an_interleaved_family(tmp_path: Path) -> None:
         for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
             arrays[f"{layer}.{name}.weight"] = arrays[f"{layer}.input_layernorm.weight"]
     weights = write_quantized(tmp_path / "m", LAYOUTS["fp8 blocks"], settings, arrays)
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "config.json").write_text(json.dumps(settings))
-    plain = {name: Stored("F32", one) for name, one in weights.items()}
-    (tmp_path / "plain" / "model.safetensors").write_bytes(mixed_safetensors(plain))
+    write_tensors(tmp_path / "plain", settings, {name: Stored("F32", one) for name, one in weights.items()})
     one, other = open_checkpoint(tmp_path / "m"), open_checkpoint(tmp_path / "plain")
     check_tensors(one)
     for name in other.tensors:
@@ -303,9 +292,7 @@ def test_several_config_groups_and_kv_scales(tmp_path: Path) -> None:
             tensors[name] = eight[name]
     for ending in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.q_proj.input_scale"):
         tensors[f"model.layers.0.{ending}"] = Stored("F32", np.ones((), np.float32))
-    (tmp_path / "config.json").write_text(json.dumps(config(**WIDE, quantization_config=settings)))
-    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors(tensors))
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(write_tensors(tmp_path, config(**WIDE, quantization_config=settings), tensors))
     check_tensors(checkpoint)
     types = {name: info.type for name, info in checkpoint.tensors.items()}
     assert (types["layers.0.q_proj.weight"], types["layers.0.up_proj.weight"]) == (TensorType.FP8, TensorType.INT4)
@@ -318,9 +305,8 @@ def test_biases_that_autogptq_invents_are_left_out(tmp_path: Path) -> None:
     for value, is_accepted in ((0.0, True), (0.5, False)):
         tensors, _ = quantize_arrays(layout, wide_arrays())
         tensors[name] = Stored("F16", np.full(384, value, "<f2"))
-        (tmp_path / "config.json").write_text(json.dumps(config(**WIDE, quantization_config=layout.config)))
-        (tmp_path / "model.safetensors").write_bytes(mixed_safetensors(tensors))
-        checkpoint = open_checkpoint(tmp_path)
+        settings = config(**WIDE, quantization_config=layout.config)
+        checkpoint = open_checkpoint(write_tensors(tmp_path, settings, tensors))
         if is_accepted:
             check_tensors(checkpoint)
             continue
@@ -374,17 +360,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_kinds_are_refused_by_name_and_value(case: str, tmp_path: Path) -> None:
     quantization, message = REFUSED[case]
-    (tmp_path / "config.json").write_text(json.dumps(config(quantization_config=quantization)))
-    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors({"x": Stored("I8", np.zeros(3, np.int8))}))
-    checkpoint = open_checkpoint(tmp_path)  # mlx-lm may run it
+    tensors = {"x": Stored("I8", np.zeros(3, np.int8))}
+    folder = write_tensors(tmp_path, config(quantization_config=quantization), tensors)
+    checkpoint = open_checkpoint(folder)  # mlx-lm may run it
     with pytest.raises(UnsupportedModel, match=message):
         check_tensors(checkpoint)
 
 
 def test_an_unsupported_family_says_that_it_is_quantised(tmp_path: Path) -> None:
     settings = config("DeepseekV3ForCausalLM", quantization_config=fp8_config())
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors({"x": Stored("F8_E4M3", np.zeros(3, np.uint8))}))
+    write_tensors(tmp_path, settings, {"x": Stored("F8_E4M3", np.zeros(3, np.uint8))})
     with pytest.raises(UnsupportedModel, match=r"'DeepseekV3ForCausalLM'; .*; its weights are quantised \(fp8\)"):
         check_tensors(open_checkpoint(tmp_path))
 
@@ -453,8 +438,7 @@ def test_forged_tensors_are_refused(case: str, tmp_path: Path) -> None:
     name, change, message = FORGED[case]
     tensors, _ = quantize_arrays(LAYOUTS[name], wide_arrays())
     change(tensors)
-    (tmp_path / "config.json").write_text(json.dumps(config(**WIDE, quantization_config=LAYOUTS[name].config)))
-    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors(tensors))
+    write_tensors(tmp_path, config(**WIDE, quantization_config=LAYOUTS[name].config), tensors)
     with pytest.raises(ModelFileError, match=message) as refused:
         read_all(tmp_path)
     assert str(tmp_path) in str(refused.value)
@@ -466,9 +450,7 @@ def test_scales_that_are_not_finite_are_data(tmp_path: Path) -> None:
     tensors, _ = quantize_arrays(LAYOUTS["fp8 blocks"], wide_arrays())
     tensors[f"{Q}weight_scale_inv"] = Stored("F32", np.array([[np.inf, np.nan], [0, -1]], "<f4"))
     tensors[f"{Q}weight"].array[0, 0] = 127
-    settings = config(**WIDE, quantization_config=LAYOUTS["fp8 blocks"].config)
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors(tensors))
+    write_tensors(tmp_path, config(**WIDE, quantization_config=LAYOUTS["fp8 blocks"].config), tensors)
     values = to_float32(open_checkpoint(tmp_path).read("layers.0.q_proj.weight"))
     assert np.isnan(values[:128, 128:]).all()
     assert (values[128:, :128] == 0).all()

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from quire.engine.llm import LLM
 from quire.engine.params import GenerationParams
 from tests.backends.torch.rig import Rig
-from tests.weights.layouts import LAYOUTS, Layout, Stored, mixed_safetensors, write_quantized
+from tests.weights.layouts import LAYOUTS, Layout, Stored, write_quantized, write_tensors
 
 PROMPT = "The dog ran to"
 CHOSEN = (
@@ -41,9 +41,7 @@ def write_pair(source: Path, folder: Path, layout: Layout) -> tuple[Path, Path]:
     for one in (quantized, plain):
         shutil.copytree(source, one)
     weights = write_quantized(quantized, layout, settings, arrays)
-    (plain / "config.json").write_text(json.dumps(settings))
-    stored = {name: Stored("F32", one) for name, one in weights.items()}
-    (plain / "model.safetensors").write_bytes(mixed_safetensors(stored))
+    write_tensors(plain, settings, {name: Stored("F32", one) for name, one in weights.items()})
     return quantized, plain
 
 

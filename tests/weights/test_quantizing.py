@@ -14,11 +14,10 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, ModelFileError
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import dequantize, fp8_values
-from quire.weights.quantizing import FORMATS, quantize_folder
-from quire.weights.quants import round_asymmetric, round_fp8, round_symmetric, to_fp8
+from quire.weights.quantization import FORMATS
+from quire.weights.quantizing import quantize_folder, round_asymmetric, round_fp8, round_symmetric, to_fp8
 from quire.weights.tensors import check_tensors
 from tests.cli.runs import quire
-from tests.weights.layouts import Stored, mixed_safetensors
 from tests.weights.makers import config, llama_arrays, moe_arrays, moe_config, tiny_gguf, write_folder
 from tests.weights.plain_folder import read_all, write_plain_folder
 
@@ -188,11 +187,7 @@ def test_unused_tensors_are_copied(tmp_path: Path) -> None:
     settings = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
     arrays = {f"model.language_model.{name.removeprefix('model.')}": one for name, one in llama_arrays().items()}
     arrays["model.vision_tower.x.weight"] = np.ones((3, 5), np.float32)
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(settings))
-    stored = {name: Stored("F32", one) for name, one in arrays.items()}
-    (source / "model.safetensors").write_bytes(mixed_safetensors(stored))
+    source = write_folder(tmp_path / "source", settings, arrays)
     quantize_folder(source, tmp_path / "made", "fp8-channel", 32)
     data = (tmp_path / "made" / "model.safetensors").read_bytes()
     assert b"model.vision_tower.x.weight" in data

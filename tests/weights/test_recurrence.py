@@ -17,11 +17,13 @@ from quire.cli.models import find_facts
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorInfo, TensorType
 from quire.weights.config import spec_from_config
+from quire.weights.gguf import read_header
 from quire.weights.gguf_spec import spec_from_gguf
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, ModelSpec, ShortConvSpec
-from quire.weights.tensors import Place, Stripe, check_tensors, norm_offset, num_active_weights, num_weights
+from quire.weights.tensors import check_tensors, norm_offset, num_active_weights, num_weights
+from tests.weights.makers import F32, Tensor, make_gguf
 from tests.weights.test_families import same_tensors
 
 pytest.importorskip("transformers")
@@ -209,26 +211,17 @@ def test_vision_towers_and_mtp_heads_are_skipped(saved: Path, tmp_path: Path) ->
 
 def test_the_mtp_head_of_a_gguf_is_skipped(saved: Path, tmp_path: Path) -> None:
     plain = open_checkpoint(write_gguf(saved, tmp_path / "m.gguf"))
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    writer = gguf.GGUFWriter(tmp_path / "mtp.gguf", "qwen35")
-    for key, field in reader.fields.items():
-        if key.startswith("qwen35."):
-            value = field.contents()
-            if isinstance(value, list):
-                writer.add_array(key, value)
-            elif isinstance(value, float):
-                writer.add_float32(key, value)
-            else:
-                writer.add_uint32(key, value + (key == "qwen35.block_count"))
-    writer.add_uint32("qwen35.nextn_predict_layers", 1)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
+    data = (tmp_path / "m.gguf").read_bytes()
+    header = read_header(tmp_path / "m.gguf", data)
+    keys = {**header.metadata, "qwen35.nextn_predict_layers": 1}
+    keys["qwen35.block_count"] += 1
+    tensors = {
+        info.name: Tensor(info.shape[::-1], F32, data[offset : offset + info.num_bytes])
+        for info, offset in header.tensors.values()
+    }
     for name in ("attn_norm", "nextn.eh_proj", "ffn_up"):
-        writer.add_tensor(f"blk.5.{name}.weight", np.zeros((8, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        tensors[f"blk.5.{name}.weight"] = Tensor((8, 8), F32, bytes(256))
+    (tmp_path / "mtp.gguf").write_bytes(make_gguf(list(keys.items()), list(tensors.items())))
     other = open_checkpoint(tmp_path / "mtp.gguf")
     check_tensors(other)
     assert other.spec.skipped == ("MTP head",)
@@ -298,14 +291,3 @@ def test_decays_that_are_not_negative_are_refused(saved: Path, tmp_path: Path) -
     path.write_bytes(data[:start] + np.zeros(6, np.float32).tobytes() + data[start + 24 :])
     with pytest.raises(ModelFileError, match=r"layers\.0\.a_log has values that are not negative"):
         to_float32(open_checkpoint(path).read("layers.0.a_log"))
-
-
-def test_rows_that_alternate_by_head() -> None:
-    """Bytes of whole rows are taken, so a quantised row is not changed."""
-    rows = np.arange(12 * 5, dtype=np.uint8)  # three heads of two rows of queries and two of gates, five bytes each
-    info = TensorInfo("layers.0.q_gate.weight", TensorType.F32, (6, 5), 30)
-    place = Place(info, "q", 0, Stripe(1, 2, 3))
-    assert place.num_file_bytes == 60
-    chosen = place.choose(rows).reshape(6, 5)
-    assert chosen[:, 0].tolist() == [10, 15, 30, 35, 50, 55]
-    assert not chosen.flags.writeable

@@ -53,14 +53,6 @@ def test_every_tensor_is_read_as_it_was_written(tmp_path: Path, num_shards: int)
     checkpoint.close()
 
 
-def test_bfloat16_needs_no_torch(tmp_path: Path) -> None:
-    halves = {name: (array.view(np.uint32) >> 16).astype("<u2") for name, array in llama_arrays().items()}
-    checkpoint = open_checkpoint(write_folder(tmp_path / "m", config(torch_dtype="bfloat16"), halves, dtype="BF16"))
-    check_tensors(checkpoint)
-    assert (checkpoint.spec.dtype, checkpoint.spec.quantization) == ("bfloat16", "BF16")
-    assert np.allclose(to_float32(checkpoint.read(OWN_EMBEDDING)), llama_arrays()[EMBEDDING], rtol=2**-7)
-
-
 def test_files_for_the_tokenizer(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m")
     assert open_checkpoint(folder).tokenizer_files().tokenizer_json is None

@@ -6,15 +6,15 @@ TRUNCATED = """
 import os, sys
 from pathlib import Path
 from quire.errors import ModelFileError
-from quire.weights import gguf
+from quire.weights.checkpoint import FileMap
 from quire.weights.opening import open_checkpoint
 
-new = gguf.FileMap.__new__
+new = FileMap.__new__
 def truncated(cls, path):
     made = new(cls, path)
     os.truncate(path, int(sys.argv[2]))  # by another program
     return made
-gguf.FileMap.__new__ = truncated
+FileMap.__new__ = truncated
 try:
     open_checkpoint(Path(sys.argv[1]))
 except ModelFileError as error:

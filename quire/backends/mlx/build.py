@@ -29,8 +29,7 @@ from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.fields import read_json
-from quire.weights.folder import member
+from quire.weights.fields import member, read_json
 
 log = logging.getLogger(__name__)
 

@@ -37,11 +37,10 @@ from quire.backends.mlx.spec_model import file_norm_shift
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
-from quire.weights.names import transformers_parameters
 from quire.weights.packed import INT4_ZERO
 from quire.weights.quants import E2M1_CODES, IQ4_CODES, iq4_xs_scales, to_float32
 from quire.weights.spec import ModelSpec
-from quire.weights.tensors import check_tensors
+from quire.weights.tensors import check_tensors, transformers_parameters
 
 GROUP_SIZE = 32
 CHUNK_ELEMENTS = 1 << 20  # repacked at once: the decoders make several copies of their input

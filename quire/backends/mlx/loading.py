@@ -29,8 +29,7 @@ from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import PACKED_TYPES, Checkpoint
 from quire.weights.config import MAX_LAYERS
 from quire.weights.families import BY_ARCHITECTURE
-from quire.weights.fields import read_json, show
-from quire.weights.folder import member
+from quire.weights.fields import member, read_json, show
 from quire.weights.gguf import GgufCheckpoint
 from quire.weights.opening import DummyCheckpoint
 from quire.weights.safetensors import SafetensorsCheckpoint

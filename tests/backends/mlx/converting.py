@@ -14,9 +14,9 @@ from quire.backends.mlx.loading import find_classes
 from quire.backends.mlx.spec_model import config_from_spec
 from quire.text.gguf_vocab import gguf_vocab
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.names import transformers_parameters
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from quire.weights.tensors import transformers_parameters
 
 
 def write_mlx_folder(

@@ -18,8 +18,8 @@ from quire.backends.torch.loading import (
     weight_bytes,
 )
 from quire.weights.families import BY_MODEL_TYPE, BY_NAME
-from quire.weights.names import transformers_targets
 from quire.weights.opening import open_checkpoint
+from quire.weights.tensors import transformers_targets
 from tests.backends.torch.families import FAMILIES, Reference
 
 

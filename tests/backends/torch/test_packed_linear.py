@@ -33,7 +33,7 @@ from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.opening import DummyCheckpoint, open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix
-from quire.weights.packing import pack_blocks
+from quire.weights.quants import pack_blocks
 from quire.weights.spec import Activation
 from tests.backends.torch.test_compiling import write_config
 from tests.weights.k_quants import random_blocks

@@ -21,8 +21,7 @@ from quire.backends.base import Progress
 from quire.backends.support import describe_error, find_transformers_problem
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.fields import read_json
-from quire.weights.folder import member
+from quire.weights.fields import member, read_json
 from quire.weights.opening import DummyCheckpoint
 from quire.weights.other import LAYER_TYPES, find_other_layers
 
