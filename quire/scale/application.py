@@ -30,8 +30,8 @@ from quire.scale.config import DeployConfig, ModelDeployment, equal_share
 from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
 from quire.scale.ray_cluster import DeployFailed
 from quire.scale.request_router import PrefixAwareRouter
-from quire.server.limits import make_keyring
 from quire.server.config import ModelConfig, ServeConfig
+from quire.server.limits import make_keyring
 from quire.version import __version__
 
 HEAD = "node:__internal_head__"  # Ray's resource of the machine that leads the cluster

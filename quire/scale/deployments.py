@@ -21,8 +21,8 @@ from quire.scale.ray_transport import RayTransport
 from quire.scale.replica import Replica, ids_of, make_front_number
 from quire.server.config import ServeConfig
 from quire.server.launcher import Launcher, Startup
-from quire.server.models import ClientSettings, ModelClient
 from quire.server.logs import setup_logging
+from quire.server.models import ClientSettings, ModelClient
 
 FRONT, REPLICAS = "front", "replicas"  # names of the deployments, in applications of their own
 JANITOR_S = 5.0
