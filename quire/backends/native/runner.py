@@ -15,11 +15,11 @@ from quire.backends.native.library import Floats, Ints, kernels_in_use
 from quire.backends.native.model import Batch, NativeModel, build_batch
 from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
 from quire.backends.sampling import (
-    PROMPT_ROWS,
     SampledRows,
     broken_slices,
     join_prompt_logprobs,
     make_result,
+    prompt_parts,
     sampled_pieces,
 )
 from quire.backends.support import rope_notice
@@ -177,19 +177,13 @@ class NativeRunner:
         self.model.engine.close()
 
     def _rank_prompts(self, slices: tuple[SeqSlice, ...], batch: Batch, hidden: Floats) -> dict[int, PromptLogprobs]:
+        """Return logprobs of the prompt tokens after each position: a position's logits predict the next token."""
         result: dict[int, PromptLogprobs] = {}
         for index, piece in enumerate(slices):
-            num_ranked = min(piece.length, piece.num_prompt_tokens - 1 - piece.start)
-            if piece.sampling.prompt_logprobs is not None and num_ranked > 0:
-                first = int(batch.first_rows[index])
-                result[index] = self._rank_prompt(piece, hidden[first : first + num_ranked])
+            first_row, parts = int(batch.first_rows[index]), []
+            for row, tokens in prompt_parts(piece):
+                raw = self.model.head(hidden[first_row + row : first_row + row + len(tokens)])
+                parts.append(self._sampler.rank_tokens(raw, tokens, piece.sampling.prompt_logprobs or 0))
+            if parts:
+                result[index] = join_prompt_logprobs(piece.start + 1, parts)
         return result
-
-    def _rank_prompt(self, piece: SeqSlice, hidden: Floats) -> PromptLogprobs:
-        """Return logprobs of the prompt tokens after these positions: a position's logits predict the next token."""
-        first, parts = piece.start + 1, []
-        for start in range(0, len(hidden), PROMPT_ROWS):
-            raw = self.model.head(hidden[start : start + PROMPT_ROWS])
-            tokens = piece.history[first + start : first + start + len(raw)]
-            parts.append(self._sampler.rank_tokens(raw, tokens, piece.sampling.prompt_logprobs or 0))
-        return join_prompt_logprobs(first, parts)

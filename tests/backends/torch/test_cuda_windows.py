@@ -18,7 +18,7 @@ from quire.backends.torch.cuda import CudaRunner, _halves
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.kernel_compilation import first_calls
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.loading import load_weights
+from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
 from quire.core.kv_cache import KVCacheManager
@@ -56,8 +56,7 @@ def make_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     checkpoint = open_checkpoint(folder, "auto")
     device = torch.device(DEVICE)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, torch.float32, device, linear=FusedLinear)
-        model = DecoderModel(checkpoint.spec, weights, 512)
+        model = DecoderModel(WeightLoader(checkpoint, torch.float32, device, linear=FusedLinear), 512)
 
     def make(num_window_blocks: int = 0, max_graph_tokens: int = 0, *, is_reference: bool = False) -> Any:
         store = KVStore(model.kv_spec.within(512), 64, 8, torch.float32, device, num_window_blocks)

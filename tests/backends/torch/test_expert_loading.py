@@ -19,12 +19,11 @@ from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.kernel_compilation import routed_calls
 from quire.backends.torch.loading import (
     ExpertFormats,
-    ModelWeights,
-    RoutedWeights,
+    WeightLoader,
     expert_formats,
-    load_weights,
     weight_bytes,
 )
+from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
 from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear
 from quire.backends.torch.packed_stack import PackedStack, dense
 from quire.errors import InvalidRequest
@@ -76,11 +75,11 @@ def small_arrays() -> dict[str, NDArray[np.float32]]:
     }
 
 
-def experts_of(weights: ModelWeights) -> list[Experts]:
-    return [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, RoutedWeights)]
+def experts_of(weights: DecoderModel) -> list[Experts]:
+    return [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, RoutedMlp)]
 
 
-def stacks_of(weights: ModelWeights) -> list[PackedStack]:
+def stacks_of(weights: DecoderModel) -> list[PackedStack]:
     found = [stack for experts in experts_of(weights) for stack in (experts.gate_up, experts.down)]
     assert all(isinstance(stack, PackedStack) for stack in found)
     return found  # type: ignore[return-value]
@@ -100,9 +99,9 @@ def file_stacks(weights: dict[str, NDArray[np.float32]]) -> list[Tensor]:
     return found
 
 
-def load(checkpoint: Checkpoint, bits: int | None = None, **settings: Any) -> ModelWeights:
+def load(checkpoint: Checkpoint, bits: int | None = None, **settings: Any) -> DecoderModel:
     with torch.inference_mode():
-        return load_weights(checkpoint, FP32, CPU, quantize_bits=bits, **settings)
+        return DecoderModel(WeightLoader(checkpoint, FP32, CPU, quantize_bits=bits, **settings), 512)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -119,16 +118,17 @@ def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(dense(stack), want, rtol=2e-3, atol=1e-6)  # scales of groups are rounded to fp16
         assert torch.equal(stack[2], dense(stack)[2])
     assert weights.packed_types == (str(format.type),)
-    linears = [one for layer in weights.layers for one in vars_of(layer.mixer) if isinstance(one, PackedLinear)]
+    linears = [
+        one
+        for layer in weights.layers
+        for one in (layer.mixer.in_proj, layer.mixer.out_proj)
+        if isinstance(one, PackedLinear)
+    ]
     saved = sum(4 * stack.shape.numel() - stack.nbytes for stack in stacks)
     saved += sum(4 * linear.packed.shape.numel() - linear.packed.nbytes for linear in linears)
     assert weights.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
     assert reports == sorted(reports)
     assert reports[-1][0] == reports[-1][1]
-
-
-def vars_of(value: object) -> list[object]:
-    return [getattr(value, name) for name in value.__slots__]  # type: ignore[attr-defined]
 
 
 class Blocks(PackedDummy):
@@ -306,7 +306,7 @@ def test_quantising_at_load(bits: int, kind: str, error: float, tmp_path: Path) 
             assert isinstance(stack, PackedStack)
             assert stack.format == formats[number]
             assert float((dense(stack) - matrix).norm() / matrix.norm()) < error
-    assert all(isinstance(layer.mlp, RoutedWeights) for layer in weights.layers)
+    assert all(isinstance(layer.mlp, RoutedMlp) for layer in weights.layers)
     assert not any(isinstance(layer.mlp.router, PackedLinear) for layer in weights.layers)  # type: ignore[union-attr]
 
 

@@ -12,7 +12,7 @@ import torch
 from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
 from quire.backends.torch.batch import build_batch
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.loading import load_weights
+from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
 from quire.backends.torch.state_store import Segment, StateStore, purge
@@ -35,7 +35,7 @@ def make_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     Reference(request.param, folder)
     checkpoint = open_checkpoint(folder, "auto")
     with torch.inference_mode():
-        model = DecoderModel(checkpoint.spec, load_weights(checkpoint, torch.float32, CPU), 512)
+        model = DecoderModel(WeightLoader(checkpoint, torch.float32, CPU), 512)
 
     def make(num_window_blocks: int = 0, num_blocks: int = 64, max_model_len: int = 512) -> TorchRunner:
         kv_spec = model.kv_spec.within(max_model_len)
