@@ -195,10 +195,5 @@ def _choice(piece: SeqSlice, vocab_size: int) -> tuple[float, float, float, floa
     params = piece.sampling
     if params.is_greedy:
         return _GREEDY
-    return (
-        draw_of(piece),
-        params.top_p,
-        params.temperature,
-        params.min_p,
-        params.top_k if params.top_k < vocab_size else 0,
-    )
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    return draw_of(piece), params.top_p, params.temperature, params.min_p, top_k

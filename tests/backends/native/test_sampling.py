@@ -222,7 +222,7 @@ def test_the_ends_of_the_draw(sampler: NativeSampler, fields: dict[str, Any], mo
     logits = np.full((1, 5000), -INF, np.float32)
     logits[:, [11, 12, 2040, 2050, 3000, 4500, 4501]] = [1.0, 2.0, 3.0, 2.5, 1.5, 0.5, 1.0]
     for draw, token in ((0.0, 11), (1.0, 4501)):
-        monkeypatch.setattr("quire.backends.native.sampling.uniform", lambda *_, draw=draw: draw)
+        monkeypatch.setattr("quire.backends.sampling.uniform", lambda *_, draw=draw: draw)
         assert run(sampler, logits, [row(SamplingParams(**fields), [1])]).tokens.tolist() == [token]
         weak = row(SamplingParams(temperature=1e-3, **fields), [1])
         assert run(sampler, logits, [weak]).tokens.tolist() == [2040]
@@ -230,7 +230,7 @@ def test_the_ends_of_the_draw(sampler: NativeSampler, fields: dict[str, Any], mo
 
 def test_draws_follow_the_probabilities(sampler: NativeSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evenly spread draws select each token as often as its probability requires, to within one."""
-    monkeypatch.setattr("quire.backends.native.sampling.uniform", lambda seed, *_: (seed + 0.5) / 500)
+    monkeypatch.setattr("quire.backends.sampling.uniform", lambda seed, *_: (seed + 0.5) / 500)
     one = normal(Random(2), 1, 6000, 1.0) - np.float32(12)
     one[0, [3, 127, 128, 5999]] = [1.0, 2.0, 0.5, 1.7]
     logits = one.repeat(500, 0)
@@ -353,7 +353,7 @@ def test_logprobs_are_the_models_own(sampler: NativeSampler) -> None:
     ]
     wanted = reference(logits, rows)
     assert wanted.logprobs is not None
-    theirs = definition.read_logprobs(wanted.logprobs, wanted.tokens.tolist())
+    theirs = wanted.logprobs.read(wanted.tokens.tolist())
     ours = run(sampler, logits, rows).logprobs
     assert ours[0].token == 7
     assert list(ours) == list(theirs) == [0, 2, 3]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.sampling import uniform
+from quire.backends.sampling import Ranks, uniform
 from quire.backends.torch import device_sampling
 from quire.backends.torch.device_sampling import (
     NUM_PARAMS,
@@ -22,7 +22,7 @@ from quire.backends.torch.device_sampling import (
     fill_params,
     rank_prompt,
 )
-from quire.backends.torch.sampling import Logprobs, Penalties, rank_tokens, read_logprobs, sample
+from quire.backends.torch.sampling import Penalties, rank_tokens, sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 from tests.backends.torch.kernels.device import DEVICE
@@ -40,7 +40,7 @@ INF = math.inf
 class Outcome(NamedTuple):
     tokens: list[int]
     flags: list[int]
-    logprobs: Logprobs | None
+    logprobs: Ranks | None
     last_samples: list[int]
 
 
@@ -409,8 +409,8 @@ def test_logprobs_are_the_models_own() -> None:
         assert found.tokens == reported.tokens.tolist()
         assert found.tokens[0] == 7
         assert found.logprobs.chosen.device.type == "cpu"
-        ours = read_logprobs(found.logprobs, found.tokens)
-        theirs = read_logprobs(reported.logprobs, found.tokens)
+        ours = found.logprobs.read(found.tokens)
+        theirs = reported.logprobs.read(found.tokens)
         assert set(ours) == set(theirs) == {0, 2, 3}
         for index, one in ours.items():
             assert_same(one, theirs[index])
@@ -422,7 +422,7 @@ def test_prompt_logprobs() -> None:
     raw = torch.randn(5, 300).bfloat16()
     tokens = [299, 0, 7, 7, 100]
     for count in (0, 3):
-        ours = read_logprobs(rank_prompt(raw.to(DEVICE), tokens, count), tokens)
+        ours = rank_prompt(raw.to(DEVICE), tokens, count).read(tokens)
         theirs = rank_tokens(raw.float(), tokens, count)
         assert len(ours) == len(theirs) == 5
         for one, other in zip(ours.values(), theirs, strict=True):
@@ -486,5 +486,5 @@ def test_biases_belong_to_the_request_at_the_batch_index() -> None:
     assert edits.join([later])[1].tolist() == [7, 9]
     other = piece(3, logit_bias={2: 1.0})
     assert edits.join([other])[1].tolist() == [2]
-    edits.release([3])
+    edits.release(3)
     assert 3 not in edits._known
