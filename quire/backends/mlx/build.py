@@ -11,7 +11,7 @@ import mlx_lm
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
 from quire.backends.block_io import layout_text, model_key
-from quire.backends.kv_memory import PoolRequest
+from quire.backends.kv_memory import KVCosts, MemoryRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.batch import BatchMode, build_passes
 from quire.backends.mlx.block_io import LAYOUT
@@ -58,11 +58,7 @@ def _make_runner(
     thread: OwnThread, checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None
 ) -> MlxRunner:
     is_gpu = _use_device(options.device)
-    max_model_len = options.max_model_len or checkpoint.spec.max_model_len
-    if max_model_len > checkpoint.spec.max_model_len:
-        raise InvalidRequest(
-            f"{max_model_len = } is more than the {checkpoint.spec.max_model_len} tokens this model supports"
-        )
+    max_model_len = options.context_within(checkpoint.spec.max_model_len)
     if is_gpu:
         mx.set_memory_limit(_limit())
         mx.set_cache_limit(MIN_CACHE)  # what loading frees is not kept
@@ -172,16 +168,17 @@ def _num_blocks(
     options: BackendOptions, shapes: Sequence[LayerShape], max_model_len: int, measured: _Measured | None
 ) -> int:
     per_block = options.block_size * sum(shape.token_bytes for shape in shapes)
-    pool = PoolRequest(options, per_block, max_model_len)
+    limits = (max_model_len, options.max_num_seqs or DEFAULT_MAX_SEQS, MAX_CHUNK_TOKENS)
+    pool = MemoryRequest(options, KVCosts(per_block), *limits, has_overlap=True)
     if measured is None:
         free = available_bytes()
-        return pool.num_blocks(free, min(free // 2, CPU_CAP))
+        return pool.divide(free, min(free // 2, CPU_CAP)).num_blocks
     largest_step = options.max_num_batched_tokens or MAX_BATCHED_TOKENS
     step_bytes = int(measured.num_bytes * largest_step) + 2 * GATHER_BYTES  # and a copy of it in another layout
     mx.set_cache_limit(max(step_bytes, MIN_CACHE))
     free = _limit() - mx.get_active_memory() - step_bytes
     # The default leaves memory in use to other programs. If a larger pool is configured, macOS swaps that memory out.
-    num_blocks = pool.num_blocks(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE))
+    num_blocks = pool.divide(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE)).num_blocks
     longest = int(mx.device_info().get("max_buffer_length", 0))
     widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)
     most = longest // (widest * options.block_size) if longest else num_blocks

@@ -27,9 +27,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         raise InvalidRequest(
             f"dtype = {options.dtype!r}: the native backend stores weights in 4 and 8 bits only; use --backend torch"
         )
-    max_model_len = options.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_model_len:
-        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} tokens this model supports")
+    max_model_len = options.context_within(spec.max_model_len)
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     num_threads = choose_threads(options.threads)
     packed = pack_model(checkpoint, num_threads, progress)
