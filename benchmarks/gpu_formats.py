@@ -31,8 +31,7 @@ from quire.backends.torch.kernels import quantized_experts
 from quire.backends.torch.kernels.experts import Routing, route
 from quire.backends.torch.kernels.routed_experts import expert_calls, run_experts
 from quire.backends.torch.layers import Fp8Product, Fp8Rows, Inputs, Linear, Outputs
-from quire.backends.torch.packed import PackedFormat, PackedWeight
-from quire.backends.torch.packed_stack import PackedStack, Stack, multiplies_in_fp8
+from quire.backends.torch.packed import PackedFormat, PackedStack, PackedWeight, Stack, multiplies_in_fp8
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
 

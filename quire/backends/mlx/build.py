@@ -14,12 +14,10 @@ from quire.backends.block_io import layout_text, model_key
 from quire.backends.kv_memory import KVCosts, MemoryRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.batch import BatchMode, build_passes
-from quire.backends.mlx.block_io import LAYOUT
-from quire.backends.mlx.evaluation import file_errors
 from quire.backends.mlx.loading import LoadedModel, load_model
 from quire.backends.mlx.model import PagedModel, adapt_model, install_attention
-from quire.backends.mlx.paged_cache import GATHER_BYTES, KVStore, LayerShape
-from quire.backends.mlx.quantization import dtype_name
+from quire.backends.mlx.paged_cache import GATHER_BYTES, LAYOUT, KVStore, LayerShape
+from quire.backends.mlx.parameters import dtype_name, file_errors
 from quire.backends.mlx.runner import MlxRunner, OwnThread
 from quire.backends.support import backend_hint, rope_notice
 from quire.core.step import SeqSlice

@@ -31,8 +31,7 @@ from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 from quire.backends.base import Progress
-from quire.backends.mlx.evaluation import file_errors, flat_parameters
-from quire.backends.mlx.quantization import Layout, choose_layout, dtype_name, set_layouts
+from quire.backends.mlx.parameters import Layout, choose_layout, dtype_name, file_errors, flat_parameters, set_layouts
 from quire.backends.mlx.spec_model import file_norm_shift
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType

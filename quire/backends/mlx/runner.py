@@ -22,9 +22,8 @@ import mlx.core as mx
 
 from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.mlx.batch import BatchMode, Pass, build_passes
-from quire.backends.mlx.block_io import MlxBlockIO
 from quire.backends.mlx.model import PagedModel
-from quire.backends.mlx.paged_cache import KVStore
+from quire.backends.mlx.paged_cache import KVStore, MlxBlockIO
 from quire.backends.mlx.sampling import Penalties, Sampled, rank, sample
 from quire.backends.sampling import Ranks, SampledRows, broken_slices, join_prompt_logprobs, make_result, prompt_parts
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult

@@ -55,8 +55,7 @@ from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.backends.torch.layers import Fp8Inputs, Fp8Product, Linear, Outputs
 from quire.backends.torch.loading import NORM_DTYPE, ExpertFormats, has_expert_kernels, qkv_rows
-from quire.backends.torch.packed import PackedFormat, PackedLinear, PackedWeight
-from quire.backends.torch.packed_stack import Mxfp4Stack, PackedStack, Stack
+from quire.backends.torch.packed import Mxfp4Stack, PackedFormat, PackedLinear, PackedStack, PackedWeight, Stack
 from quire.weights.checkpoint import TensorType
 from quire.weights.spec import (
     Activation,

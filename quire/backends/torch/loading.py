@@ -17,23 +17,21 @@ from torch import Tensor
 from quire.backends.base import Progress
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.packed import (
+    MAX_EXPONENT,
     QUANTIZED,
     JoinedLinear,
+    Mxfp4Stack,
     PackedFormat,
     PackedLinear,
+    PackedStack,
     PackedWeight,
+    Stack,
     decoded,
+    fitting_format,
     format_of,
+    have_common_kernels,
     pack,
     quantize,
-)
-from quire.backends.torch.packed_stack import (
-    MAX_EXPONENT,
-    Mxfp4Stack,
-    PackedStack,
-    Stack,
-    fitting_format,
-    have_common_kernels,
     stack_format,
 )
 from quire.errors import InvalidRequest

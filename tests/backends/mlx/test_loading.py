@@ -17,10 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from torch import Tensor
 
 from quire.backends.base import BackendOptions
-from quire.backends.mlx.evaluation import flat_parameters, num_bytes
 from quire.backends.mlx.gguf_model import PACKINGS, UNPACKED, pack
 from quire.backends.mlx.loading import LoadedModel, load_from_tensors, load_model
-from quire.backends.mlx.quantization import Layout, quantized_layers
+from quire.backends.mlx.parameters import Layout, flat_parameters, num_bytes, quantized_layers
 from quire.backends.mlx.spec_model import MODEL_TYPES
 from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText

@@ -32,8 +32,7 @@ from quire.backends.torch.kernels.elementwise import gate_output
 from quire.backends.torch.kernels.packed_products import is_fp8
 from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import count
-from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedWeight
-from quire.backends.torch.packed_stack import PackedStack, has_kernels
+from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedStack, PackedWeight, has_kernels
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation, DeltaNetSpec

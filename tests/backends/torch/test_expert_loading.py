@@ -24,8 +24,7 @@ from quire.backends.torch.loading import (
     weight_bytes,
 )
 from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
-from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear
-from quire.backends.torch.packed_stack import PackedStack, dense
+from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear, PackedStack, dense
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
-from quire.backends.torch.packed_stack import MAX_EXPONENT, Mxfp4Stack
+from quire.backends.torch.packed import MAX_EXPONENT, Mxfp4Stack
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorType
 from quire.weights.opening import open_checkpoint

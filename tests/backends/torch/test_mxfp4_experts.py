@@ -12,7 +12,7 @@ from quire.backends.torch.kernels import experts as kernels
 from quire.backends.torch.kernels import mxfp4_experts
 from quire.backends.torch.kernels.mxfp4_experts import Mxfp4Tiling, mxfp4_tiling
 from quire.backends.torch.kernels.routed_experts import expert_calls, mxfp4_in_tiles
-from quire.backends.torch.packed_stack import MAX_EXPONENT, Mxfp4Stack, Stack
+from quire.backends.torch.packed import MAX_EXPONENT, Mxfp4Stack, Stack
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.quants import to_float32
 from quire.weights.spec import Activation

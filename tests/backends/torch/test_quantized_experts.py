@@ -23,9 +23,10 @@ from quire.backends.torch.kernels.quantized_experts import (
     quantized_tiling,
 )
 from quire.backends.torch.kernels.routed_experts import expert_calls, quantized_in_tiles
-from quire.backends.torch.packed import PackedFormat, decoded
-from quire.backends.torch.packed_stack import (
+from quire.backends.torch.packed import (
+    PackedFormat,
     PackedStack,
+    decoded,
     dense,
     fitting_format,
     has_kernels,

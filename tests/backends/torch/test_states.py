@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.backends.kv_memory import KVSpec, LayerState
-from quire.backends.torch.delta_net import Rows, recur
+from quire.backends.torch.recurrence import Rows, Singles, by_kind, causal_conv, recur
 from quire.backends.torch.runner import TorchRunner
-from quire.backends.torch.short_conv import Singles, by_kind, causal_conv
 from quire.backends.torch.state_store import Segment, StateStore, find_segments
 from quire.core.step import SeqSlice, StateSnapshot, StepPlan, StepResult
 from quire.core.values import SamplingParams

@@ -32,7 +32,7 @@ from quire.backends.torch.kernels.experts import (
 from quire.backends.torch.kernels.linear import KINDS
 from quire.backends.torch.kernels.mxfp4_experts import Mxfp4Tiling, mxfp4_tiling
 from quire.backends.torch.kernels.quantized_experts import QuantizedTiling, quantized_tiling
-from quire.backends.torch.packed_stack import Mxfp4Stack, PackedStack, Stack
+from quire.backends.torch.packed import Mxfp4Stack, PackedStack, Stack
 from quire.weights.spec import Activation
 
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from quire.backends.kv_memory import KVSpec
 from quire.backends.support import rope_notice
-from quire.backends.torch.delta_net import DeltaNet
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.forward_pass import Pass
 from quire.backends.torch.layers import (
@@ -26,7 +25,7 @@ from quire.backends.torch.layers import (
     softcap,
 )
 from quire.backends.torch.loading import WeightLoader, has_expert_kernels
-from quire.backends.torch.short_conv import ShortConv
+from quire.backends.torch.recurrence import DeltaNet, ShortConv
 from quire.weights.spec import (
     Activation,
     AttentionSpec,
