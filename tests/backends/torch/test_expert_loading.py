@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.fused_linear import FusedPackedLinear
-from quire.backends.torch.kernel_compilation import routed_calls
 from quire.backends.torch.loading import (
     ExpertFormats,
     WeightLoader,
@@ -30,9 +29,8 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix
 from tests.backends.torch.fused_rig import FusedRig
-from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Rig
-from tests.backends.torch.test_compiling import Launches, write_config
+from tests.backends.torch.test_compiling import write_config
 from tests.backends.torch.test_packed_linear import PackedDummy, random_matrix
 from tests.selection import mostly_nightly
 from tests.weights.k_quants import write_expert_quants
@@ -229,16 +227,6 @@ def test_experts_with_minima_stay_packed_on_a_gpu(name: str, tmp_path: Path) -> 
     assert packed.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
 
 
-def test_experts_with_minima_are_decoded_on_a_cpu(tmp_path: Path) -> None:
-    """As dense matrices are."""
-    checkpoint = open_checkpoint(write_expert_quants(tmp_path, MINIMA["Q4_K_M"][0]))
-    weights = load(checkpoint)
-    assert weights.packed_types == ()
-    for one in experts_of(weights):
-        assert isinstance(one.gate_up, Tensor)
-        assert isinstance(one.down, Tensor)
-
-
 def decoded_rows(matrix: PackedMatrix | None) -> NDArray[np.float32]:
     from quire.weights.packed import dequantize
 
@@ -375,39 +363,3 @@ def test_a_packed_model_computes_as_its_weights_do(name: str, tmp_path: Path) ->
     for rig in (Rig(packed, max_model_len=64), FusedRig(packed)):
         got = torch.stack(rig.answer(prompt, 3).rows)
         assert float((got - want).abs().max()) < 0.02  # scales of groups are rounded to fp16
-
-
-@pytest.mark.parametrize("name", mostly_nightly(reversed(MINIMA), 1))
-@pytest.mark.nightly
-def test_experts_with_minima_compute_as_decoded_ones(name: str, tmp_path: Path) -> None:
-    """Rows alone and in tiles. The plain runner decodes, when it loads."""
-    path = write_expert_quants(tmp_path, MINIMA[name][0])
-    prompt = [5, 33, 12, 61, 4, 9, 17]
-    plain, fused = Rig(path, max_model_len=64), FusedRig(path)
-    assert plain.engine.runner.facts().dtype == "float32"
-    assert "int" in fused.engine.runner.facts().dtype
-    want, got = (rig.answer(prompt, 3) for rig in (plain, fused))
-    assert got.tokens == want.tokens
-    difference = (torch.stack(got.rows).cpu() - torch.stack(want.rows)).abs().max()
-    assert float(difference) < 0.03  # scales and zeros are rounded to fp16
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
-@pytest.mark.nightly
-def test_kernels_of_all_layers_are_compiled_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of Q4_K_M files have different types."""
-    path = write_expert_quants(tmp_path, MINIMA["Q4_K_M"][0])
-    checkpoint, rig = open_checkpoint(path), FusedRig(path)
-    formats = expert_formats(checkpoint, None)
-    forms = []
-    for some in (formats, formats[:1]):
-        with monkeypatch.context() as patch, torch.inference_mode():
-            ahead = Launches(patch)
-            for call in routed_calls(checkpoint.spec, FP32, 64, some):
-                call()
-        forms.append(ahead.forms)
-    launches = Launches(monkeypatch)
-    rig.answer([5, 33, 12, 61, 4, 9, 17], 2)
-    used = {form for form in launches.forms if "quantized" in str(form[0])}
-    assert used <= forms[0]
-    assert not used <= forms[1]
