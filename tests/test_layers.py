@@ -45,10 +45,10 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # At most so many statements and files. A package that needs more raises its numbers in the same commit, which says why.
 # The aim of decision 0048 is 41,000 statements in 320 files.
 BUDGETS = {
-    "quire/backends": (11_560, 74), "quire/batch": (470, 4), "quire/bench": (790, 9), "quire/cli": (4_260, 26),
+    "quire/backends": (11_320, 74), "quire/batch": (470, 4), "quire/bench": (790, 9), "quire/cli": (4_260, 26),
     "quire/core": (5_070, 30), "quire/engine": (6_510, 34), "quire/scale": (1_800, 14), "quire/server": (9_080, 61),
     "quire/sim": (770, 5), "quire/text": (5_360, 37), "quire/weights": (3_990, 25),
-    "benchmarks": (2_760, 24), "tests": (57_400, 433),
+    "benchmarks": (2_770, 24), "tests": (57_400, 433),
 }  # fmt: skip
 
 
