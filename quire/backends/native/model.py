@@ -171,17 +171,17 @@ class NativeModel:
         self.spec = spec
         self.precision = precision
         self.engine = engine
-        sizes = PoolSizes(num_blocks, num_window_blocks, num_states)
-        self.memory = Memory(KVSpec.of(spec).within(max_model_len), sizes, block_size)
+        kv = KVSpec.of(spec).within(max_model_len)
         self.limits = Limits(
             num_blocks,
             block_size,
             max_model_len,
             spec.vocab_size,
             num_window_blocks=num_window_blocks,
-            window=self.memory.window,
+            window=kv.window if num_window_blocks else 0,
             num_states=num_states,
         )
+        self.memory = Memory(kv, self.limits)
         self._packed = packed
         self._tables = _Tables(max_model_len)
         self.layers = (Layer * spec.num_layers)(*packed.layers)
@@ -374,26 +374,16 @@ def _angles(rope: RopeSpec, max_model_len: int) -> tuple[Floats, Floats]:
 STATE_ITEM_BYTES = 4  # rows of a convolution are fp32, as they are computed: a state is the same bits as its rows
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSizes:
-    """Numbers of blocks and slots, the null block and the empty state included."""
-
-    num_blocks: int
-    num_window_blocks: int = 0  # 0: layers with a window keep their whole context in the other blocks
-    num_states: int = 0
-
-
 class Memory:
     """Allocates the pools and gives each layer its part. A pool has one array of blocks or slots for each layer."""
 
-    def __init__(self, kv: KVSpec, sizes: PoolSizes, block_size: int) -> None:
-        self.has_window_blocks = sizes.num_window_blocks > 0
-        self.window = kv.window if self.has_window_blocks else 0
-        full, window = _block_bytes(kv, block_size, self.has_window_blocks)
-        self.blocks = zeroed(sizes.num_blocks * full)
-        self.window_blocks = zeroed(sizes.num_window_blocks * window) if window else np.zeros(0, np.uint8)
-        self.states: Floats = np.zeros(sizes.num_states * state_bytes(kv) // STATE_ITEM_BYTES, np.float32)
-        self.kv, self._sizes, self._block_size = kv, sizes, block_size
+    def __init__(self, kv: KVSpec, limits: Limits) -> None:
+        self.has_window_blocks = limits.num_window_blocks > 0
+        full, window = _block_bytes(kv, limits.block_size, self.has_window_blocks)
+        self.blocks = zeroed(limits.num_blocks * full)
+        self.window_blocks = zeroed(limits.num_window_blocks * window) if window else np.zeros(0, np.uint8)
+        self.states: Floats = np.zeros(limits.num_states * state_bytes(kv) // STATE_ITEM_BYTES, np.float32)
+        self.kv, self._limits = kv, limits
 
     @property
     def num_bytes(self) -> int:
@@ -402,7 +392,7 @@ class Memory:
     def state_arrays(self) -> list[Floats]:
         """Return views of the pools of states: rows of convolutions, then matrices, [slots, ...] for each layer."""
         views: list[Floats] = []
-        at, num_states = 0, self._sizes.num_states
+        at, num_states = 0, self._limits.num_states
         for layer in self.kv.layers:
             if isinstance(layer, LayerState):
                 matrices = (layer.num_heads, layer.key_size, layer.value_size)
@@ -422,12 +412,12 @@ class Memory:
         for layer in self.kv.kv_layers:
             if layer.shared_with is None:
                 has_window = self.has_window_blocks and layer.window
-                (window if has_window else full).append(layer_block_bytes(layer, self._block_size))
+                (window if has_window else full).append(layer_block_bytes(layer, self._limits.block_size))
         states = [math.prod(pool.shape[1:]) * STATE_ITEM_BYTES for pool in self.state_arrays()]
         return (
-            _views(self.blocks, full, self._sizes.num_blocks),
-            _views(self.window_blocks, window, self._sizes.num_window_blocks),
-            _views(self.states.view(np.uint8), states, self._sizes.num_states),
+            _views(self.blocks, full, self._limits.num_blocks),
+            _views(self.window_blocks, window, self._limits.num_window_blocks),
+            _views(self.states.view(np.uint8), states, self._limits.num_states),
         )
 
     def place(self, layers: ctypes.Array[Layer]) -> None:
@@ -436,16 +426,16 @@ class Memory:
         next_state = self.states.ctypes.data
         for layer, kv in zip(layers, self.kv.layers, strict=True):
             if isinstance(kv, LayerState):
-                next_state = _place_state(layer, kv, next_state, self._sizes.num_states)
+                next_state = _place_state(layer, kv, next_state, self._limits.num_states)
             elif kv.shared_with is not None:
                 other = layers[kv.shared_with]
                 layer.pool, layer.has_window_blocks = other.pool, other.has_window_blocks
             elif self.has_window_blocks and kv.window:
                 layer.pool, layer.has_window_blocks = next_window_block, 1
-                next_window_block += self._sizes.num_window_blocks * layer_block_bytes(kv, self._block_size)
+                next_window_block += self._limits.num_window_blocks * layer_block_bytes(kv, self._limits.block_size)
             else:
                 layer.pool = next_block
-                next_block += self._sizes.num_blocks * layer_block_bytes(kv, self._block_size)
+                next_block += self._limits.num_blocks * layer_block_bytes(kv, self._limits.block_size)
 
 
 def _views(memory: Bytes, layer_bytes: list[int], count: int) -> list[Bytes]:
