@@ -249,9 +249,6 @@ def test_the_quick_start_of_the_page_runs(default_model: Path, tmp_path: Path) -
     assert re.search(r"^sea ", outcome.stdout, re.MULTILINE)
 
 
-QUESTIONS = [f"What is {number} plus {number}?" for number in range(8)]
-
-
 def test_a_model_in_this_process_shows_progress_on_a_terminal_only(tiny_model: Path) -> None:
     script = (
         "import sys\n"

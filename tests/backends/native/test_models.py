@@ -151,33 +151,6 @@ def test_other_precisions_are_close(name: str, precision: str, tmp_path: Path) -
     rig.engine.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma3", "olmoe"])
-def test_long_prompts(name: str, tmp_path: Path) -> None:
-    """Over many blocks, in a batch with short prompts, with a window that excludes most of them."""
-    reference = RoundedReference(name, tmp_path, max_position_embeddings=2048)
-    rig = Rig(tmp_path, backend="native", precision="exact", max_chunk_tokens=2048, num_blocks=200)
-    long, short = random_prompt(6, 1100), random_prompt(7, 40)
-    ids = rig.start(short, 12), rig.start(long, 6, prompt_logprobs=160), rig.start(random_prompt(8, 300), 12)
-    answers = rig.run(*ids)
-    check(reference, short, answers[ids[0]])
-    check(reference, long, answers[ids[1]])
-    check(reference, random_prompt(8, 300), answers[ids[2]])
-    found = torch.stack([answers[ids[1]].prompt_rows[position] for position in range(1, 1100)])
-    check_rows(reference, found, reference.logprobs(long)[:-1])
-    rig.engine.close()
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral with a window"])
-@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 128])
-def test_other_block_sizes(name: str, block_size: int, tmp_path: Path) -> None:
-    """The window is 24: it starts and ends anywhere in a block, and spans many blocks or a part of one."""
-    reference = RoundedReference(name, tmp_path)
-    rig = Rig(tmp_path, backend="native", precision="exact", block_size=block_size, num_blocks=1000)
-    prompt = random_prompt(9, HEAD)
-    check(reference, prompt, rig.answer(prompt, 5), rig.answer(prompt, 5))
-    rig.engine.close()
-
-
 SHAPES = {
     "one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64},
     "a kv head each": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},

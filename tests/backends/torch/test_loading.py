@@ -64,11 +64,6 @@ def test_matrices_are_reproducible_and_distinct(tmp_path: Path) -> None:
     assert not torch.equal(layers[0].down_proj.weight, layers[1].down_proj.weight)
 
 
-def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
-    weights = made_up("qwen3", tmp_path, torch.bfloat16)
-    assert {one.dtype for one in matrices(weights)} == {torch.bfloat16}
-
-
 def norms(weights: DecoderModel) -> dict[str, Tensor]:
     """Return norms by quire's name."""
     found = {"norm.weight": weights.norm.weight}
