@@ -8,6 +8,7 @@ from typing import Protocol
 
 from quire.core.cache.block import BLOCK_SIZE
 from quire.core.step import MemoryKind, MemoryRef, StepPlan, StepResult
+from quire.errors import InvalidRequest
 
 DEFAULT_MAX_SEQS = 64  # on a CPU
 DEFAULT_MAX_CHUNK = 512  # tokens per step from one prompt
@@ -37,6 +38,13 @@ class BackendOptions:
     max_model_len: int | None = None  # None: the model's own limit
     max_num_batched_tokens: int | None = None  # largest step, for backends that reserve memory for it
     max_chunk_tokens: int | None = None
+
+    def context_within(self, most: int) -> int:
+        """Return the longest context, for a model that supports `most` tokens."""
+        max_model_len = self.max_model_len or most
+        if max_model_len > most:
+            raise InvalidRequest(f"{max_model_len = } is more than the {most} tokens this model supports")
+        return max_model_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,9 +166,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     """Make a runner with a model's vocabulary and limits but no weights. `device` sets the time of a step."""
     del progress  # nothing is loaded
     spec = checkpoint.spec
-    max_model_len = options.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_model_len:
-        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} tokens this model supports")
+    max_model_len = options.context_within(spec.max_model_len)
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     kv_spec = KVSpec.of(spec).within(max_model_len)
     num_blocks = options.num_blocks or NUM_BLOCKS

@@ -153,60 +153,6 @@ def cpu_budget() -> tuple[int, int]:
     return free, min(int(free * CPU_SHARE), CPU_CAP)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRequest:
-    """The size of a single pool. `quire.backends.kv_memory` divides memory among several."""
-
-    options: BackendOptions
-    block_bytes: int  # one block in all layers
-    max_model_len: int
-
-    def num_blocks_on_cpu(self) -> int:
-        return self.num_blocks(*cpu_budget())
-
-    def num_blocks(self, free: int, budget: int) -> int:
-        """Return the number of blocks in the pool, the null block included.
-
-        `free` bytes are available; the default uses `budget` of them. `num_blocks` and `kv_memory` are used exactly as
-        given, or refused if they do not fit. The pool may be larger than the running requests can use: the rest is
-        prefix cache.
-        """
-        options = self.options
-        if options.num_blocks is not None:
-            if (num_bytes := options.num_blocks * self.block_bytes) > free:
-                needed, available = compared_sizes(num_bytes, max(free, 0))
-                raise InvalidRequest(
-                    f"num_blocks = {options.num_blocks} takes {needed} of KV cache, more than the {available} that are"
-                    " free"
-                )
-            return options.num_blocks
-        if options.kv_memory is not None:
-            if options.kv_memory > free:
-                needed, available = compared_sizes(options.kv_memory, max(free, 0))
-                raise InvalidRequest(f"kv_memory = {needed} is more than the {available} that are free")
-            return self._blocks_in(options.kv_memory)
-        return self._default(free, max(budget, 0))
-
-    def _default(self, free: int, budget: int) -> int:
-        num_blocks = min(budget // self.block_bytes, DEFAULT_MAX_BLOCKS)
-        num_tokens = max(num_blocks - 1, 0) * self.options.block_size
-        if num_tokens < min(MIN_POOL_TOKENS, self.max_model_len):
-            raise InvalidRequest(
-                f"kv_memory: {memory_size(max(free, 0))} are free, and the default share of {memory_size(budget)} holds"
-                f" a context of {num_tokens} tokens, which is too short. Free some memory, or set kv_memory"
-            )
-        return num_blocks
-
-    def _blocks_in(self, budget: int) -> int:
-        num_blocks = budget // self.block_bytes
-        if num_blocks < 2:
-            given, needed = compared_sizes(budget, 2 * self.block_bytes)
-            raise InvalidRequest(
-                f"kv_memory = {given} is less than the {needed} of two blocks of {self.options.block_size} tokens each"
-            )
-        return num_blocks
-
-
 HAS_WINDOWS = True  # layers with a window have a pool of their own; tests set False to compare with whole contexts
 TYPICAL_CONTEXT = 8192  # tokens: of such a context, only the window and the chunk that is computed need window blocks
 WINDOW_CHUNK = 1024  # default limit of a chunk in a model with windows: its blocks are held until it is computed
@@ -224,6 +170,11 @@ class KVCosts:
     window_block: int = 0  # one block in the layers with a window
     state: int = 0  # the state of one request
     window: int = 0  # the largest one; 0: no layer has window blocks
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are other pieces than blocks of whole contexts."""
+        return bool(self.window or self.state)
 
     @classmethod
     def of(cls, kv_spec: KVSpec, block_size: int, item_bytes: int, *, has_windows: bool = True) -> KVCosts:
@@ -266,33 +217,36 @@ class MemoryRequest:
         return self.divide(*cpu_budget())
 
     def divide(self, free: int, budget: int) -> KVMemory:
-        """Return the sizes. `free` bytes are available; the default uses `budget` of them."""
+        """Return the sizes. `free` bytes are available; the default uses `budget` of them.
+
+        `num_blocks` and `kv_memory` are used exactly as given, or refused if they do not fit. The pool may be larger
+        than the running requests can use: the rest is prefix cache.
+        """
         options, costs = self.options, self.costs
-        if not costs.window and not costs.state:
-            num_blocks = PoolRequest(options, costs.full_block, self.max_model_len).num_blocks(free, budget)
-            return KVMemory(num_blocks, self.max_num_seqs, self.chunk)
         if options.num_blocks is not None:
             memory = self._add_to(options.num_blocks)
             if (num_bytes := memory.num_bytes(costs)) > free:
                 needed, available = compared_sizes(num_bytes, max(free, 0))
+                others = f", with {memory.num_window_blocks} window blocks and {memory.num_states} states"
                 raise InvalidRequest(
-                    f"num_blocks = {options.num_blocks} takes {needed} of KV cache, with {memory.num_window_blocks}"
-                    f" window blocks and {memory.num_states} states, more than the {available} that are free"
+                    f"num_blocks = {options.num_blocks} takes {needed} of KV cache{others if costs.is_mixed else ''},"
+                    f" more than the {available} that are free"
                 )
         elif options.kv_memory is not None:
             if options.kv_memory > free:
                 needed, available = compared_sizes(options.kv_memory, max(free, 0))
                 raise InvalidRequest(f"kv_memory = {needed} is more than the {available} that are free")
-            memory = self._fit(options.kv_memory)
+            memory = self._fit(options.kv_memory, free)
         else:
-            memory = self._fit(max(budget, 0))
-        log.info(
-            "KV cache of %s: %d blocks, %d window blocks, %d states",
-            memory_size(memory.num_bytes(costs)),
-            memory.num_blocks,
-            memory.num_window_blocks,
-            memory.num_states,
-        )
+            memory = self._fit(max(budget, 0), free)
+        if costs.is_mixed:
+            log.info(
+                "KV cache of %s: %d blocks, %d window blocks, %d states",
+                memory_size(memory.num_bytes(costs)),
+                memory.num_blocks,
+                memory.num_window_blocks,
+                memory.num_states,
+            )
         return memory
 
     @property
@@ -379,7 +333,7 @@ class MemoryRequest:
         num_cached = max(min(memory.num_bytes(self.costs) // self.costs.state, num_blocks), MIN_SNAPSHOTS)
         return replace(memory, num_states=self._num_live(self.max_num_seqs) + num_cached)
 
-    def _fit(self, budget: int) -> KVMemory:
+    def _fit(self, budget: int, free: int) -> KVMemory:
         """Divide a number of bytes."""
         memory = KVMemory(0, self._fitting_seqs(budget), self.chunk)
         if self.costs.state:
@@ -390,7 +344,7 @@ class MemoryRequest:
         if self.options.kv_memory is None:
             num_blocks = min(num_blocks, DEFAULT_MAX_BLOCKS)
         memory = replace(memory, num_blocks=num_blocks, num_window_blocks=self._num_windows(num_blocks))
-        self._refuse_small(memory, budget)
+        self._refuse_small(memory, budget, free)
         return memory
 
     def _num_blocks(self, budget: int) -> int:
@@ -406,22 +360,26 @@ class MemoryRequest:
             num_blocks -= 1  # window blocks are rounded up
         return num_blocks
 
-    def _refuse_small(self, memory: KVMemory, budget: int) -> None:
-        options = self.options
+    def _refuse_small(self, memory: KVMemory, budget: int, free: int) -> None:
+        options, is_mixed = self.options, self.costs.is_mixed
         if options.kv_memory is not None:
             if memory.num_blocks < MIN_BLOCKS:
                 least = replace(memory, num_blocks=MIN_BLOCKS, num_window_blocks=self._min_windows)
                 given, needed = compared_sizes(options.kv_memory, least.num_bytes(self.costs))
+                others = (
+                    f", {least.num_window_blocks} window blocks and {least.num_states} states. Raise kv_memory, or"
+                    " lower max_num_seqs or max_chunk_tokens"
+                )
                 raise InvalidRequest(
-                    f"kv_memory = {given} is less than the {needed} of two blocks of {options.block_size} tokens each,"
-                    f" {least.num_window_blocks} window blocks and {least.num_states} states. Raise kv_memory, or lower"
-                    " max_num_seqs or max_chunk_tokens"
+                    f"kv_memory = {given} is less than the {needed} of two blocks of {options.block_size} tokens"
+                    f" each{others if is_mixed else ''}"
                 )
             return
         num_tokens = max(memory.num_blocks - 1, 0) * options.block_size
         if num_tokens < min(MIN_POOL_TOKENS, self.max_model_len):
             raise InvalidRequest(
-                f"kv_memory: the default share of {memory_size(budget)} holds {memory.num_states} states and a context"
-                f" of {num_tokens} tokens, which is too short. Free some memory, or set kv_memory or a lower"
-                " max_num_seqs"
+                f"kv_memory: {'' if is_mixed else f'{memory_size(max(free, 0))} are free, and '}the default share of"
+                f" {memory_size(budget)} holds {f'{memory.num_states} states and ' if is_mixed else ''}a context of"
+                f" {num_tokens} tokens, which is too short. Free some memory, or set kv_memory"
+                f"{' or a lower max_num_seqs' if is_mixed else ''}"
             )

@@ -7,10 +7,10 @@ backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.backends.base import TokenMasks
 from quire.core.step import PromptLogprobs, SeqSlice, StepResult, TokenLogprobs, accepted
@@ -34,6 +34,9 @@ BROKEN = "the model's output is not a number (NaN or infinity): the weights or t
 BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
 
 
+NEVER = float("-inf")  # added to the logit of a token that is forbidden
+
+
 def is_penalised(piece: SeqSlice) -> bool:
     return has_penalty(piece.sampling)
 
@@ -48,6 +51,58 @@ def is_short(piece: SeqSlice) -> bool:
     """Return whether the answer is still below `min_tokens`."""
     num_answered = piece.start + piece.length - piece.num_prompt_tokens
     return num_answered < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
+
+
+def is_changed(piece: SeqSlice) -> bool:
+    """Return whether something other than a grammar changes the logits of this row."""
+    params = piece.sampling
+    return bool(params.logit_bias) or is_penalised(piece) or bool(params.min_tokens and is_short(piece))
+
+
+def edits_of(piece: SeqSlice) -> dict[int, float]:
+    """Return what is added to single logits of a row, by token: the bias, and NEVER for tokens that are forbidden."""
+    if not is_short(piece):
+        return dict(piece.sampling.logit_bias)
+    return {**piece.sampling.logit_bias, **dict.fromkeys(piece.sampling.stop_token_ids, NEVER)}
+
+
+def draw_of(piece: SeqSlice) -> float:
+    """Return the random number of the token after a slice."""
+    return uniform(piece.sampling.seed, piece.sampling.sample_index, piece.start + piece.length)
+
+
+class NewTokens(NamedTuple):
+    """Tokens of a context that were not counted before."""
+
+    is_first: bool  # nothing of this request was counted before
+    tokens: list[int]
+    num_prompt: int  # the leading ones, which are in the prompt
+    has_last: bool  # the last token of the context follows: it was sampled in the step before and is not known here
+
+
+class TokenCounter:
+    """Knows which tokens of the request at each batch index are counted already, for penalties."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, tuple[tuple[int, int], int]] = {}  # by batch index: request, and tokens counted
+
+    def release(self, batch_index: int) -> None:
+        self._counted.pop(batch_index, None)
+
+    def forget(self) -> None:
+        """Count the tokens of all requests again."""
+        self._counted.clear()
+
+    def count(self, piece: SeqSlice) -> NewTokens:
+        """Return the tokens up to the end of a slice that are new, which are counted then."""
+        owner, end = (piece.request_id, piece.epoch), piece.start + piece.length
+        last_owner, num_counted = self._counted.get(piece.batch_index, (None, 0))
+        if is_first := last_owner != owner:
+            num_counted = 0
+        self._counted[piece.batch_index] = (owner, end)
+        tokens = list(piece.history[num_counted:end])
+        num_prompt = min(max(piece.num_prompt_tokens - num_counted, 0), len(tokens))
+        return NewTokens(is_first, tokens, num_prompt, num_counted + len(tokens) < end)
 
 
 def sampled_pieces(piece: SeqSlice) -> list[SeqSlice]:
@@ -76,6 +131,38 @@ def masks_by_row(rows: Sequence[SeqSlice], masks: TokenMasks | None, vocab_size:
         for number, row in enumerate(group):
             found[row] = found[row][number * size : (number + 1) * size]
     return found
+
+
+def prompt_parts(piece: SeqSlice) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the prompt tokens that follow the positions of a slice, if it reports them, in parts of PROMPT_ROWS.
+
+    With each part comes the row of the slice whose logits predict its first token.
+    """
+    if piece.sampling.prompt_logprobs is None:
+        return
+    first, last = piece.start + 1, min(piece.start + piece.length + 1, piece.num_prompt_tokens)
+    for start in range(first, last, PROMPT_ROWS):
+        yield start - first, tuple(piece.history[start : min(start + PROMPT_ROWS, last)])
+
+
+class Ranks(NamedTuple):
+    """Logprobs of chosen tokens as arrays of a backend, which may not be computed yet."""
+
+    rows: tuple[int, ...]  # rows that report logprobs
+    counts: tuple[int, ...]  # number of alternatives for each
+    chosen: Any  # [rows]
+    ranks: Any  # [rows]
+    top_values: Any  # [rows, most]
+    top_tokens: Any
+
+    def read(self, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """Return plain numbers by row. `tokens`: the chosen token of each row. Waits for the device."""
+        chosen, ranks, values, ids = (array.tolist() for array in self[2:])
+        result: dict[int, TokenLogprobs] = {}
+        for place, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
+            top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
+            result[row] = TokenLogprobs(tokens[row], chosen[place], ranks[place], top)
+        return result
 
 
 def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:

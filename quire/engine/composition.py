@@ -265,7 +265,7 @@ def at_most(counts: PieceCounts, pool_sizes: PieceCounts) -> PieceCounts:
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`.
 BACKENDS: dict[str, str] = {
-    "native": "quire.backends.native.build",
+    "native": "quire.backends.native.runner",
     "torch": "quire.backends.torch.build",
     "mlx": "quire.backends.mlx.build",
     "fake": "quire.backends.fake",

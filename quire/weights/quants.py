@@ -104,7 +104,7 @@ class _Decoded(NamedTuple):
 
 def pack_blocks(raw: RawTensor) -> PackedMatrix | None:
     """Return a matrix of GGUF blocks; None: its type has no such form."""
-    layout = _LAYOUTS.get(raw.info.type)
+    layout = BLOCK_LAYOUTS.get(raw.info.type)
     if layout is None or len(raw.info.shape) != 2:
         return None
     rows, columns = raw.info.shape
@@ -213,7 +213,7 @@ class _Layout(NamedTuple):
     decode: Callable[[NDArray[np.uint8]], _Decoded]
 
 
-_LAYOUTS = {
+BLOCK_LAYOUTS = {
     TensorType.Q8_0: _Layout(CodeType.INT8, 34, 32, _q8_0),
     TensorType.Q4_0: _Layout(CodeType.INT4, 18, 32, _q4_0),
     TensorType.Q4_1: _Layout(CodeType.INT4, 20, 32, _q4_1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.backends.base import Capacity, Runner
-from quire.backends.fake import FakeRunner, choose_token, run_alone
+from quire.backends.fake import FakeRunner, run_alone
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
 from quire.core.values import SamplingParams
 from quire.errors import InvariantViolation
@@ -52,13 +52,6 @@ def test_chunks_and_decodes_through_a_table_give_the_answer_of_the_oracle(is_lat
     runner.close()
 
 
-def test_content_depends_on_everything_before_it() -> None:
-    runner = FakeRunner(CAPACITY)
-    execute(runner, plan(piece([1, 2, 3, 4, 9, 9, 9, 9], 0, [1, 2], [1, 2, 3, 4, 9, 9, 9, 9])))
-    execute(runner, plan(piece([5, 2, 3, 4, 9, 9, 9, 9], 0, [3, 4], [5, 2, 3, 4, 9, 9, 9, 9])))
-    assert all(a != b for a, b in zip(runner.memory[2], runner.memory[4], strict=True))
-
-
 def test_one_wrong_block_anywhere_changes_the_answer() -> None:
     prompt = list(range(12))
     answers = set()
@@ -91,20 +84,6 @@ def test_a_late_step_does_not_touch_blocks_that_were_added_to_its_table_later() 
     table.append(5)
     runner.collect()
     assert runner.memory[5] == before
-
-
-def test_sampling_uses_seed_index_position_and_history() -> None:
-    base = SamplingParams(seed=1)
-    variants = [
-        choose_token(3, base, [1], 10**9),
-        choose_token(3, base, [1, 1], 10**9),
-        choose_token(3, SamplingParams(seed=2), [1], 10**9),
-        choose_token(3, SamplingParams(seed=1, sample_index=1), [1], 10**9),
-        choose_token(3, SamplingParams(seed=1, repetition_penalty=1.1), [1], 10**9),
-        choose_token(3, SamplingParams(seed=1, repetition_penalty=1.1), [2], 10**9),
-    ]
-    assert len(set(variants)) == len(variants)
-    assert choose_token(3, GREEDY, [1], 10**9) == choose_token(3, SamplingParams(temperature=0, seed=9), [1], 10**9)
 
 
 def test_masks_forbid_tokens() -> None:
@@ -150,24 +129,3 @@ def test_calls_out_of_order_are_refused() -> None:
     runner.sample(None)
     with pytest.raises(InvariantViolation, match="no sampled token to continue from"):
         runner.collect()
-
-
-def test_logprobs_are_reported_where_they_are_asked_for() -> None:
-    runner = FakeRunner(CAPACITY)
-    prompt = [5, 6, 7, 8, 9, 10]
-    asking = piece(prompt[:4], 0, [1, 2], prompt)._replace(sampling=SamplingParams(logprobs=2, prompt_logprobs=1))
-    runner.forward(plan(asking, piece([3], 0, [3], [3], batch_index=1)))
-    runner.sample(None)
-    result = runner.collect()
-    assert dict(result.logprobs) == {}  # one requests them and has no token yet, the other does not request them
-    found = result.prompt_logprobs[0]
-    assert (found.start, [entry.token for entry in found.entries]) == (1, [6, 7, 8, 9])
-    assert [len(entry.top) for entry in found.entries] == [1] * 4
-    runner.forward(plan(asking._replace(tokens=prompt[4:], start=4, length=2, wants_token=True)))
-    runner.sample(None)
-    result = runner.collect()
-    (entry,) = result.logprobs[0]
-    assert (entry.token,) == result.tokens[0]
-    assert entry.top[0] == (entry.token, entry.logprob)
-    assert 0 > entry.top[0][1] > entry.top[1][1]
-    assert result.prompt_logprobs[0].entries[-1].token == 10  # the last prompt token; the answer follows

@@ -13,10 +13,8 @@ import pytest
 from quire.backends import kv_memory as kv_division
 from quire.backends.base import BackendOptions
 from quire.backends.kv_memory import (
-    DEFAULT_MAX_BLOCKS,
     MIN_SNAPSHOTS,
     KVCosts,
-    KVMemory,
     KVSpec,
     LayerKV,
     LayerState,
@@ -34,12 +32,6 @@ STATES = KVCosts(full_block=6 * 64 * 1024, state=18 * MIB)
 def request(costs: KVCosts, *, has_overlap: bool = True, max_model_len: int = 32_768, **options: Any) -> MemoryRequest:
     chosen = BackendOptions(**options)
     return MemoryRequest(chosen, costs, max_model_len, chosen.max_num_seqs or 256, 8192, has_overlap)
-
-
-def test_one_kind_is_divided_as_before() -> None:
-    memory = request(KVCosts(full_block=MIB)).divide(16 * GIB, 4 * GIB)
-    assert memory == KVMemory(4096, max_num_seqs=256, max_chunk_tokens=8192)
-    assert request(KVCosts(full_block=MIB), num_blocks=77, max_chunk_tokens=33).divide(GIB, GIB).max_chunk_tokens == 33
 
 
 def test_windows_of_long_contexts_cost_what_the_window_costs() -> None:
@@ -118,12 +110,6 @@ def test_configured_sizes_are_refused_if_they_do_not_fit() -> None:
         request(WINDOWS, num_blocks=100_000).divide(4 * GIB, GIB)
     with pytest.raises(InvalidRequest, match="holds 0 states and a context of 0 tokens, which is too short"):
         request(WINDOWS).divide(GIB, 100 * MIB)
-
-
-def test_only_the_default_number_of_blocks_is_bounded() -> None:
-    costs = KVCosts(1024, 1024, window=64)
-    assert request(costs).divide(8 * GIB, 4 * GIB).num_blocks == DEFAULT_MAX_BLOCKS
-    assert request(costs, kv_memory=4 * GIB).divide(8 * GIB, GIB).num_blocks > 3_000_000
 
 
 def test_any_budget_is_used_and_not_exceeded() -> None:

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from tests.cli.runs import Terminal, quire
 from tests.cli.scripted import Reply, document, refusal
 from tests.cli.scripted import serving as scripted
@@ -249,24 +247,6 @@ def test_the_quick_start_of_the_page_runs(default_model: Path, tmp_path: Path) -
     assert "3 lines: 3 answered, 0 failed" in outcome.stderr
     assert re.search(r"^line-1 .*Tokyo", outcome.stdout, re.MULTILINE)
     assert re.search(r"^sea ", outcome.stdout, re.MULTILINE)
-
-
-QUESTIONS = [f"What is {number} plus {number}?" for number in range(8)]
-
-
-@pytest.mark.nightly
-def test_the_default_model_answers_as_it_does_alone(default_model: Path, tmp_path: Path) -> None:
-    del default_model
-    source, out = write(tmp_path / "in.jsonl", *(json.dumps(text) for text in QUESTIONS)), tmp_path / "out.jsonl"
-    env = {"QUIRE_THREADS": "1"}
-    options = ("--local", "--temperature", "0", "--max-tokens", "12", "--threads", "1", "--kv-memory", "64M")
-    outcome = quire("batch", str(source), str(out), *options, env=env)
-    assert outcome.returncode == 0, outcome.stderr
-    found = read(out)
-    with LLM(threads=1, kv_memory=64 << 20) as llm:
-        alone = [llm.chat(text, GenerationParams(temperature=0, max_tokens=12))[0].text for text in QUESTIONS]
-    texts = [found[f"line-{number}"]["response"]["body"]["choices"][0]["message"]["content"] for number in range(1, 9)]
-    assert texts == alone
 
 
 def test_a_model_in_this_process_shows_progress_on_a_terminal_only(tiny_model: Path) -> None:

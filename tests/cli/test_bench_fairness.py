@@ -13,9 +13,6 @@ from pathlib import Path
 import pytest
 
 from quire.bench.http_load import _dechunked, ask, run_load
-from quire.bench.report import NUM_IDLE, BenchConfig, Stage
-from quire.cli import bench_fairness
-from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_load import Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
 from quire.cli.server_client import PATIENT, ServerClient, ServerError
@@ -233,27 +230,3 @@ def test_chunks_are_joined_wherever_they_are_cut() -> None:
 
 
 # All of it
-
-
-@pytest.mark.nightly
-def test_three_phases_make_a_report(tiny_model: Path, process: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_fairness, "MAX_PAUSE_S", 0.01)
-    stages: list[Stage] = []
-    config = BenchConfig(parts=("fairness",), seconds=1.0, max_num_seqs=2, prompt_tokens=16, output_tokens=4)
-    found = measure_fairness(str(tiny_model), config, {"backend": "fake", "threads": None}, stages.append)
-    assert [stage.what for stage in stages] == [
-        "fairness: starting a server",
-        "fairness: idle",
-        "fairness: HIGH beside a LOW backlog",
-        "fairness: both tiers saturated",
-    ]
-    assert (found.setup.model, found.setup.backend, found.setup.max_num_seqs) == ("tiny", "fake", 2)
-    report = found.report
-    assert report.max_num_seqs == 2
-    assert report.idle.requests == NUM_IDLE
-    assert report.idle.ttft_ms_p95 is not None
-    assert len(report.backlog.windows) == 3
-    assert sum(window.latency.requests for window in report.backlog.windows) == report.backlog.latency.requests > 0
-    assert report.backlog.num_low >= 4
-    assert report.saturated.num_each == 4
-    assert servers_of(os.getpid()) == [process.pid]  # the other one has ended

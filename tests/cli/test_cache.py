@@ -378,13 +378,6 @@ def test_names_that_a_server_shows(root: Path, tmp_path: Path, monkeypatch: pyte
     assert len(all_files(root)) == 6
 
 
-def test_clear_a_model_that_was_computed_in_two_ways(root: Path) -> None:
-    write(DiskStore(root, {**FACTS, "dtype": "float32"}, 1 << 30, name="small"), 1)
-    assert [line.split()[0] for line in shown("ls", "--cache-dir", str(root)).splitlines()[1:]].count("small") == 2
-    assert shown("clear", "--cache-dir", str(root), "--model", "small", "--yes").startswith("deleted 4 files: ")
-    assert len(all_files(root)) == 3
-
-
 def test_clear_what_was_not_used_for_long(root: Path) -> None:
     assert shown("clear", "--cache-dir", str(root), "--older-than", "2w", "--yes").startswith("nothing to delete in ")
     assert shown("clear", "--cache-dir", str(root), "--older-than", "7d", "--yes").startswith("deleted 3 files: ")

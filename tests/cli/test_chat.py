@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from quire.cli import chat_model
 from quire.cli.main import app
 from quire.core.values import FinishReason
-from tests.cli.runs import EchoLLM, Terminal, quire
+from tests.cli.runs import EchoLLM, quire
 
 
 @pytest.fixture
@@ -45,32 +44,6 @@ def test_two_turns_through_a_pipe_share_their_prefix() -> None:
     assert second[0] > 37  # the first prompt, and the answer after it
     assert second[1] > second[0]
     assert ">" not in outcome.stdout
-
-
-@pytest.mark.usefixtures("default_model")
-def test_ctrl_c_stops_the_answer_and_the_chat_continues(tmp_path: Path) -> None:
-    saved = tmp_path / "talk.json"
-    terminal = Terminal("chat", "--temperature", "0", "--max-tokens", "4000")
-    try:
-        at = terminal.wait_for("\r\n> ", after=terminal.wait_for("/help for help."))
-        question = "Write a very long story about a dragon."
-        terminal.type(f"{question}\n")
-        at = terminal.wait_for("\r\n", after=at)  # the echo of the question
-        at = terminal.wait_for(" ", after=at)  # a word of the answer
-        terminal.type("\x03")
-        at = terminal.wait_for("[stopped]\r\n> ", after=at)
-        terminal.type(f"/save {saved}\n")
-        at = terminal.wait_for("[wrote 2 messages", after=at)
-        asked, answered = json.loads(saved.read_text())
-        assert asked == {"role": "user", "content": question}
-        assert answered["content"]
-        at = terminal.wait_for("> ", after=at)
-        terminal.type("/reset\nWhat is the capital of Japan?\n")
-        terminal.wait_for("The capital of Japan is Tokyo.\r\n> ", after=at)
-        terminal.type("\x04")
-        assert terminal.exit_code() == 0
-    finally:
-        terminal.close()
 
 
 # Its commands

@@ -261,19 +261,3 @@ def test_paths_do_not_contain_the_user_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(getpass, "getuser", lambda: "alice")
     given = {"a": ["/home/alice/models", "/home/alice", "/scratch/alice/x: broken", "/home/alicex", 3, None]}
     assert doctor._anonymous(given) == {"a": ["~/models", "~", "/scratch/$USER/x: broken", "/home/alicex", 3, None]}
-
-
-def test_pull_prints_the_path(default_model: Path) -> None:
-    assert quire("pull").stdout == f"{default_model}\n"
-    outcome = CliRunner().invoke(app, ["pull", "smollm2", "--json"])
-    assert json.loads(outcome.stdout) == {"name": "smollm2", "path": str(default_model)}
-
-
-def test_models_lists_what_is_here_and_what_could_be(default_model: Path) -> None:
-    document = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
-    assert str(default_model) in [model["path"] for model in document["local"]]
-    (known,) = [model for model in document["known"] if model["name"] == "smollm2-135m-instruct"]
-    assert known["is_local"]
-    table = quire("models")
-    assert "smollm2-135m-instruct" in table.stdout
-    assert "98.4 MB" in table.stdout

@@ -88,16 +88,6 @@ def test_a_model_that_does_not_run_is_refused_before_the_download(
     assert set(hub.fetched) <= {"config.json"}
 
 
-@pytest.mark.nightly
-def test_force_downloads_it_anyway(hub: FakeHub, tmp_path: Path) -> None:
-    assert "--force downloads it anyway" in pull(hub, tmp_path, "org/mamba:Q4_0").stderr
-    outcome = pull(hub, tmp_path, "org/mamba:Q4_0", "--force")
-    assert outcome.returncode == 0, outcome.stderr
-    assert "forced: architecture 'mamba' is not supported" in outcome.stderr
-    assert "m-Q4_0.gguf" in hub.fetched
-    assert pull(hub, tmp_path, "org/gguf:Q2_K", "--force").returncode == 2  # there is nothing to download
-
-
 # Models that only the mlx backend runs
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -434,13 +433,6 @@ def test_a_server_that_sends_no_usage(server: ScriptedServer) -> None:
     assert (found["text"], found["usage"], found["cache"]) == ("Hi", None, None)
 
 
-def test_several_answers_come_in_their_order(server: ScriptedServer) -> None:
-    server.answers(
-        stream(chunk(choice("late", 1, "stop"), choice("ear", 0)), chunk(choice("ly", 0, "stop")), usage(1, 3), DONE)
-    )
-    assert run("generate", "Hi", "--n", "2", "--server", server.url).stdout == "early\n--------\nlate\n"
-
-
 EVENTS = (
     b"\xef\xbb\xbf: hello\ndata: one\n\nid: 4\nevent: x\ndata:two\ndata:  lines\r\n\r\n"
     b": ping\n\ndata\n\nretry: 3\rdata: \xf0\x9f\xa6\x8a\xc3\xa9\r\rdata: \xff\n\ndata: [DONE]\n\ndata: cut off"
@@ -542,21 +534,6 @@ def test_a_closed_stdout_cancels_the_request(server: ScriptedServer) -> None:
     assert server.was_closed.wait(LIMIT_S)
 
 
-def test_ctrl_c_keeps_what_was_printed(server: ScriptedServer) -> None:
-    server.answers(endless("word"))
-    command = [sys.executable, "-m", "quire", "generate", "Count.", "--server", server.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        first = process.stdout.read(5)
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-        assert process.stderr.read() == ""
-        assert process.wait(LIMIT_S) == 130
-    assert (first + rest).endswith("\n")
-    assert server.was_closed.wait(LIMIT_S)
-
-
 def test_ctrl_c_cancels_the_answer_and_the_chat_continues(server: ScriptedServer) -> None:
     server.answers(endless("word"), said(PARIS))
     terminal = Terminal("chat", env={"QUIRE_SERVER": server.url})
@@ -577,17 +554,6 @@ def test_ctrl_c_cancels_the_answer_and_the_chat_continues(server: ScriptedServer
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
     assert second["messages"][0] == first["messages"][0]
     assert second["messages"][1]["content"].startswith("word0 word1 ")
-
-
-def test_at_a_terminal_a_summary(server: ScriptedServer) -> None:
-    server.answers(said(PARIS, "length"))
-    terminal = Terminal("generate", "Hi", "--max-tokens", "7", "--server", server.url)
-    try:
-        assert terminal.exit_code() == 0
-        assert f"[using {NAME} on {server.url}]\r\n{PARIS}\r\n7 tokens, " in terminal.screen
-        assert ", 3 of 7 prompt tokens cached; stopped at --max-tokens 7\r\n" in terminal.screen
-    finally:
-        terminal.close()
 
 
 # Chat
@@ -636,31 +602,6 @@ def test_stats_that_the_server_refuses(server: ScriptedServer, reply: Reply, why
     server.replies["/v1/cache/stats"] = [reply]
     outcome = talk(server, "/stats", "Hi")
     assert f"cache: unknown: {why.replace('URL', server.url)}\n{PARIS}\n" in outcome.stdout
-
-
-def test_a_failed_turn_is_removed_from_the_conversation(server: ScriptedServer) -> None:
-    broken = stream(chunk(choice("Hal")), {"error": {"message": "the worker died"}})
-    full = refusal(429, "queue is full", retry_after="2")
-    long = refusal(400, "prompt is too long", "messages", "context_length_exceeded")
-    server.answers(broken, full, long, said(PARIS))
-    outcome = talk(server, "one", "two", "three", "four")
-    assert outcome.stdout == f"Hal\n{PARIS}\n"
-    assert outcome.stderr.splitlines() == [
-        "[the answer failed: the worker died]",
-        f"[{server.url}: queue is full (HTTP 429); try again in 2 s]",
-        f"[{server.url}: prompt is too long (HTTP 400, messages)."
-        " /reset forgets the conversation, /save FILE keeps it]",
-    ]
-    assert [message["content"] for message in server.posted()[-1]["messages"]] == ["four"]
-
-
-def test_the_reason_of_a_cut_answer_is_printed(server: ScriptedServer) -> None:
-    server.answers(said("a b", "length"))
-    outcome = talk(server, "one", "/set max_tokens 3", "two")
-    assert outcome.stderr.splitlines() == [
-        "[stopped: the context of 60 tokens is full. /reset forgets the conversation]",
-        "[stopped at max_tokens = 3; /set max_tokens N changes it]",
-    ]
 
 
 def thinking(*thoughts: str) -> list[dict[str, Any]]:

@@ -78,15 +78,6 @@ def test_sim_compares_placement_rules_of_states() -> None:
     assert max(map(len, outcome.stdout.splitlines())) <= 100
 
 
-def test_sim_gives_json_of_states() -> None:
-    outcome = quire("sim", *AGENTS, *("--requests", "5", "--states", "18", "--places", "branch", "--json"))
-    reference, run = json.loads(outcome.stdout)["runs"]
-    assert (reference["num_states"], reference["places"], reference["reused_share"]) == (0, None, 1.0)
-    assert (run["num_states"], run["places"]) == (18, "branch")
-    assert 0 < run["reused_share"] <= 1
-    assert run["cache"]["states"]["num_slots"] == 17
-
-
 @pytest.mark.nightly
 def test_sim_compares_numbers_of_states() -> None:
     document = json.loads(quire("sim", *AGENTS, *STATES, "--json").stdout)

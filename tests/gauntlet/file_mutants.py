@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from quire.backends.base import BackendOptions
-from quire.backends.native.build import make_runner
-from quire.backends.native.runner import NativeRunner
+from quire.backends.native.runner import NativeRunner, make_runner
 from quire.engine.levels.block_file import DamagedBlock
 from quire.engine.levels.disk_store import DiskStore
 from quire.errors import InvalidRequest, LoadFailed, ModelFileError, ModelNotFound, TemplateError

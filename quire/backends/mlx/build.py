@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,17 +11,13 @@ import mlx_lm
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
 from quire.backends.block_io import layout_text, model_key
-from quire.backends.kv_memory import PoolRequest
+from quire.backends.kv_memory import KVCosts, MemoryRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.batch import BatchMode, build_passes
-from quire.backends.mlx.block_io import LAYOUT
-from quire.backends.mlx.evaluation import file_errors
-from quire.backends.mlx.kernel_check import check, measure_gains
 from quire.backends.mlx.loading import LoadedModel, load_model
 from quire.backends.mlx.model import PagedModel, adapt_model, install_attention
-from quire.backends.mlx.paged_cache import GATHER_BYTES, KVStore, LayerShape
-from quire.backends.mlx.paged_decode import PagedDecode, Shape
-from quire.backends.mlx.quantization import dtype_name
+from quire.backends.mlx.paged_cache import GATHER_BYTES, LAYOUT, KVStore, LayerShape
+from quire.backends.mlx.parameters import dtype_name, file_errors
 from quire.backends.mlx.runner import MlxRunner, OwnThread
 from quire.backends.support import backend_hint, rope_notice
 from quire.core.step import SeqSlice
@@ -30,8 +25,6 @@ from quire.core.values import SamplingParams
 from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.fields import member, read_json
-
-log = logging.getLogger(__name__)
 
 GPU_SHARE = 0.85  # of the memory that weights and steps leave, for the KV pool
 CPU_CAP = 1 << 30  # of the pool on a CPU, which is for tests: MLX writes every byte of a new array
@@ -62,11 +55,7 @@ def _make_runner(
     thread: OwnThread, checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None
 ) -> MlxRunner:
     is_gpu = _use_device(options.device)
-    max_model_len = options.max_model_len or checkpoint.spec.max_model_len
-    if max_model_len > checkpoint.spec.max_model_len:
-        raise InvalidRequest(
-            f"{max_model_len = } is more than the {checkpoint.spec.max_model_len} tokens this model supports"
-        )
+    max_model_len = options.context_within(checkpoint.spec.max_model_len)
     if is_gpu:
         mx.set_memory_limit(_limit())
         mx.set_cache_limit(MIN_CACHE)  # what loading frees is not kept
@@ -74,14 +63,12 @@ def _make_runner(
     install_attention()
     with file_errors(checkpoint.path):
         model, shapes, vocab_size = adapt_model(loaded.model, checkpoint.spec.vocab_size, str(checkpoint.path))
-    kernel = _find_kernel(shapes[0], model.num_heads, options.block_size) if is_gpu and model.num_heads else None
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     max_chunk_tokens = options.max_chunk_tokens or MAX_CHUNK_TOKENS
     measured = _measure(model, shapes, options.block_size, min(MEASURED_TOKENS, max_model_len)) if is_gpu else None
     mx.clear_cache()
     num_blocks = _num_blocks(options, shapes, max_model_len, measured)
     store = KVStore(shapes, num_blocks, options.block_size)
-    store.use_kernel(kernel)
     mx.eval(store.arrays)
     if mx.metal.is_available():  # macOS keeps this much in memory
         mx.set_wired_limit(min(mx.get_active_memory() + mx.get_cache_memory() + MIN_CACHE, _limit()))
@@ -123,24 +110,6 @@ def _use_device(name: str) -> bool:
         raise InvalidRequest(f"device = {name!r}, but MLX finds only: {found}")
     mx.set_default_device(mx.cpu if name == "cpu" else mx.gpu)
     return name != "cpu"
-
-
-def _find_kernel(layer: LayerShape, num_heads: int, block_size: int) -> PagedDecode | None:
-    """Return the paged-decode kernel, with its measured gains, if it compiles and agrees with MLX's own attention."""
-    shape = Shape(num_heads, layer.num_heads, layer.key_size, layer.value_size, block_size, layer.dtype)
-    if not shape.is_supported:
-        return None
-    try:
-        kernel = PagedDecode()
-        problem = check(kernel, shape)
-        if problem is None:
-            kernel.shape, kernel.gains = shape, measure_gains(kernel, shape)
-            log.info("speed of the paged-decode kernel over gather + SDPA, by rows and context: %s", kernel.gains)
-            return kernel
-    except Exception as error:  # compilers report errors of many types
-        problem = f"{type(error).__name__}: {error}"
-    log.warning("the paged-decode kernel is not used; large batches and long contexts are slower: %s", problem)
-    return None
 
 
 # Memory
@@ -196,16 +165,17 @@ def _num_blocks(
     options: BackendOptions, shapes: Sequence[LayerShape], max_model_len: int, measured: _Measured | None
 ) -> int:
     per_block = options.block_size * sum(shape.token_bytes for shape in shapes)
-    pool = PoolRequest(options, per_block, max_model_len)
+    limits = (max_model_len, options.max_num_seqs or DEFAULT_MAX_SEQS, MAX_CHUNK_TOKENS)
+    pool = MemoryRequest(options, KVCosts(per_block), *limits, has_overlap=True)
     if measured is None:
         free = available_bytes()
-        return pool.num_blocks(free, min(free // 2, CPU_CAP))
+        return pool.divide(free, min(free // 2, CPU_CAP)).num_blocks
     largest_step = options.max_num_batched_tokens or MAX_BATCHED_TOKENS
     step_bytes = int(measured.num_bytes * largest_step) + 2 * GATHER_BYTES  # and a copy of it in another layout
     mx.set_cache_limit(max(step_bytes, MIN_CACHE))
     free = _limit() - mx.get_active_memory() - step_bytes
     # The default leaves memory in use to other programs. If a larger pool is configured, macOS swaps that memory out.
-    num_blocks = pool.num_blocks(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE))
+    num_blocks = pool.divide(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE)).num_blocks
     longest = int(mx.device_info().get("max_buffer_length", 0))
     widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)
     most = longest // (widest * options.block_size) if longest else num_blocks

@@ -31,14 +31,13 @@ from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 from quire.backends.base import Progress
-from quire.backends.mlx.evaluation import file_errors, flat_parameters
-from quire.backends.mlx.quantization import Layout, choose_layout, dtype_name, set_layouts
+from quire.backends.mlx.parameters import Layout, choose_layout, dtype_name, file_errors, flat_parameters, set_layouts
 from quire.backends.mlx.spec_model import file_norm_shift
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
-from quire.weights.packed import INT4_ZERO
-from quire.weights.quants import E2M1_CODES, IQ4_CODES, iq4_xs_scales, to_float32
+from quire.weights.packed import INT4_ZERO, CodeType
+from quire.weights.quants import BLOCK_LAYOUTS, E2M1_CODES, IQ4_CODES, iq4_xs_scales, to_float32
 from quire.weights.spec import ModelSpec
 from quire.weights.tensors import check_tensors, transformers_parameters
 
@@ -105,7 +104,19 @@ def _pack_codes(codes: Bytes, bits: int) -> NDArray[np.uint32]:
     return words.view(np.uint8).reshape(-1, 8)[:, :bits].reshape(-1).view("<u4")
 
 
-# Decoders. A block starts with one or two float16 numbers; blocks of 32 codes are stored as two halves in nibbles.
+# Decoders
+
+
+def _shared(kind: TensorType, zero: int = 0) -> Callable[[Bytes], Blocks]:
+    """Return the decoder of a type that `gguf_packed` knows. `zero`: the code of weights of 0, without minima."""
+    layout = BLOCK_LAYOUTS[kind]
+    shift = np.uint8(zero if layout.type is CodeType.INT8 else 0)  # signed codes become unsigned
+
+    def decode(blocks: Bytes) -> Blocks:
+        codes, scales, minima = layout.decode(blocks)
+        return Blocks(codes.reshape(len(blocks), -1) + shift, scales, -zero * scales if minima is None else minima)
+
+    return decode
 
 
 def _float16(blocks: Bytes, start: int) -> Floats:
@@ -114,48 +125,8 @@ def _float16(blocks: Bytes, start: int) -> Floats:
 
 
 def _nibbles(data: Bytes) -> Bytes:
+    """Return the codes of blocks of 32, which are stored as two halves."""
     return np.concatenate((data & 15, data >> 4), axis=1)
-
-
-def _fifth_bits(data: Bytes) -> Bytes:
-    """Return [N, 32] from [N, 4]: bit i belongs to code i."""
-    return np.unpackbits(data, axis=1, bitorder="little") << np.uint8(4)
-
-
-def _q4_0(blocks: Bytes) -> Blocks:
-    scales = _float16(blocks, 0)
-    return Blocks(_nibbles(blocks[:, 2:]), scales, -8 * scales)
-
-
-def _q4_1(blocks: Bytes) -> Blocks:
-    return Blocks(_nibbles(blocks[:, 4:]), _float16(blocks, 0), _float16(blocks, 2))
-
-
-def _q5_0(blocks: Bytes) -> Blocks:
-    scales = _float16(blocks, 0)
-    return Blocks(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), scales, -16 * scales)
-
-
-def _q5_1(blocks: Bytes) -> Blocks:
-    return Blocks(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _float16(blocks, 0), _float16(blocks, 2))
-
-
-def _q8_0(blocks: Bytes) -> Blocks:
-    scales = _float16(blocks, 0)
-    return Blocks(blocks[:, 2:] ^ np.uint8(128), scales, -128 * scales)  # two's complement to an offset of 128
-
-
-def _q4_k(blocks: Bytes) -> Blocks:
-    codes = _nibble_pairs(blocks[:, 16:])
-    return Blocks(codes.reshape(-1, 256), *_k_scales(blocks))
-
-
-def _q5_k(blocks: Bytes) -> Blocks:
-    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(
-        1
-    )  # [N, 8, 32]: bit g is of group g
-    codes = _nibble_pairs(blocks[:, 48:]) | fifth << np.uint8(4)
-    return Blocks(codes.reshape(-1, 256), *_k_scales(blocks))
 
 
 _IQ4_CODES = (np.array(IQ4_CODES, np.int16) + 128).astype(np.uint8)
@@ -174,8 +145,9 @@ def _iq4_xs(blocks: Bytes) -> Blocks:
 
 
 def _mxfp4(blocks: Bytes) -> Blocks:
-    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return Blocks(_E2M1_CODES[_nibbles(blocks[:, 1:])], scales, -12 * scales)
+    codes, scales, _ = BLOCK_LAYOUTS[TensorType.MXFP4].decode(blocks)
+    halved = scales * np.float32(0.5)
+    return Blocks(_E2M1_CODES[codes], halved, -12 * halved)
 
 
 def _tq1_0(blocks: Bytes) -> Blocks:
@@ -198,28 +170,14 @@ def _ternary(codes: Bytes, scale: Floats) -> Blocks:
     return Blocks(codes, scales, -scales)
 
 
-def _nibble_pairs(data: Bytes) -> Bytes:
-    """Return [N, 8, 32] from [N, 128]: 32 bytes hold two groups, the first in the low nibbles."""
-    pairs = data.reshape(-1, 4, 1, 32)
-    return np.concatenate((pairs & 15, pairs >> 4), axis=2).reshape(-1, 8, 32)
-
-
-def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Return scales and biases [N, 8]. Twelve bytes hold 6-bit factors: eight of the scale and eight of the minimum."""
-    low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    factors = np.concatenate((low & 63, mixed & 15 | low >> 6 << 4), axis=1)
-    minima = np.concatenate((high & 63, mixed >> 4 | high >> 6 << 4), axis=1)
-    return _float16(blocks, 0) * factors, -_float16(blocks, 2) * minima
-
-
 PACKINGS: dict[TensorType, Packing] = {
-    TensorType.Q4_0: Packing(4, _q4_0),
-    TensorType.Q4_1: Packing(4, _q4_1),
-    TensorType.Q5_0: Packing(5, _q5_0),
-    TensorType.Q5_1: Packing(5, _q5_1),
-    TensorType.Q8_0: Packing(8, _q8_0),
-    TensorType.Q4_K: Packing(4, _q4_k),
-    TensorType.Q5_K: Packing(5, _q5_k),
+    TensorType.Q4_0: Packing(4, _shared(TensorType.Q4_0, 8)),
+    TensorType.Q4_1: Packing(4, _shared(TensorType.Q4_1)),
+    TensorType.Q5_0: Packing(5, _shared(TensorType.Q5_0, 16)),
+    TensorType.Q5_1: Packing(5, _shared(TensorType.Q5_1)),
+    TensorType.Q8_0: Packing(8, _shared(TensorType.Q8_0, 128)),
+    TensorType.Q4_K: Packing(4, _shared(TensorType.Q4_K)),
+    TensorType.Q5_K: Packing(5, _shared(TensorType.Q5_K)),
     TensorType.IQ4_NL: Packing(8, _iq4_nl),
     TensorType.IQ4_XS: Packing(8, _iq4_xs),
     TensorType.MXFP4: Packing(5, _mxfp4),

@@ -21,9 +21,16 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.mlx.evaluation import evaluate, file_errors, flat_parameters, num_bytes
 from quire.backends.mlx.gguf_model import PLAIN_TYPES, load_tensors
-from quire.backends.mlx.quantization import dtype_name, main_layout, quantize_layers
+from quire.backends.mlx.parameters import (
+    dtype_name,
+    evaluate,
+    file_errors,
+    flat_parameters,
+    main_layout,
+    num_bytes,
+    quantize_layers,
+)
 from quire.backends.mlx.spec_model import MODEL_TYPES, apply_spec, config_from_spec, file_norm_shift, known_spec
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import PACKED_TYPES, Checkpoint

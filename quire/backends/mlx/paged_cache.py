@@ -1,21 +1,27 @@
-"""The KV pools, and the cache objects that replace mlx-lm's own.
+"""The KV pools, the cache objects that replace mlx-lm's own, and block I/O.
 
 A layer has two pools, [blocks, block size, KV heads, head size]: keys and values. A step writes them with a scatter
 that MLX does in place, because nothing else refers to the array by then (decision 0036). A context is read through its
 block table, so shared, forked and chunked contexts need no special case.
+
+Block I/O copies in the call, in the runner's thread, when no step is running. Blocks are read with a gather and written
+with a scatter, and no view of a pool is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
+from quire.backends.base import Copied, MemorySizes, PendingCopy
+from quire.backends.block_io import MAX_EXPORTS, check_pieces, cpu_pieces_per_step
 from quire.backends.mlx.batch import GroupLimits, Pass, View
-from quire.backends.mlx.paged_decode import Attention
-from quire.core.step import BlockCopy
+from quire.core.step import BlockCopy, MemoryRef
 from quire.errors import InvariantViolation
 
 # N blocks, K KV heads, D head size, T tokens of a pass
@@ -44,12 +50,6 @@ class Unpageable(Exception):
     """A model uses its cache in a way that this kind of pass does not support."""
 
 
-class DecodeKernel(Attention, Protocol):
-    """Attention of one query per sequence, which reads the pools through block tables."""
-
-    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool: ...
-
-
 class LayerCache:
     """The pools of one layer, as mlx-lm's models use a cache: `offset`, `make_mask`, `update_and_fetch`."""
 
@@ -59,8 +59,6 @@ class LayerCache:
         self.keys_pool = mx.zeros((num_blocks, block_size, shape.num_heads, shape.key_size), shape.dtype)
         self.values_pool = mx.zeros((num_blocks, block_size, shape.num_heads, shape.value_size), shape.dtype)
         self.step: Pass | None = None
-        self.kernel: DecodeKernel | None = None  # for decodes, if it is faster than a gather
-        self.num_query_heads = 0  # seen in the last flat pass
 
     @property
     def running(self) -> Pass:
@@ -158,11 +156,6 @@ class KVStore:
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
-    def use_kernel(self, kernel: DecodeKernel | None) -> None:
-        """Use this kernel for decodes from now on. The caller has checked it."""
-        for layer in self.layers:
-            layer.kernel = kernel
-
     def begin(self, step: Pass | None) -> None:
         for layer in self.layers:
             layer.step = step
@@ -212,3 +205,81 @@ def _rows(heads: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def _finite(blocks: mx.array) -> mx.array:
     return mx.where(mx.isfinite(blocks), blocks, mx.zeros_like(blocks))
+
+
+LAYOUT = 1  # version of the bytes of a block; raise it when their meaning changes
+GROUP = 32  # blocks that are gathered together: MLX needs memory for them
+
+
+class Run(Protocol):
+    """Calls a function in the runner's thread, after all steps enqueued so far have been computed."""
+
+    def __call__(self, function: Callable[..., None], *args: Any) -> None: ...
+
+
+class MlxBlockIO:
+    def __init__(self, store: KVStore, layout: str, weight_bytes: int, run: Run) -> None:
+        self._store = store
+        self._run = run
+        self.sizes = MemorySizes(sum(array.nbytes // store.num_blocks for array in store.stored_arrays))
+        self.layout = layout
+        self.is_host_memory = True
+        self.max_exports = MAX_EXPORTS
+        self.pieces_per_step = cpu_pieces_per_step(self.sizes, weight_bytes)
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        return np.zeros(num_bytes, np.uint8).data
+
+    def export(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
+        self._check(pieces, buffers, is_export=True)
+        if pieces:
+            self._run(self._export, [ref.index for ref in pieces], buffers)
+        return Copied()
+
+    def import_(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
+        self._check(pieces, buffers, is_export=False)
+        if pieces:
+            self._run(self._import, [ref.index for ref in pieces], buffers)
+        return Copied()
+
+    def _check(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview], *, is_export: bool) -> None:
+        check_pieces(pieces, buffers, self.sizes, (self._store.num_blocks, 0, 0), is_export=is_export)
+
+    # In the runner's thread
+
+    def _export(self, blocks: list[int], buffers: Sequence[memoryview]) -> None:
+        for first in range(0, len(blocks), GROUP):
+            index = mx.array(blocks[first : first + GROUP], dtype=mx.int32)
+            targets = [np.frombuffer(buffer, np.uint8) for buffer in buffers[first : first + GROUP]]
+            contents = [_as_bytes(pool[index]) for pool in self._store.stored_arrays]
+            mx.eval(contents)
+            at = 0
+            for content in contents:
+                rows = np.array(content, copy=False)  # [blocks, bytes]
+                for target, row in zip(targets, rows, strict=True):
+                    target[at : at + len(row)] = row
+                at += rows.shape[1]
+
+    def _import(self, blocks: list[int], buffers: Sequence[memoryview]) -> None:
+        for first in range(0, len(blocks), GROUP):
+            index = mx.array(blocks[first : first + GROUP], dtype=mx.int32)
+            sources = [np.frombuffer(buffer, np.uint8) for buffer in buffers[first : first + GROUP]]
+            at = 0
+            for layer in self._store.stored_layers:
+                size = layer.keys_pool[0].nbytes
+                layer.keys_pool[index] = _from_bytes(sources, at, at + size, layer.keys_pool)
+                at += size
+                size = layer.values_pool[0].nbytes
+                layer.values_pool[index] = _from_bytes(sources, at, at + size, layer.values_pool)
+                at += size
+            mx.eval(self._store.arrays)
+
+
+def _as_bytes(blocks: mx.array) -> mx.array:
+    return blocks.reshape(len(blocks), -1).view(mx.uint8)
+
+
+def _from_bytes(sources: Sequence[NDArray[np.uint8]], first: int, last: int, pool: mx.array) -> mx.array:
+    """Return a part of each buffer as blocks of a pool."""
+    rows = mx.array(np.stack([source[first:last] for source in sources]))
+    return rows.view(pool.dtype).reshape(len(sources), *pool.shape[1:])

@@ -16,17 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.mlx.batch import BatchMode, Pass, build_passes
-from quire.backends.mlx.block_io import MlxBlockIO
 from quire.backends.mlx.model import PagedModel
-from quire.backends.mlx.paged_cache import KVStore
-from quire.backends.mlx.sampling import Logprobs, Penalties, Sampled, rank, read_logprobs, sample
-from quire.backends.sampling import PROMPT_ROWS, SampledRows, broken_slices, join_prompt_logprobs, make_result
+from quire.backends.mlx.paged_cache import KVStore, MlxBlockIO
+from quire.backends.mlx.sampling import Penalties, Sampled, rank, sample
+from quire.backends.sampling import Ranks, SampledRows, broken_slices, join_prompt_logprobs, make_result, prompt_parts
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
@@ -60,13 +59,11 @@ class OwnThread:
             del call, future, function, args  # they may hold large arrays until the next call
 
 
-@dataclass(slots=True)
-class _PromptRanks:
-    """Prompt logprobs of one slice, in parts of PROMPT_ROWS positions."""
+class _PromptRanks(NamedTuple):
+    """Logprobs of some prompt tokens of one slice."""
 
-    first: int
     tokens: Sequence[int]
-    parts: list[Logprobs]
+    ranks: Ranks
 
 
 @dataclass(slots=True)
@@ -78,7 +75,7 @@ class _Step:
     logits: mx.array | None  # [S, V]
     last_tokens: mx.array | None  # [S]
     is_sound: mx.array  # [slices]: whether the last hidden state is finite
-    prompt_ranks: dict[int, _PromptRanks]  # by slice index
+    prompt_ranks: dict[int, list[_PromptRanks]]  # by slice index, in the order of the tokens
     read_first: list[mx.array] = field(default_factory=list)  # contents of block copies
     sampled: Sampled | None = None
     error: Exception | None = None  # of the evaluation
@@ -91,9 +88,9 @@ class _Step:
             arrays += self.sampled.arrays
         elif self.logits is not None:
             arrays.append(self.logits)
-        for ranks in self.prompt_ranks.values():
-            for part in ranks.parts:
-                arrays += part.arrays
+        for parts in self.prompt_ranks.values():
+            for part in parts:
+                arrays += part.ranks[2:]
         return arrays
 
 
@@ -289,7 +286,7 @@ class MlxRunner:
         logits: dict[int, mx.array] = {}
         tokens: dict[int, mx.array] = {}
         is_sound: dict[int, mx.array] = {}
-        ranks: dict[int, _PromptRanks] = {}
+        ranks: dict[int, list[_PromptRanks]] = {}
         for step in passes:
             places = {index: place for place, index in enumerate(step.order)}
             wanted = [index for index in step.order if slices[index].wants_token]
@@ -302,7 +299,7 @@ class MlxRunner:
                 tokens[index] = flat[step.last_rows[places[index]]]
             for index, place in places.items():
                 is_sound[index] = _are_finite(hidden[step.last_rows[place]])
-            ranked = [array for one in new.values() for part in one.parts for array in part.arrays]
+            ranked = [array for parts in new.values() for part in parts for array in part.ranks[2:]]
             mx.eval(logits, tokens, is_sound, ranked, self.store.arrays)
             ranks |= new
         sampled = tuple(sorted(logits))
@@ -341,31 +338,27 @@ class MlxRunner:
         hidden: mx.array,
         last_rows: Sequence[int],
         places: Mapping[int, int],
-    ) -> dict[int, _PromptRanks]:
+    ) -> dict[int, list[_PromptRanks]]:
         """Return logprobs of the prompt tokens after each position: a position's logits predict the next token."""
-        result: dict[int, _PromptRanks] = {}
+        result: dict[int, list[_PromptRanks]] = {}
         for index, place in places.items():
             piece = slices[index]
-            count = piece.sampling.prompt_logprobs
-            num_ranked = min(piece.length, piece.num_prompt_tokens - 1 - piece.start)
-            if count is None or num_ranked <= 0:
-                continue
-            first_row, first = last_rows[place] + 1 - piece.length, piece.start + 1
-            tokens = piece.history[first : first + num_ranked]
-            parts = []
-            for start in range(0, num_ranked, PROMPT_ROWS):
-                stop = min(start + PROMPT_ROWS, num_ranked)
-                raw = self.model.head(hidden[first_row + start : first_row + stop]).astype(mx.float32)
-                chosen = mx.array(list(tokens[start:stop]), dtype=mx.int32)
-                parts.append(rank(raw, chosen, tuple(range(stop - start)), (count,) * (stop - start)))
-            result[index] = _PromptRanks(first, tokens, parts)
+            first_row = last_rows[place] + 1 - piece.length
+            for row, tokens in prompt_parts(piece):
+                raw = self.model.head(hidden[first_row + row : first_row + row + len(tokens)]).astype(mx.float32)
+                counts = (piece.sampling.prompt_logprobs or 0,) * len(tokens)
+                ranks = rank(raw, mx.array(tokens, dtype=mx.int32), tuple(range(len(tokens))), counts)
+                result.setdefault(index, []).append(_PromptRanks(tokens, ranks))
         return result
 
     # Results
 
     def _read(self, step: _Step) -> StepResult:
         unsound = [index for index, is_sound in enumerate(_numbers(step.is_sound)) if not is_sound]
-        found = {index: _prompt_logprobs(ranks) for index, ranks in step.prompt_ranks.items()}
+        found: dict[int, PromptLogprobs] = {}
+        for index, parts in step.prompt_ranks.items():
+            ranked = [tuple(part.ranks.read(part.tokens).values()) for part in parts]
+            found[index] = join_prompt_logprobs(step.slices[index].start + 1, ranked)
         result = make_result(step.slices, unsound, self._sampled_rows(step), found)
         if result.is_poisoned:
             mx.synchronize()  # the next step may already run: its writes come first
@@ -379,17 +372,9 @@ class MlxRunner:
         if sampled is None:
             return None
         tokens = _numbers(sampled.tokens)
-        ranked = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs, tokens)
+        ranked = {} if sampled.logprobs is None else sampled.logprobs.read(tokens)
         broken, blocked = _numbers(sampled.is_broken), _numbers(sampled.is_blocked)
         return SampledRows(step.sampled_indices, tokens, broken, blocked, ranked)
-
-
-def _prompt_logprobs(ranks: _PromptRanks) -> PromptLogprobs:
-    parts = []
-    for number, part in enumerate(ranks.parts):
-        tokens = ranks.tokens[number * PROMPT_ROWS : number * PROMPT_ROWS + len(part.rows)]
-        parts.append(tuple(read_logprobs(part, tokens).values()))
-    return join_prompt_logprobs(ranks.first, parts)
 
 
 def _are_finite(hidden: mx.array) -> mx.array:

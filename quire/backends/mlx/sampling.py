@@ -8,32 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from quire.backends.base import TokenMasks
-from quire.backends.sampling import is_penalised, is_short, uniform
-from quire.core.step import SeqSlice, TokenLogprobs
+from quire.backends.sampling import NEVER, Ranks, TokenCounter, draw_of, edits_of, is_changed, is_penalised
+from quire.core.step import SeqSlice
 
 # S rows that sample, V vocabulary
-
-_NEVER = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    rows: tuple[int, ...]  # rows of S that report logprobs
-    counts: tuple[int, ...]  # number of alternatives for each
-    chosen: mx.array  # [rows]
-    ranks: mx.array  # [rows]
-    top_values: mx.array  # [rows, most]
-    top_tokens: mx.array
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [self.chosen, self.ranks, self.top_values, self.top_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +26,11 @@ class Sampled:
     tokens: mx.array  # [S]
     is_broken: mx.array  # [S]: the logits of this row are not finite
     is_blocked: mx.array  # [S]: every token of this row was forbidden
-    logprobs: Logprobs | None
+    logprobs: Ranks | None
 
     @property
     def arrays(self) -> list[mx.array]:
-        ranked = [] if self.logprobs is None else self.logprobs.arrays
+        ranked = [] if self.logprobs is None else self.logprobs[2:]
         return [self.tokens, self.is_broken, self.is_blocked, *ranked]
 
 
@@ -56,18 +39,21 @@ class Penalties:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._counts: dict[int, _Counts] = {}
+        self._counter = TokenCounter()
+        self._counts: dict[int, tuple[mx.array, mx.array]] = {}
 
     def release(self, batch_index: int) -> None:
+        self._counter.release(batch_index)
         self._counts.pop(batch_index, None)
 
     def clear(self) -> None:
         """Discard all counts. They are computed again from the history."""
+        self._counter.forget()
         self._counts.clear()
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for counts in self._counts.values() for array in (counts.num_answered, counts.seen)]
+        return [array for counts in self._counts.values() for array in counts]
 
     def apply(self, logits: mx.array, rows: Sequence[SeqSlice], last_tokens: mx.array) -> None:
         """Change logits in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
@@ -75,8 +61,7 @@ class Penalties:
         if not chosen:
             return
         counts = [self._count(rows[index], last_tokens[index]) for index in chosen]
-        num_answered = mx.stack([count.num_answered for count in counts])  # [rows, V]
-        seen = mx.stack([count.seen for count in counts])
+        num_answered, seen = (mx.stack(list(parts)) for parts in zip(*counts, strict=True))  # [rows, V]
         params = [rows[index].sampling for index in chosen]
         repetition = mx.array([p.repetition_penalty for p in params])[:, None]
         frequency = mx.array([p.frequency_penalty for p in params])[:, None]
@@ -87,32 +72,21 @@ class Penalties:
         picked = mx.where(seen, repeated, picked)
         logits[index] = picked - frequency * num_answered - presence * (num_answered > 0)
 
-    def _count(self, piece: SeqSlice, last_token: mx.array) -> _Counts:
-        counts = self._counts.get(piece.batch_index)
-        if counts is None or counts.owner != (piece.request_id, piece.epoch):
-            num_answered, seen = mx.zeros(self._vocab_size), mx.zeros(self._vocab_size, mx.bool_)
-            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), num_answered, seen, 0)
-        end = piece.start + piece.length
-        known = piece.history[counts.num_counted : end]
-        if known:
-            new = np.array(known, np.int64)
-            counts.seen[mx.array(new)] = True
-            answered = new[max(piece.num_prompt_tokens - counts.num_counted, 0) :]
-            if len(answered):
-                counts.num_answered = counts.num_answered.at[mx.array(answered)].add(1.0)
-        if counts.num_counted + len(known) < end:  # sampled in the previous step, not yet known to the scheduler
-            counts.seen[last_token] = True
-            counts.num_answered = counts.num_answered.at[last_token].add(1.0)
-        counts.num_counted = end
-        return counts
-
-
-@dataclass(slots=True)
-class _Counts:
-    owner: tuple[int, int]
-    num_answered: mx.array  # [V]: number of occurrences in the answer
-    seen: mx.array  # [V]: whether the token is in the prompt or the answer
-    num_counted: int
+    def _count(self, piece: SeqSlice, last_token: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the number of occurrences of each token in the answer [V], and whether it is in the context [V]."""
+        new = self._counter.count(piece)
+        if new.is_first:
+            self._counts[piece.batch_index] = mx.zeros(self._vocab_size), mx.zeros(self._vocab_size, mx.bool_)
+        num_answered, seen = self._counts[piece.batch_index]
+        if new.tokens:
+            seen[mx.array(new.tokens)] = True
+        if answered := new.tokens[new.num_prompt :]:
+            num_answered = num_answered.at[mx.array(answered)].add(1.0)
+        if new.has_last:
+            seen[last_token] = True
+            num_answered = num_answered.at[last_token].add(1.0)
+        self._counts[piece.batch_index] = num_answered, seen
+        return num_answered, seen
 
 
 def sample(
@@ -123,11 +97,10 @@ def sample(
     wanted = tuple(index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None)
     raw = logits
     is_blocked = mx.zeros_like(is_broken)
-    if not _is_plain(rows, masks):
+    if masks or any(map(is_changed, rows)):
         logits = mx.array(logits)  # changed in place below
         penalties.apply(logits, rows, last_tokens)
-        _add_bias(logits, rows)
-        _forbid(logits, rows, masks)
+        _edit(logits, rows, masks)
         is_blocked = ~(mx.isfinite(logits.max(-1)) | is_broken)
     tokens = logits.argmax(-1).astype(mx.int32)
     drawn = [index for index, piece in enumerate(rows) if not piece.sampling.is_greedy]
@@ -143,27 +116,12 @@ def sample(
     return Sampled(tokens, is_broken, is_blocked, rank(raw[index], tokens[index], wanted, counts))
 
 
-def _is_plain(rows: Sequence[SeqSlice], masks: TokenMasks | None) -> bool:
-    """Return whether no row's logits are changed before the draw, which is the common case."""
-    return not masks and not any(is_penalised(piece) or piece.sampling.logit_bias or is_short(piece) for piece in rows)
-
-
-def _add_bias(logits: mx.array, rows: Sequence[SeqSlice]) -> None:
-    entries = [
-        (index, token, bias) for index, piece in enumerate(rows) for token, bias in piece.sampling.logit_bias.items()
-    ]
-    if entries:
-        index, token, bias = zip(*entries, strict=True)
-        logits[mx.array(index), mx.array(token)] += mx.array(bias, dtype=mx.float32)
-
-
-def _forbid(logits: mx.array, rows: Sequence[SeqSlice], masks: TokenMasks | None) -> None:
-    forbidden = [
-        (index, token) for index, piece in enumerate(rows) if is_short(piece) for token in piece.sampling.stop_token_ids
-    ]
-    if forbidden:
-        places = mx.array(forbidden, dtype=mx.int32)
-        logits[places[:, 0], places[:, 1]] = _NEVER
+def _edit(logits: mx.array, rows: Sequence[SeqSlice], masks: TokenMasks | None) -> None:
+    """Add biases and forbid tokens, in place."""
+    edits = {(row, token): value for row, piece in enumerate(rows) for token, value in edits_of(piece).items()}
+    if edits:
+        where, token = zip(*edits, strict=True)
+        logits[mx.array(where), mx.array(token)] += mx.array(list(edits.values()), dtype=mx.float32)
     masked = [index for index, piece in enumerate(rows) if masks and piece.batch_index in masks]
     if masks and masked:
         together = b"".join(masks[rows[index].batch_index] for index in masked)
@@ -171,7 +129,7 @@ def _forbid(logits: mx.array, rows: Sequence[SeqSlice], masks: TokenMasks | None
         bits = (packed[:, :, None] >> mx.arange(8, dtype=mx.uint8)) & 1
         is_allowed = bits.reshape(len(masked), -1)[:, : logits.shape[1]] == 1
         index = mx.array(masked, dtype=mx.int32)
-        logits[index] = mx.where(is_allowed, logits[index], _NEVER)
+        logits[index] = mx.where(is_allowed, logits[index], NEVER)
 
 
 def _draw(logits: mx.array, rows: Sequence[SeqSlice]) -> mx.array:
@@ -179,7 +137,7 @@ def _draw(logits: mx.array, rows: Sequence[SeqSlice]) -> mx.array:
     vocab_size = logits.shape[1]
     logits = logits / mx.array([p.temperature for p in params])[:, None]
     peak = logits.max(-1, keepdims=True)
-    floor = mx.full(peak.shape, _NEVER)  # tokens below it are cut off
+    floor = mx.full(peak.shape, NEVER)  # tokens below it are cut off
     if any(p.min_p > 0 for p in params):
         floor = peak + mx.log(mx.array([p.min_p for p in params]))[:, None]
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
@@ -192,8 +150,7 @@ def _draw(logits: mx.array, rows: Sequence[SeqSlice]) -> mx.array:
             floor = mx.maximum(floor, _top_p_floor(descending, peak, floor, [p.top_p for p in params]))
     weights = mx.where(logits < floor, 0.0, mx.exp(logits - peak))  # [S, V]
     cumulative = mx.cumsum(weights, axis=-1)
-    draws = [uniform(piece.sampling.seed, piece.sampling.sample_index, piece.start + piece.length) for piece in rows]
-    targets = mx.array(draws, dtype=mx.float32)[:, None] * cumulative[:, -1:]
+    targets = mx.array(list(map(draw_of, rows)), dtype=mx.float32)[:, None] * cumulative[:, -1:]
     passed = (cumulative <= targets).sum(-1).astype(mx.int32)
     # Rounding may place the target behind the last kept token.
     last = vocab_size - 1 - mx.argmax(weights[:, ::-1] > 0, axis=-1).astype(mx.int32)
@@ -208,10 +165,10 @@ def _top_p_floor(descending: mx.array, peak: mx.array, floor: mx.array, top_p: S
     before = cumulative - kept
     last = (before < share * cumulative[:, -1:]).sum(-1, keepdims=True) - 1
     result = mx.take_along_axis(descending, mx.maximum(last, 0), axis=-1)
-    return mx.where(share < 1, result, _NEVER)
+    return mx.where(share < 1, result, NEVER)
 
 
-def rank(raw: mx.array, chosen: mx.array, rows: tuple[int, ...], counts: tuple[int, ...]) -> Logprobs:
+def rank(raw: mx.array, chosen: mx.array, rows: tuple[int, ...], counts: tuple[int, ...]) -> Ranks:
     """Return logprobs of the chosen tokens [rows] and of the most probable ones, from raw logits [rows, V]."""
     logprobs = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
     picked = mx.take_along_axis(logprobs, chosen[:, None], axis=-1)
@@ -219,22 +176,6 @@ def rank(raw: mx.array, chosen: mx.array, rows: tuple[int, ...], counts: tuple[i
     num_top = min(max(counts), raw.shape[1])
     if num_top == 0:
         nothing = mx.zeros((len(rows), 0))
-        return Logprobs(rows, counts, picked[:, 0], ranks, nothing, nothing.astype(mx.int32))
+        return Ranks(rows, counts, picked[:, 0], ranks, nothing, nothing.astype(mx.int32))
     order = mx.argsort(-logprobs, axis=-1)[:, :num_top]
-    return Logprobs(rows, counts, picked[:, 0], ranks, mx.take_along_axis(logprobs, order, axis=-1), order)
-
-
-def read_logprobs(logprobs: Logprobs, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """Return logprobs by row of S as plain numbers. `tokens`: the chosen token of each row of S."""
-    chosen, ranks = _numbers(logprobs.chosen), _numbers(logprobs.ranks)
-    values, ids = _numbers(logprobs.top_values), _numbers(logprobs.top_tokens)
-    result: dict[int, TokenLogprobs] = {}
-    for place, (row, count) in enumerate(zip(logprobs.rows, logprobs.counts, strict=True)):
-        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
-        result[row] = TokenLogprobs(tokens[row], chosen[place], ranks[place], top)
-    return result
-
-
-def _numbers(array: mx.array) -> list[Any]:
-    values: Any = array.tolist()
-    return list(values)
+    return Ranks(rows, counts, picked[:, 0], ranks, mx.take_along_axis(logprobs, order, axis=-1), order)

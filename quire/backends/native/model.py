@@ -1,20 +1,22 @@
-"""A model as C sees it: packed weights, rotation tables, KV pool, and the forward pass.
+"""A model as C sees it: packed weights, rotation tables, the pools, and the forward pass.
 
-A step is sent to C as flat arrays. Every size and number that C relies on is checked here.
+The pools are blocks of keys and values, window blocks, and states of layers with a recurrence. A step is sent to C as
+flat arrays. Every size and number that C relies on is checked here.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.backends.kv_memory import KVSpec
-from quire.backends.native.library import BatchArgs, Engine, Floats, Ints, Layer, Model, Refine
-from quire.backends.native.memory import Memory, PoolSizes
+from quire.backends.kv_memory import KVCosts, KVSpec, LayerKV, LayerState
+from quire.backends.native.library import BatchArgs, Bytes, Engine, Floats, Ints, Layer, Model, Refine, load_library
 from quire.backends.native.packing import PackedModel
 from quire.core.step import BlockCopy, SeqSlice
 from quire.errors import InvariantViolation
@@ -169,17 +171,17 @@ class NativeModel:
         self.spec = spec
         self.precision = precision
         self.engine = engine
-        sizes = PoolSizes(num_blocks, num_window_blocks, num_states)
-        self.memory = Memory(KVSpec.of(spec).within(max_model_len), sizes, block_size)
+        kv = KVSpec.of(spec).within(max_model_len)
         self.limits = Limits(
             num_blocks,
             block_size,
             max_model_len,
             spec.vocab_size,
             num_window_blocks=num_window_blocks,
-            window=self.memory.window,
+            window=kv.window if num_window_blocks else 0,
             num_states=num_states,
         )
+        self.memory = Memory(kv, self.limits)
         self._packed = packed
         self._tables = _Tables(max_model_len)
         self.layers = (Layer * spec.num_layers)(*packed.layers)
@@ -367,3 +369,120 @@ def _angles(rope: RopeSpec, max_model_len: int) -> tuple[Floats, Floats]:
     angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
     factor = np.float32(rope.attention_factor)
     return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
+
+
+STATE_ITEM_BYTES = 4  # rows of a convolution are fp32, as they are computed: a state is the same bits as its rows
+
+
+class Memory:
+    """Allocates the pools and gives each layer its part. A pool has one array of blocks or slots for each layer."""
+
+    def __init__(self, kv: KVSpec, limits: Limits) -> None:
+        self.has_window_blocks = limits.num_window_blocks > 0
+        full, window = _block_bytes(kv, limits.block_size, self.has_window_blocks)
+        self.blocks = zeroed(limits.num_blocks * full)
+        self.window_blocks = zeroed(limits.num_window_blocks * window) if window else np.zeros(0, np.uint8)
+        self.states: Floats = np.zeros(limits.num_states * state_bytes(kv) // STATE_ITEM_BYTES, np.float32)
+        self.kv, self._limits = kv, limits
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.nbytes + self.window_blocks.nbytes + self.states.nbytes
+
+    def state_arrays(self) -> list[Floats]:
+        """Return views of the pools of states: rows of convolutions, then matrices, [slots, ...] for each layer."""
+        views: list[Floats] = []
+        at, num_states = 0, self._limits.num_states
+        for layer in self.kv.layers:
+            if isinstance(layer, LayerState):
+                matrices = (layer.num_heads, layer.key_size, layer.value_size)
+                for shape in ((layer.num_rows, layer.num_channels), *([matrices] if layer.num_heads else [])):
+                    size = num_states * math.prod(shape)
+                    views.append(self.states[at : at + size].reshape(num_states, *shape))
+                    at += size
+        return views
+
+    def pools(self) -> tuple[list[Bytes], list[Bytes], list[Bytes]]:
+        """Return views [layers, blocks or slots, bytes] of blocks, window blocks and states.
+
+        Layers of equal size that lie side by side are one view.
+        """
+        full: list[int] = []
+        window: list[int] = []
+        for layer in self.kv.kv_layers:
+            if layer.shared_with is None:
+                has_window = self.has_window_blocks and layer.window
+                (window if has_window else full).append(layer_block_bytes(layer, self._limits.block_size))
+        states = [math.prod(pool.shape[1:]) * STATE_ITEM_BYTES for pool in self.state_arrays()]
+        return (
+            _views(self.blocks, full, self._limits.num_blocks),
+            _views(self.window_blocks, window, self._limits.num_window_blocks),
+            _views(self.states.view(np.uint8), states, self._limits.num_states),
+        )
+
+    def place(self, layers: ctypes.Array[Layer]) -> None:
+        """Set the pools of all layers."""
+        next_block, next_window_block = self.blocks.ctypes.data, self.window_blocks.ctypes.data
+        next_state = self.states.ctypes.data
+        for layer, kv in zip(layers, self.kv.layers, strict=True):
+            if isinstance(kv, LayerState):
+                next_state = _place_state(layer, kv, next_state, self._limits.num_states)
+            elif kv.shared_with is not None:
+                other = layers[kv.shared_with]
+                layer.pool, layer.has_window_blocks = other.pool, other.has_window_blocks
+            elif self.has_window_blocks and kv.window:
+                layer.pool, layer.has_window_blocks = next_window_block, 1
+                next_window_block += self._limits.num_window_blocks * layer_block_bytes(kv, self._limits.block_size)
+            else:
+                layer.pool = next_block
+                next_block += self._limits.num_blocks * layer_block_bytes(kv, self._limits.block_size)
+
+
+def _views(memory: Bytes, layer_bytes: list[int], count: int) -> list[Bytes]:
+    views, at = [], 0
+    for size, layers in groupby(layer_bytes):
+        num_layers = len(list(layers))
+        end = at + num_layers * count * size
+        views.append(memory[at:end].reshape(num_layers, count, size))
+        at = end
+    return views
+
+
+def _place_state(layer: Layer, kv: LayerState, at: int, num_states: int) -> int:
+    layer.recurrence.rows = at
+    at += num_states * kv.num_rows * kv.num_channels * STATE_ITEM_BYTES
+    layer.recurrence.matrices = at
+    return at + num_states * kv.num_heads * kv.key_size * kv.value_size * STATE_ITEM_BYTES
+
+
+def _block_bytes(kv: KVSpec, block_size: int, has_window_blocks: bool) -> tuple[int, int]:
+    """Return the bytes of a block and of a window block, in all layers that have such blocks."""
+    full = window = 0
+    for layer in kv.kv_layers:
+        num_bytes = layer_block_bytes(layer, block_size)
+        if has_window_blocks and layer.window:
+            window += num_bytes
+        else:
+            full += num_bytes
+    return full, window
+
+
+def kv_costs(kv: KVSpec, block_size: int, *, has_window_blocks: bool) -> KVCosts:
+    """Return the bytes of each kind of memory, with the padding that C needs."""
+    full, window = _block_bytes(kv, block_size, has_window_blocks)
+    return KVCosts(full, window, state_bytes(kv), kv.window if has_window_blocks else 0)
+
+
+def state_bytes(kv: KVSpec) -> int:
+    return kv.state_bytes(STATE_ITEM_BYTES)
+
+
+def layer_block_bytes(kv: LayerKV, block_size: int) -> int:
+    if kv.shared_with is not None:
+        return 0
+    return int(load_library().quire_block_bytes(kv.num_kv_heads, kv.head_size, block_size))
+
+
+def zeroed(num_bytes: int) -> Bytes:
+    """Allocate zeros, because masked values must still be finite. The pages are allocated at the first write."""
+    return np.zeros(num_bytes + 64, np.uint8)

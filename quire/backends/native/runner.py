@@ -1,4 +1,7 @@
-"""Runs step plans in C: one forward pass for the whole batch, then one sampling pass for the rows that sample."""
+"""Runs step plans in C: one forward pass for the whole batch, then one sampling pass for the rows that sample.
+
+`make_runner` makes a runner from a checkpoint and the user's options.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,37 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
+from quire.backends import kv_memory
+from quire.backends.base import (
+    DEFAULT_MAX_SEQS,
+    BackendOptions,
+    BlockIO,
+    Capacity,
+    Progress,
+    Runner,
+    RunnerFacts,
+    TokenMasks,
+)
 from quire.backends.block_io import HostBlockIO, counts_of, layout_text, model_key
-from quire.backends.native.library import Floats, Ints, kernels_in_use
-from quire.backends.native.model import Batch, NativeModel, build_batch
+from quire.backends.kv_memory import KVMemory, KVSpec, MemoryRequest
+from quire.backends.machine import choose_threads
+from quire.backends.native.library import Engine, Floats, Ints, kernels_in_use, load_library
+from quire.backends.native.model import Batch, NativeModel, build_batch, kv_costs
+from quire.backends.native.packing import pack_model
 from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
 from quire.backends.sampling import (
-    PROMPT_ROWS,
     SampledRows,
     broken_slices,
     join_prompt_logprobs,
     make_result,
+    prompt_parts,
     sampled_pieces,
 )
-from quire.backends.support import rope_notice
+from quire.backends.support import refuse_unsupported, rope_notice
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
-from quire.errors import InvariantViolation
+from quire.errors import InvalidRequest, InvariantViolation
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.spec import ModelSpec
 
 MAX_CHUNK_TOKENS = 512  # of a prompt, by default
 LAYOUT = 1  # version of the bytes of blocks and states; raise it when a change of C changes their meaning or rounding
@@ -177,19 +195,54 @@ class NativeRunner:
         self.model.engine.close()
 
     def _rank_prompts(self, slices: tuple[SeqSlice, ...], batch: Batch, hidden: Floats) -> dict[int, PromptLogprobs]:
+        """Return logprobs of the prompt tokens after each position: a position's logits predict the next token."""
         result: dict[int, PromptLogprobs] = {}
         for index, piece in enumerate(slices):
-            num_ranked = min(piece.length, piece.num_prompt_tokens - 1 - piece.start)
-            if piece.sampling.prompt_logprobs is not None and num_ranked > 0:
-                first = int(batch.first_rows[index])
-                result[index] = self._rank_prompt(piece, hidden[first : first + num_ranked])
+            first_row, parts = int(batch.first_rows[index]), []
+            for row, tokens in prompt_parts(piece):
+                raw = self.model.head(hidden[first_row + row : first_row + row + len(tokens)])
+                parts.append(self._sampler.rank_tokens(raw, tokens, piece.sampling.prompt_logprobs or 0))
+            if parts:
+                result[index] = join_prompt_logprobs(piece.start + 1, parts)
         return result
 
-    def _rank_prompt(self, piece: SeqSlice, hidden: Floats) -> PromptLogprobs:
-        """Return logprobs of the prompt tokens after these positions: a position's logits predict the next token."""
-        first, parts = piece.start + 1, []
-        for start in range(0, len(hidden), PROMPT_ROWS):
-            raw = self.model.head(hidden[start : start + PROMPT_ROWS])
-            tokens = piece.history[first + start : first + start + len(raw)]
-            parts.append(self._sampler.rank_tokens(raw, tokens, piece.sampling.prompt_logprobs or 0))
-        return join_prompt_logprobs(first, parts)
+
+def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
+    spec = checkpoint.spec
+    refuse_unsupported(spec)
+    load_library()
+    if options.device not in ("auto", "cpu"):
+        raise InvalidRequest(f"device = {options.device!r}: the native backend runs on the CPU; use --backend torch")
+    if options.dtype not in ("auto", "int8"):
+        raise InvalidRequest(
+            f"dtype = {options.dtype!r}: the native backend stores weights in 4 and 8 bits only; use --backend torch"
+        )
+    max_model_len = options.context_within(spec.max_model_len)
+    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
+    num_threads = choose_threads(options.threads)
+    packed = pack_model(checkpoint, num_threads, progress)
+    engine = Engine(num_threads)
+    try:
+        sizes = _pool_sizes(spec, options, max_model_len, max_num_seqs)
+        model = NativeModel(
+            spec,
+            packed,
+            engine,
+            num_blocks=sizes.num_blocks,
+            num_window_blocks=sizes.num_window_blocks,
+            num_states=sizes.num_states,
+            block_size=options.block_size,
+            max_model_len=max_model_len,
+            precision=options.precision,
+        )
+    except BaseException:
+        engine.close()
+        raise
+    return NativeRunner(model, max_num_seqs=sizes.max_num_seqs, max_chunk_tokens=sizes.max_chunk_tokens)
+
+
+def _pool_sizes(spec: ModelSpec, options: BackendOptions, max_model_len: int, max_num_seqs: int) -> KVMemory:
+    kv = KVSpec.of(spec).within(max_model_len)
+    costs = kv_costs(kv, options.block_size, has_window_blocks=kv_memory.HAS_WINDOWS and kv.window > 0)
+    limits = (max_model_len, max_num_seqs, MAX_CHUNK_TOKENS)
+    return MemoryRequest(options, costs, *limits, has_overlap=False).divide_on_cpu()

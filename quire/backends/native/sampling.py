@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.backends.base import TokenMasks
 from quire.backends.native.library import Floats, Ints
-from quire.backends.sampling import is_penalised, is_short, masks_by_row, uniform
+from quire.backends.sampling import TokenCounter, draw_of, edits_of, is_changed, is_penalised, masks_by_row
 from quire.core.step import SeqSlice, TokenLogprobs
 from quire.errors import InvariantViolation
 
@@ -23,7 +23,6 @@ from quire.errors import InvariantViolation
 
 Bools = NDArray[np.bool_]
 
-_NEVER = -np.inf
 _GREEDY = (0.0, 1.0, 0.0, 0.0, 0)
 _CHOICE = np.dtype(  # quire_choice in csrc/sampling.h
     [("draw", "f8"), ("top_p", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4")], align=True
@@ -70,9 +69,11 @@ class Penalties:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._counts: dict[int, _Counts] = {}
+        self._counter = TokenCounter()
+        self._counts: dict[int, tuple[Floats, Bools]] = {}
 
     def release(self, batch_index: int) -> None:
+        self._counter.release(batch_index)
         self._counts.pop(batch_index, None)
 
     def apply(self, logits: Floats, rows: Sequence[SeqSlice], last_tokens: Ints) -> None:
@@ -80,9 +81,9 @@ class Penalties:
         for index, piece in enumerate(rows):
             if not is_penalised(piece):
                 continue
-            counts, params = self._count(piece, int(last_tokens[index])), piece.sampling
-            seen = np.flatnonzero(counts.seen)
-            num_answered = counts.num_answered[seen]
+            (counts, is_seen), params = self._count(piece, int(last_tokens[index])), piece.sampling
+            seen = np.flatnonzero(is_seen)
+            num_answered = counts[seen]
             repetition = np.float32(params.repetition_penalty)
             picked = logits[index, seen]
             picked = np.where(picked > 0, picked / repetition, picked * repetition)
@@ -90,30 +91,17 @@ class Penalties:
             picked -= np.float32(params.presence_penalty) * (num_answered > 0)
             logits[index, seen] = picked
 
-    def _count(self, piece: SeqSlice, last_token: int) -> _Counts:
-        counts = self._counts.get(piece.batch_index)
-        if counts is None or counts.owner != (piece.request_id, piece.epoch):
-            num_answered, seen = np.zeros(self._vocab_size, np.float32), np.zeros(self._vocab_size, np.bool_)
-            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), num_answered, seen, 0)
-        end = piece.start + piece.length
-        known = piece.history[counts.num_counted : end]
-        if known:
-            new = np.array(known, np.intp)
-            counts.seen[new] = True
-            np.add.at(counts.num_answered, new[max(piece.num_prompt_tokens - counts.num_counted, 0) :], 1)
-        if counts.num_counted + len(known) < end:  # sampled in the previous step, not yet known to the scheduler
-            counts.seen[last_token] = True
-            counts.num_answered[last_token] += 1
-        counts.num_counted = end
-        return counts
-
-
-@dataclass(slots=True)
-class _Counts:
-    owner: tuple[int, int]
-    num_answered: Floats  # [V]: number of occurrences in the answer
-    seen: Bools  # [V]: whether the token is in the prompt or the answer
-    num_counted: int
+    def _count(self, piece: SeqSlice, last_token: int) -> tuple[Floats, Bools]:
+        """Return the number of occurrences of each token in the answer [V], and whether it is in the context [V]."""
+        new = self._counter.count(piece)
+        if new.is_first:
+            arrays = np.zeros(self._vocab_size, np.float32), np.zeros(self._vocab_size, np.bool_)
+            self._counts[piece.batch_index] = arrays
+        num_answered, seen = self._counts[piece.batch_index]
+        tokens = np.array([*new.tokens, *([last_token] if new.has_last else [])], np.intp)
+        seen[tokens] = True
+        np.add.at(num_answered, tokens[new.num_prompt :], 1)
+        return num_answered, seen
 
 
 class NativeSampler:
@@ -136,12 +124,13 @@ class NativeSampler:
         reported = [index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None]
         raw = logits[reported] if reported else None
         was_broken: dict[int, bool] = {}  # rows changed here: whether they were broken before
-        changed = [index for index, piece in enumerate(rows) if _is_changed(piece)]
+        changed = [index for index, piece in enumerate(rows) if is_changed(piece)]
         if changed:
             was_broken = {index: not np.isfinite(logits[index].max()) for index in changed}
             penalties.apply(logits, rows, last_tokens)
-            _add_bias(logits, rows)
-            _forbid_ends(logits, rows)
+            for index in changed:
+                if edits := edits_of(rows[index]):
+                    logits[index, list(edits)] += np.array(list(edits.values()), np.float32)
         tokens, is_sound, was_sound = self._choose(logits, rows, masks_by_row(rows, masks, logits.shape[1]))
         is_broken = ~was_sound
         for index, was in was_broken.items():
@@ -206,23 +195,5 @@ def _choice(piece: SeqSlice, vocab_size: int) -> tuple[float, float, float, floa
     params = piece.sampling
     if params.is_greedy:
         return _GREEDY
-    draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
-    return draw, params.top_p, params.temperature, params.min_p, params.top_k if params.top_k < vocab_size else 0
-
-
-def _is_changed(piece: SeqSlice) -> bool:
-    """Return whether something other than a grammar changes the logits of this row."""
-    params = piece.sampling
-    return bool(params.logit_bias) or is_penalised(piece) or bool(params.min_tokens and is_short(piece))
-
-
-def _add_bias(logits: Floats, rows: Sequence[SeqSlice]) -> None:
-    for index, piece in enumerate(rows):
-        if bias := piece.sampling.logit_bias:
-            logits[index, list(bias)] += np.array(list(bias.values()), np.float32)
-
-
-def _forbid_ends(logits: Floats, rows: Sequence[SeqSlice]) -> None:
-    for index, piece in enumerate(rows):
-        if is_short(piece):
-            logits[index, list(piece.sampling.stop_token_ids)] = _NEVER
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    return draw_of(piece), params.top_p, params.temperature, params.min_p, top_k

@@ -14,7 +14,7 @@ from quire.backends.support import refuse_unsupported, transformers_notice
 from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Linear
-from quire.backends.torch.loading import load_weights
+from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.packed import PackedLinear
 from quire.backends.torch.state_store import StateStore
@@ -73,8 +73,8 @@ def load_model(
     """Load a model of quire's own equations; of others, those of transformers."""
     spec = checkpoint.spec
     if spec.family != OTHER:
-        weights = load_weights(checkpoint, dtype, device, progress, linear, packed_linear, quantize_bits)
-        return DecoderModel(spec, weights, max_model_len)
+        loader = WeightLoader(checkpoint, dtype, device, progress, linear, packed_linear, quantize_bits)
+        return DecoderModel(loader, max_model_len)
     if spec.quantization not in DTYPES_IN_FILES:
         refuse_unsupported(spec)
     if importlib.util.find_spec("transformers") is None:

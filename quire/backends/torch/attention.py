@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.backends.torch.batch import AttentionGroup, Batch, MaskKey
-from quire.backends.torch.delta_net import DeltaNet, delta_net
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Angles, Heads, Inputs, Linear, Outputs, RMSNorm, Rotary, plain, softcap
-from quire.backends.torch.short_conv import ShortConv, short_conv
+from quire.backends.torch.recurrence import DeltaNet, ShortConv, delta_net, short_conv
 from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import Activation
 

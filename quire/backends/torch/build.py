@@ -35,9 +35,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(options.threads))
-    max_model_len = options.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_model_len:
-        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} tokens this model supports")
+    max_model_len = options.context_within(spec.max_model_len)
     max_num_seqs = options.max_num_seqs or (CUDA_MAX_SEQS if device.type == "cuda" else DEFAULT_MAX_SEQS)
     with torch.inference_mode():
         if device.type == "cuda" and _has_triton():

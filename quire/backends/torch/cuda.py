@@ -24,7 +24,7 @@ from torch import Tensor
 from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.block_io import counts_of
 from quire.backends.kv_memory import KVSpec, LayerKV
-from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs, sampled_pieces
+from quire.backends.sampling import BLOCKED, BROKEN, Ranks, join_prompt_logprobs, prompt_parts, sampled_pieces
 from quire.backends.torch.attention_work import Sizes, max_wide_tiles
 from quire.backends.torch.block_io import torch_layout
 from quire.backends.torch.cuda_block_io import CudaBlockIO
@@ -48,7 +48,6 @@ from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.sampling import Logprobs, read_logprobs
 from quire.backends.torch.state_store import StateStore, describe_types, max_chunks, memory_facts, purge
 from quire.core.step import BlockCopy, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, accepted
 from quire.errors import InvariantViolation
@@ -80,9 +79,9 @@ class _Pass:
     logits: Tensor | None  # [S, V]
     sampled: _Sampled | None  # inputs of the sampling kernels
     sound: Tensor | None  # [slices]: whether the last hidden state of each is finite
-    prompts: list[tuple[int, int, tuple[int, ...], Logprobs]]  # index in the plan, first position, tokens, their ranks
+    prompts: list[tuple[int, int, tuple[int, ...], Ranks]]  # index in the plan, first position, tokens, their ranks
     results: Tensor | None = None  # on the host, after the copy: tokens, flags, soundness
-    logprobs: Logprobs | None = None
+    logprobs: Ranks | None = None
 
 
 class _Row(NamedTuple):
@@ -393,21 +392,15 @@ class CudaRunner:
         tokens = inputs.tokens[rows]
         return torch.where(tokens < 0, self._state.last_samples[inputs.batch_indices[rows]], tokens)
 
-    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, int, tuple[int, ...], Logprobs]]:
+    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, int, tuple[int, ...], Ranks]]:
         """Return logprobs of the prompt tokens after a slice's positions: a position's logits predict the next."""
         found = []
         for place, piece in enumerate(step.slices):
-            if piece.sampling.prompt_logprobs is None:
-                continue
-            row = int(step.last_rows[place]) + 1 - piece.length
-            first = piece.start + 1
-            last = min(piece.start + piece.length + 1, piece.num_prompt_tokens)
-            for start in range(first, last, PROMPT_ROWS):
-                tokens = tuple(piece.history[start : min(start + PROMPT_ROWS, last)])
-                at = row + start - first
-                raw = self.model.logits(hidden[at : at + len(tokens)])
-                ranked = rank_prompt(raw, tokens, piece.sampling.prompt_logprobs)
-                found.append((step.order[place], start, tokens, ranked))
+            first_row = int(step.last_rows[place]) + 1 - piece.length
+            for row, tokens in prompt_parts(piece):
+                raw = self.model.logits(hidden[first_row + row : first_row + row + len(tokens)])
+                ranked = rank_prompt(raw, tokens, piece.sampling.prompt_logprobs or 0)
+                found.append((step.order[place], piece.start + 1 + row, tokens, ranked))
         return found
 
     # Sampling
@@ -471,7 +464,7 @@ class CudaRunner:
         for one in step.passes:
             self._read(one, tokens, logprobs, failures, drafted)
             for index, first, known, ranked in one.prompts:
-                entries = tuple(read_logprobs(ranked, known).values())
+                entries = tuple(ranked.read(known).values())
                 earlier = prompts.get(index)
                 parts = (entries,) if earlier is None else (earlier.entries, entries)
                 prompts[index] = join_prompt_logprobs(first if earlier is None else earlier.start, parts)
@@ -503,7 +496,7 @@ class CudaRunner:
             for place, index in enumerate(order):
                 if not sound[place]:
                     failures[index] = BROKEN
-        ranked = {} if one.logprobs is None else read_logprobs(one.logprobs, chosen)
+        ranked = {} if one.logprobs is None else one.logprobs.read(chosen)
         for row, place in enumerate(one.places):
             index = order[place]
             if index in drafted:

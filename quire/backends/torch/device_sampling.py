@@ -17,10 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.backends.base import TokenMasks
-from quire.backends.sampling import is_penalised, is_short, masks_by_row, uniform
+from quire.backends.sampling import (
+    Ranks,
+    TokenCounter,
+    draw_of,
+    edits_of,
+    is_changed,
+    is_penalised,
+    is_short,
+    masks_by_row,
+)
 from quire.backends.torch.kernels.sampling import NUM_PARAMS as NUM_PARAMS
 from quire.backends.torch.kernels.sampling import Scratch, change, choose, count, edit
-from quire.backends.torch.sampling import Logprobs, rank
+from quire.backends.torch.sampling import rank
 from quire.core.step import SeqSlice
 from quire.core.values import MIN_TEMPERATURE, SamplingParams
 
@@ -29,7 +38,6 @@ from quire.core.values import MIN_TEMPERATURE, SamplingParams
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
-_NEVER = float("-inf")
 _NO_FLOOR = (0.0, 0.0, 1.0)  # min-p, top-k, top-p
 
 _KINDS = (  # kinds of requests that have their own kernels; the last is prepared first
@@ -65,11 +73,11 @@ def fill_params(out: NDArray[np.float32], rows: Sequence[SeqSlice]) -> SpecialRo
             draws.append(0.0)
         else:
             temperatures.append(temperature)
-            draws.append(uniform(params.seed, params.sample_index, piece.start + piece.length))
+            draws.append(draw_of(piece))
             if params.top_p < 1 or params.top_k or params.min_p:
                 floored.append(row)
                 floors.append((params.min_p, params.top_k, params.top_p))
-        if params.logit_bias or is_penalised(piece) or (params.min_tokens and is_short(piece)):
+        if is_changed(piece):
             changed.append(row)
         if params.logprobs is not None:
             reported.append(row)
@@ -95,12 +103,13 @@ class DeviceSampler:
         self._no_masks = torch.zeros((1, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
 
     def release(self, batch_indices: Sequence[int]) -> None:
-        self._counts.release(batch_indices)
-        self._edits.release(batch_indices)
+        for batch_index in batch_indices:
+            self._counts.counter.release(batch_index)
+            self._edits.release(batch_index)
 
     def forget(self) -> None:
         """Count the tokens of all rows again in the next step: an attempt that raised may not have counted them."""
-        self._counts.forget()
+        self._counts.counter.forget()
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """Compile the kernels for one more kind of request in advance. Returns False if none is left."""
@@ -127,7 +136,7 @@ class DeviceSampler:
         last_samples: Tensor,
         masks: TokenMasks | None,
         out: Tensor,
-    ) -> Logprobs | None:
+    ) -> Ranks | None:
         """Enqueue sampling. Writes tokens to out[0, :S] and last_samples[batch_indices], flags to out[1, :S].
 
         Flags: 1 broken, 2 blocked.
@@ -234,33 +243,19 @@ class _TokenCounts:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
         self._counts: Tensor | None = None  # [max_num_seqs, V] int32, allocated for the first request with a penalty
-        self._counted: dict[int, tuple[tuple[int, int], int]] = {}  # by batch index: request and tokens counted
-
-    def release(self, batch_indices: Sequence[int]) -> None:
-        for batch_index in batch_indices:
-            self._counted.pop(batch_index, None)
-
-    def forget(self) -> None:
-        self._counted.clear()
+        self.counter = TokenCounter()
 
     def find_new_tokens(self, rows: Sequence[tuple[int, SeqSlice]]) -> _CountUpdate:
         """Return the tokens that were added since these rows were last counted."""
         update = _CountUpdate([], [], [], [])
         for row, piece in rows:
-            owner = (piece.request_id, piece.epoch)
-            last_owner, num_counted = self._counted.get(piece.batch_index, (None, 0))
-            if last_owner != owner:
+            new = self.counter.count(piece)
+            if new.is_first:
                 update.resets.append(piece.batch_index)
-                num_counted = 0
-            end = piece.start + piece.length
-            tokens = list(piece.history[num_counted:end])
-            if num_counted + len(tokens) < end:  # sampled in the previous step, not yet known to the scheduler
-                tokens.append(-1 - row)
-            num_prompt = min(max(piece.num_prompt_tokens - num_counted, 0), len(tokens))
+            tokens = [*new.tokens, -1 - row] if new.has_last else new.tokens
             update.batch_indices.extend([piece.batch_index] * len(tokens))
             update.tokens.extend(tokens)
-            update.is_prompt.extend([1] * num_prompt + [0] * (len(tokens) - num_prompt))
-            self._counted[piece.batch_index] = (owner, end)
+            update.is_prompt.extend([1] * new.num_prompt + [0] * (len(tokens) - new.num_prompt))
         return update
 
     def update(self, resets: Tensor, entries: Sequence[Tensor], last_tokens: Tensor) -> Tensor:
@@ -281,9 +276,8 @@ class _Edits:
     def __init__(self) -> None:
         self._known: dict[int, tuple[SamplingParams, bool, Ints, Floats]] = {}  # by batch index
 
-    def release(self, batch_indices: Sequence[int]) -> None:
-        for batch_index in batch_indices:
-            self._known.pop(batch_index, None)
+    def release(self, batch_index: int) -> None:
+        self._known.pop(batch_index, None)
 
     def join(self, pieces: Sequence[SeqSlice]) -> tuple[Ints, Ints, Floats]:
         """Return three arrays for [place in R, token] += value."""
@@ -295,9 +289,7 @@ class _Edits:
         params, is_early = piece.sampling, is_short(piece)
         known = self._known.get(piece.batch_index)
         if known is None or known[0] is not params or known[1] != is_early:
-            values = dict(params.logit_bias)
-            if is_early:
-                values |= dict.fromkeys(params.stop_token_ids, _NEVER)
+            values = edits_of(piece)
             arrays = np.array(list(values), np.int32), np.array(list(values.values()), np.float32)
             known = self._known[piece.batch_index] = (params, is_early, *arrays)
         return known[2], known[3]
@@ -314,11 +306,11 @@ def _penalties(piece: SeqSlice) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def rank_prompt(raw: Tensor, tokens: Sequence[int], count: int) -> Logprobs:
+def rank_prompt(raw: Tensor, tokens: Sequence[int], count: int) -> Ranks:
     """Rank given tokens by raw logits [N, V] of the positions before them.
 
     The result is copied asynchronously, as in `DeviceSampler.sample`: after the device has finished this step, use
-    `read_logprobs(result, tokens)`.
+    `result.read(tokens)`.
     """
     (chosen,) = _send([np.array(tokens, np.int32)], raw.device)
     return _to_host(rank(raw.float(), chosen.long(), tuple(range(len(tokens))), (count,) * len(tokens)))
@@ -336,13 +328,6 @@ def _send(arrays: Sequence[NDArray[np.int32] | NDArray[np.float32]], device: tor
     ]
 
 
-def _to_host(logprobs: Logprobs) -> Logprobs:
+def _to_host(ranks: Ranks) -> Ranks:
     """Start copying to host memory. The copy is complete when the step is collected."""
-    return Logprobs(
-        logprobs.rows,
-        logprobs.counts,
-        logprobs.chosen.to("cpu", non_blocking=True),
-        logprobs.ranks.to("cpu", non_blocking=True),
-        logprobs.top_values.to("cpu", non_blocking=True),
-        logprobs.top_tokens.to("cpu", non_blocking=True),
-    )
+    return Ranks(ranks.rows, ranks.counts, *(array.to("cpu", non_blocking=True) for array in ranks[2:]))

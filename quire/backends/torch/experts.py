@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.backends.torch.layers import Linear, gated, product
-from quire.backends.torch.packed_stack import Stack
+from quire.backends.torch.packed import Stack
 from quire.weights.spec import Activation
 
 SIGMOID_FLOOR = 1e-6  # added to a sum of sigmoids before it divides

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.backends.kv_memory import KVSpec
-from quire.backends.torch.delta_net import DeltaNet
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.layers import Heads, Inputs, Linear, Outputs, RMSNorm
-from quire.backends.torch.short_conv import ShortConv
+from quire.backends.torch.recurrence import DeltaNet, ShortConv
 from quire.weights.spec import Activation, ModelSpec
 
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.backends.torch.delta_net import DeltaNet
 from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.inputs import StepInputs
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
@@ -25,7 +24,7 @@ from quire.backends.torch.kernels.elementwise import (
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Fp8Inputs, Heads, Inputs, Linear, Outputs, RMSNorm, plain
-from quire.backends.torch.short_conv import ShortConv
+from quire.backends.torch.recurrence import DeltaNet, ShortConv
 from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import Activation
 

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into the tensors of a model, one at a time, fused as the layers use them.
+"""Reads the tensors of a checkpoint, one at a time, fused as the layers of a model use them.
 
 Each tensor is read, converted and copied before the next one, so the peak memory is the model and one tensor. The
 checkpoint's contents are checked before anything is allocated.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,26 +15,23 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Progress
-from quire.backends.torch.experts import Experts, SharedExpert
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.packed import (
+    MAX_EXPONENT,
     QUANTIZED,
     JoinedLinear,
+    Mxfp4Stack,
     PackedFormat,
     PackedLinear,
+    PackedStack,
     PackedWeight,
+    Stack,
     decoded,
+    fitting_format,
     format_of,
+    have_common_kernels,
     pack,
     quantize,
-)
-from quire.backends.torch.packed_stack import (
-    MAX_EXPONENT,
-    Mxfp4Stack,
-    PackedStack,
-    Stack,
-    fitting_format,
-    have_common_kernels,
     stack_format,
 )
 from quire.errors import InvalidRequest
@@ -43,8 +39,8 @@ from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.opening import DummyCheckpoint
 from quire.weights.packed import PackedMatrix
 from quire.weights.quants import to_float32
-from quire.weights.spec import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, ModelSpec, ShortConvSpec
-from quire.weights.tensors import check_tensors, expected_tensors, is_norm, layer_tensors, norm_offset
+from quire.weights.spec import ExpertsSpec, ModelSpec
+from quire.weights.tensors import check_tensors, expected_tensors, is_norm, norm_offset
 
 NORM_DTYPE = torch.float32
 IN_FP32 = (".a_log", ".dt_bias", ".expert_bias")  # like norms
@@ -62,206 +58,6 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class MlpWeights:
-    gate_up_proj: Linear  # [2 * F, E]
-    down_proj: Linear  # [E, F]
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedWeights:
-    router: Linear  # [experts, E]
-    experts: Experts
-    shared: SharedExpert | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
-    qkv_proj: Linear  # [(H + 2K) * D, E]; with gates, H * D more rows
-    o_proj: Linear  # [E, H * D]
-    sinks: Tensor | None = None  # [H]
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNetWeights:
-    in_proj: Linear  # [channels + value size + 2 * heads, E]: queries, keys and values, then z, b and a
-    conv: Tensor  # [channels, taps]
-    a_log: Tensor  # [heads] fp32
-    dt_bias: Tensor  # [heads] fp32
-    out_proj: Linear  # [E, value size]
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvWeights:
-    in_proj: Linear  # [3 * E, E]: b, c and x
-    conv: Tensor  # [E, taps]
-    conv_bias: Tensor | None  # [E]
-    out_proj: Linear  # [E, E]
-
-
-@dataclass(frozen=True, slots=True)
-class PleLayerWeights:
-    """A layer's part of the per-layer embeddings."""
-
-    gate: Linear  # [P, E]
-    proj: Linear  # [E, P]
-
-
-@dataclass(frozen=True, slots=True)
-class PleWeights:
-    """Per-layer embeddings of all layers."""
-
-    embedding: Tensor  # [V, layers * P]
-    proj: Linear  # [layers * P, E]
-    norm: Tensor  # [P] fp32
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    mixer: AttentionWeights | DeltaNetWeights | ShortConvWeights
-    mlp: MlpWeights | RoutedWeights
-    norms: dict[str, Tensor]  # fp32, by name: input_norm, q_norm
-    parallel: RoutedWeights | None = None  # experts beside the MLP
-    ple: PleLayerWeights | None = None
-    output_scale: float = 1.0  # of the layer's output
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    embedding: Tensor  # [V, E]
-    head: Linear  # [V, E]; the embedding itself if they are tied
-    norm: Tensor  # [E] fp32
-    layers: list[LayerWeights]
-    num_bytes: int
-    ple: PleWeights | None = None
-    packed_types: tuple[str, ...] = ()  # of the packed matrices: fp8, int4
-
-
-def load_weights(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None = None,
-    linear: type[Linear] = Linear,
-    packed_linear: type[PackedLinear] = PackedLinear,
-    quantize_bits: int | None = None,
-) -> ModelWeights:
-    """Load a model whose matrices are of class `linear`, and of `packed_linear` where they are packed.
-
-    `quantize_bits`: quantise the matrices of the layers that the file stores in 16 or 32 bits.
-    """
-    check_tensors(checkpoint)
-    loader = _Loader(checkpoint, dtype, device, progress, linear, packed_linear, quantize_bits)
-    spec = checkpoint.spec
-    embedding = loader.matrix("embedding.weight")
-    layers = [_load_layer(loader, layer, f"layers.{i}.", spec.hidden_size) for i, layer in enumerate(spec.layers)]
-    norm = loader.norm("norm.weight")
-    head = linear(embedding) if spec.is_tied else loader.linear(["head"], has_bias=False)
-    ple = None
-    if spec.ple_size:
-        ple = PleWeights(
-            loader.matrix("ple_embedding.weight"),
-            loader.linear(["ple_model_proj"], has_bias=False),
-            loader.norm("ple_model_norm.weight"),
-        )
-    num_bytes = weight_bytes(spec, dtype) - loader.num_saved
-    return ModelWeights(embedding, head, norm, layers, num_bytes, ple, tuple(sorted(loader.packed_types)))
-
-
-def qkv_rows(attention: AttentionSpec) -> int:
-    """Return the rows of the product that gives queries, keys and values. Raw keys that are also values count twice."""
-    num_gates = attention.q_size if attention.has_gate else 0
-    return attention.q_size + (2 * attention.kv_size if attention.shared_with is None else 0) + num_gates
-
-
-def _load_layer(loader: _Loader, spec: LayerSpec, prefix: str, hidden_size: int) -> LayerWeights:
-    norms = [name for name in layer_tensors(spec, hidden_size) if is_norm(name)]
-    parallel = None if spec.parallel_experts is None else _load_experts(loader, spec.parallel_experts, prefix)
-    ple = None
-    if spec.ple_size:
-        gate, proj = (loader.linear([f"{prefix}{name}"], has_bias=False) for name in ("ple_gate", "ple_proj"))
-        ple = PleLayerWeights(gate, proj)
-    return LayerWeights(
-        parallel=parallel,
-        ple=ple,
-        output_scale=float(loader.vector(f"{prefix}output_scale.weight")) if spec.has_output_scale else 1.0,
-        mixer=_load_mixer(loader, spec, prefix),
-        mlp=_load_mlp(loader, spec, prefix),
-        norms={name.removesuffix(".weight"): loader.norm(f"{prefix}{name}") for name in norms},
-    )
-
-
-def _load_mixer(loader: _Loader, spec: LayerSpec, prefix: str) -> AttentionWeights | DeltaNetWeights | ShortConvWeights:
-    mixer = spec.mixer
-    if isinstance(mixer, AttentionSpec):
-        names = ["q_proj"]
-        if mixer.shared_with is None:
-            names += ["k_proj", "k_proj" if mixer.is_key_value else "v_proj"]
-        if mixer.has_gate:
-            names.append("q_gate")
-        return AttentionWeights(
-            sinks=loader.vector(f"{prefix}sinks.weight") if mixer.has_sinks else None,
-            qkv_proj=loader.linear([f"{prefix}{name}" for name in names], has_bias=mixer.has_qkv_bias),
-            o_proj=loader.linear([f"{prefix}o_proj"], has_bias=mixer.has_output_bias),
-        )
-    if isinstance(mixer, DeltaNetSpec):
-        return DeltaNetWeights(
-            in_proj=loader.linear([f"{prefix}in_proj_{name}" for name in ("qkv", "z", "b", "a")], has_bias=False),
-            conv=loader.matrix(f"{prefix}conv.weight"),
-            a_log=loader.vector(f"{prefix}a_log"),
-            dt_bias=loader.vector(f"{prefix}dt_bias"),
-            out_proj=loader.linear([f"{prefix}out_proj"], has_bias=False),
-        )
-    assert isinstance(mixer, ShortConvSpec)
-    return ShortConvWeights(
-        in_proj=loader.linear([f"{prefix}in_proj"], has_bias=mixer.has_bias),
-        conv=loader.matrix(f"{prefix}conv.weight"),
-        conv_bias=loader.matrix(f"{prefix}conv.bias") if mixer.has_bias else None,
-        out_proj=loader.linear([f"{prefix}out_proj"], has_bias=mixer.has_bias),
-    )
-
-
-def _load_mlp(loader: _Loader, spec: LayerSpec, prefix: str) -> MlpWeights | RoutedWeights:
-    mlp = spec.mlp
-    if not isinstance(mlp, ExpertsSpec):
-        return MlpWeights(
-            gate_up_proj=loader.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], has_bias=mlp.has_bias),
-            down_proj=loader.linear([f"{prefix}down_proj"], has_bias=mlp.has_bias),
-        )
-    return _load_experts(loader, mlp, prefix)
-
-
-def _load_experts(loader: _Loader, spec: ExpertsSpec, prefix: str) -> RoutedWeights:
-    router = loader.linear([f"{prefix}router"], has_bias=spec.has_router_bias)
-    experts = [f"{prefix}experts.{i}." for i in range(spec.num_experts)]
-    gate_up = [[f"{one}gate_proj", f"{one}up_proj"] for one in experts]
-    down = [[f"{one}down_proj"] for one in experts]
-    routed = Experts(
-        *loader.experts(gate_up, down, may_pack=has_expert_kernels(spec)),
-        num_chosen=spec.num_chosen,
-        activation=spec.activation,
-        renormalizes=spec.renormalizes,
-        scale=spec.scale,
-        gate_up_bias=loader.biases(gate_up) if spec.has_bias else None,
-        down_bias=loader.biases(down) if spec.has_bias else None,
-        expert_scales=loader.vector(f"{prefix}expert_scales.weight") if spec.has_expert_scales else None,
-        has_sigmoid=spec.has_sigmoid,
-        bias=loader.vector(f"{prefix}expert_bias") if spec.has_expert_bias else None,
-    )
-    return RoutedWeights(router, routed, _load_shared(loader, spec, f"{prefix}shared"))
-
-
-def _load_shared(loader: _Loader, spec: ExpertsSpec, prefix: str) -> SharedExpert | None:
-    if not spec.shared_size:
-        return None
-    return SharedExpert(
-        gate_up_proj=loader.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], has_bias=False),
-        down_proj=loader.linear([f"{prefix}.down_proj"], has_bias=False),
-        gate=loader.linear([f"{prefix}_gate"], has_bias=False),
-        activation=spec.activation,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class _Run:
     """Matrices with the same input that one product computes with."""
 
@@ -270,21 +66,27 @@ class _Run:
     format: PackedFormat | None  # None: 16 bits in memory
 
 
-class _Loader:
+class WeightLoader:
+    """Reads matrices as class `linear`, and as `packed_linear` where they stay packed.
+
+    `quantize_bits`: quantise the matrices of the layers that the file stores in 16 or 32 bits.
+    """
+
     def __init__(
         self,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Progress | None,
-        linear: type[Linear],
-        packed_linear: type[PackedLinear],
-        quantize_bits: int | None,
+        progress: Progress | None = None,
+        linear: type[Linear] = Linear,
+        packed_linear: type[PackedLinear] = PackedLinear,
+        quantize_bits: int | None = None,
     ) -> None:
+        check_tensors(checkpoint)
+        self.spec, self.device = checkpoint.spec, device
+        self.linear_class = linear
         self._checkpoint = checkpoint
         self._dtype = dtype
-        self._device = device
-        self._linear = linear
         self._packed_linear = packed_linear
         self._quantized = None if quantize_bits is None else QUANTIZED[quantize_bits]
         self.num_saved = 0  # bytes, by packed matrices
@@ -293,10 +95,16 @@ class _Loader:
         self._decoded: set[str] = set()  # formats without a kernel, which were logged
         self._progress = progress
         self._num_done = 0
-        self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(checkpoint.spec))
+        self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(self.spec))
 
-    def linear(self, names: list[str], *, has_bias: bool) -> Linear:
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the model's weights. Complete when all are loaded."""
+        return weight_bytes(self.spec, self._dtype) - self.num_saved
+
+    def linear(self, prefix: str, *roles: str, has_bias: bool = False) -> Linear:
         """Load matrices with the same input, stacked along their outputs."""
+        names = [f"{prefix}{role}" for role in roles]
         bias = self._stack([f"{name}.bias" for name in names]) if has_bias else None
         parts, first = [], 0
         for run in self._runs(names):
@@ -309,7 +117,7 @@ class _Loader:
         """Divide matrices into runs of one format."""
         runs: list[_Run] = []
         for name in names:
-            matrix = read_packed(self._checkpoint, f"{name}.weight")
+            matrix = self._checkpoint.read_packed(f"{name}.weight")
             run = self._run([name], [] if matrix is None else [matrix])
             if runs and bool(runs[-1].matrices) == bool(run.matrices):
                 joined = self._run(runs[-1].names + run.names, runs[-1].matrices + run.matrices)
@@ -330,21 +138,21 @@ class _Loader:
             if self._quantized is not None and is_quantized(run.names[0]) and self._quantized.fits(weight.shape[1]):
                 self._check_held(self._quantized)
                 return self._kept_packed(self._packed_linear(quantize(weight, self._quantized), bias))
-            return self._linear(weight, bias)
+            return self.linear_class(weight, bias)
         self._report(sum(self._checkpoint.tensors[f"{name}.weight"].num_bytes for name in run.names))
         if run.format is not None:
-            packed = pack(run.matrices, run.format, self._dtype, self._device)
+            packed = pack(run.matrices, run.format, self._dtype, self.device)
             return self._kept_packed(self._packed_linear(packed, bias))
-        return self._linear(self._decode(run.matrices), bias)
+        return self.linear_class(self._decode(run.matrices), bias)
 
     def _decode(self, matrices: list[PackedMatrix]) -> Tensor:
         kinds = ", ".join(sorted({f"{one.type} in groups of {one.group}" for one in matrices}))
         self._log_decoded(kinds)
         num_outputs = sum(one.shape[0] for one in matrices)
-        weight = torch.empty((num_outputs, matrices[0].shape[1]), dtype=self._dtype, device=self._device)
+        weight = torch.empty((num_outputs, matrices[0].shape[1]), dtype=self._dtype, device=self.device)
         first = 0
         for one in matrices:
-            weight[first : first + one.shape[0]] = decoded(one).to(self._device)
+            weight[first : first + one.shape[0]] = decoded(one).to(self.device)
             first += one.shape[0]
         return weight
 
@@ -407,14 +215,14 @@ class _Loader:
         for expert, group in enumerate(groups):
             first = 0
             for name in group:
-                if (matrix := read_packed(self._checkpoint, name)) is None:
+                if (matrix := self._checkpoint.read_packed(name)) is None:
                     return None
                 format = stack_format(matrix)
                 if format is None or not self._packed_linear.holds(format) or not _is_in(stack, format):
                     self._log_decoded(f"experts in {matrix.type} in groups of {matrix.group}")
                     return None
                 if stack is None:
-                    stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self._device)
+                    stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self.device)
                 stack.set_rows(expert, first, matrix)
                 first += matrix.shape[0]
                 self._report(self._checkpoint.tensors[name].num_bytes)
@@ -431,7 +239,7 @@ class _Loader:
         if self._quantized is None or not is_plain or (format := fitting_format(self._quantized, shape[2])) is None:
             return None
         self._check_held(format)
-        stack = PackedStack.empty(*shape, format, self._dtype, self._device)
+        stack = PackedStack.empty(*shape, format, self._dtype, self.device)
         if isinstance(self._checkpoint, DummyCheckpoint):
             stack.invent(self._random, DUMMY_STD)
             self._report(sum(self._checkpoint.tensors[name].num_bytes for group in groups for name in group))
@@ -446,7 +254,7 @@ class _Loader:
 
     def _mxfp4(self, groups: list[list[str]]) -> Mxfp4Stack | None:
         """Load matrices in MXFP4, or return None if their exponents are too large to compute with."""
-        stack = Mxfp4Stack.empty(*self._stack_shape(groups), self._dtype, self._device)
+        stack = Mxfp4Stack.empty(*self._stack_shape(groups), self._dtype, self.device)
         if isinstance(self._checkpoint, DummyCheckpoint):
             stack.invent(self._random, DUMMY_STD)
         num_bytes = 0
@@ -465,18 +273,21 @@ class _Loader:
 
     def norm(self, name: str) -> Tensor:
         """Load in fp32 whatever the model's dtype: Gemma's norms are 1 + w, and in bf16 the 1 would absorb w."""
-        return self.vector(name).add_(norm_offset(self._checkpoint.spec, name))
+        return self.vector(name).add_(norm_offset(self.spec, name))
 
     def vector(self, name: str) -> Tensor:
         return self._stack([name], NORM_DTYPE)
 
+    def number(self, name: str) -> float:
+        return float(self.vector(name))
+
     def _stack(self, names: list[str], dtype: torch.dtype | None = None) -> Tensor:
         shapes = [self._checkpoint.tensors[name].shape for name in names]
         num_rows = sum(shape[0] for shape in shapes)
-        out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
+        out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self.device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
-            if (packed := read_packed(self._checkpoint, name)) is not None:  # a matrix that has no packed product
+            if (packed := self._checkpoint.read_packed(name)) is not None:  # a matrix that has no packed product
                 out[first : first + shape[0]].copy_(decoded(packed))
             elif not isinstance(self._checkpoint, DummyCheckpoint):
                 out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
@@ -488,7 +299,7 @@ class _Loader:
 
     def _invent(self, out: Tensor, name: str) -> None:
         if is_norm(name):
-            out.fill_(1 - norm_offset(self._checkpoint.spec, name))
+            out.fill_(1 - norm_offset(self.spec, name))
         elif name.endswith(_FACTORS):
             out.fill_(DUMMY_FACTOR)
         else:
@@ -498,12 +309,6 @@ class _Loader:
         self._num_done += num_bytes
         if self._progress is not None:
             self._progress(min(self._num_done, self._num_bytes), self._num_bytes)  # some tensors are read twice
-
-
-def read_packed(checkpoint: Checkpoint, name: str) -> PackedMatrix | None:
-    """Read a matrix that the file stores packed."""
-    read: Callable[[str], PackedMatrix | None] | None = getattr(checkpoint, "read_packed", None)
-    return None if read is None else read(name)
 
 
 def is_quantized(name: str) -> bool:
@@ -517,7 +322,7 @@ def packed_format(checkpoint: Checkpoint, quantize_bits: int | None) -> PackedFo
         return QUANTIZED[quantize_bits]
     for name in expected_tensors(checkpoint.spec):
         if name.removesuffix(".weight").rsplit(".", 1)[-1] in PROBED:
-            matrix = read_packed(checkpoint, name)
+            matrix = checkpoint.read_packed(name)
             return None if matrix is None else format_of([matrix])
     return None
 
@@ -550,7 +355,7 @@ def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> tuple[E
 
 def _stack_format(checkpoint: Checkpoint, name: str, quantize_bits: int | None) -> PackedFormat | None:
     """Return the format in memory of a matrix of an expert; None: it is not packed."""
-    if (matrix := read_packed(checkpoint, name)) is not None:
+    if (matrix := checkpoint.read_packed(name)) is not None:
         return stack_format(matrix)
     num_inputs = checkpoint.tensors[name].shape[1]
     return None if quantize_bits is None else fitting_format(QUANTIZED[quantize_bits], num_inputs)

@@ -12,11 +12,11 @@ from torch import Tensor
 from quire.backends.base import DEFAULT_MAX_CHUNK, BlockIO, Capacity, RunnerFacts, TokenMasks
 from quire.backends.block_io import HostBlockIO, counts_of
 from quire.backends.sampling import (
-    PROMPT_ROWS,
     SampledRows,
     broken_slices,
     join_prompt_logprobs,
     make_result,
+    prompt_parts,
     sampled_pieces,
 )
 from quire.backends.torch.attention import ReferencePass
@@ -24,9 +24,9 @@ from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.block_io import make_host_block_io, torch_layout
 from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
+from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, sample
 from quire.backends.torch.state_store import StateStore, describe_types, memory_facts, purge
-from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
+from quire.core.step import PromptLogprobs, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 MAX_DRAFTS = 15  # of a slice
@@ -162,7 +162,7 @@ class TorchRunner:
         rows = None
         if sampled is not None:
             chosen = sampled.tokens.tolist()
-            ranked = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs, chosen)
+            ranked = {} if sampled.logprobs is None else sampled.logprobs.read(chosen)
             broken, blocked = sampled.is_broken.tolist(), sampled.is_blocked.tolist()
             indices = [batch.order[row] for row in step.forwarded.rows]
             rows = SampledRows(indices, chosen, broken, blocked, ranked)
@@ -184,27 +184,16 @@ class TorchRunner:
         self._steps.clear()
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> Mapping[int, PromptLogprobs]:
+        """Return logprobs of the prompt tokens after a slice's positions: a position's logits predict the next."""
         result: dict[int, PromptLogprobs] = {}
-        for row, piece in enumerate(batch.slices):
-            if piece.sampling.prompt_logprobs is None:
-                continue
-            first_row = batch.last_rows[row] + 1 - piece.length
-            if (found := self._rank_prompt(piece, hidden[first_row : first_row + piece.length])) is not None:
-                result[batch.order[row]] = found
+        for place, piece in enumerate(batch.slices):
+            first_row, parts = batch.last_rows[place] + 1 - piece.length, []
+            for row, tokens in prompt_parts(piece):
+                raw = self.model.logits(hidden[first_row + row : first_row + row + len(tokens)]).float()
+                parts.append(rank_tokens(raw, tokens, piece.sampling.prompt_logprobs or 0))
+            if parts:
+                result[batch.order[place]] = join_prompt_logprobs(piece.start + 1, parts)
         return result
-
-    def _rank_prompt(self, piece: SeqSlice, hidden: Tensor) -> PromptLogprobs | None:
-        """Return logprobs of the prompt tokens after this slice's positions: a position's logits predict the next."""
-        first = piece.start + 1
-        last = min(piece.start + piece.length + 1, piece.num_prompt_tokens)
-        if first >= last:
-            return None
-        parts = []
-        for start in range(first, last, PROMPT_ROWS):
-            stop = min(start + PROMPT_ROWS, last)
-            raw = self.model.logits(hidden[start - first : stop - first]).float()
-            parts.append(rank_tokens(raw, piece.history[start:stop], piece.sampling.prompt_logprobs or 0))
-        return join_prompt_logprobs(first, parts)
 
 
 def _sampled_rows(batch: Batch) -> list[int]:

@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import TokenMasks
-from quire.backends.sampling import is_penalised, is_short, masks_by_row, uniform
+from quire.backends.sampling import (
+    NEVER,
+    Ranks,
+    TokenCounter,
+    draw_of,
+    edits_of,
+    is_changed,
+    is_penalised,
+    masks_by_row,
+)
 from quire.core.step import SeqSlice, TokenLogprobs
 
 # S rows that sample, V vocabulary
 
 TOP_P_CANDIDATES = 1024  # most top-p sets are this small; sorting the whole vocabulary costs thirty times as much
-_NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +39,7 @@ class Sampled:
     tokens: Tensor  # [S]
     is_broken: Tensor  # [S]: the logits of this row are not finite
     is_blocked: Tensor  # [S]: every token of this row was forbidden
-    logprobs: Logprobs | None
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    rows: tuple[int, ...]  # rows of S that report logprobs
-    counts: tuple[int, ...]  # number of alternatives for each
-    chosen: Tensor  # [rows]
-    ranks: Tensor  # [rows]
-    top_values: Tensor  # [rows, most]
-    top_tokens: Tensor
+    logprobs: Ranks | None
 
 
 class Penalties:
@@ -50,9 +48,11 @@ class Penalties:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._counts: dict[int, _Counts] = {}
+        self._counter = TokenCounter()
+        self._counts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def release(self, batch_index: int) -> None:
+        self._counter.release(batch_index)
         self._counts.pop(batch_index, None)
 
     def apply(self, logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
@@ -61,8 +61,7 @@ class Penalties:
         if not chosen:
             return
         counts = [self._count(rows[index], last_tokens[index]) for index in chosen]
-        num_answered = torch.stack([count.num_answered for count in counts])  # [rows, V]
-        seen = torch.stack([count.seen for count in counts])
+        num_answered, seen = (torch.stack(parts) for parts in zip(*counts, strict=True))  # [rows, V]
         params = [
             (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
             for sampling in (rows[index].sampling for index in chosen)
@@ -75,32 +74,23 @@ class Penalties:
         picked = torch.where(seen, repeated, picked)
         logits[chosen] = picked - frequency * num_answered - presence * (num_answered > 0)
 
-    def _count(self, piece: SeqSlice, last_token: Tensor) -> _Counts:
-        counts = self._counts.get(piece.batch_index)
-        if counts is None or counts.owner != (piece.request_id, piece.epoch):
+    def _count(self, piece: SeqSlice, last_token: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of occurrences of each token in the answer [V], and whether it is in the context [V]."""
+        new = self._counter.count(piece)
+        if new.is_first:
             num_answered = torch.zeros(self._vocab_size, device=self._device)
             seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), num_answered, seen, 0)
-        end = piece.start + piece.length
-        known = piece.history[counts.num_counted : end]
-        if known:
-            new = torch.tensor(known, device=self._device)
-            counts.seen[new] = True
-            answered = new[max(piece.num_prompt_tokens - counts.num_counted, 0) :]
-            counts.num_answered.index_add_(0, answered, torch.ones_like(answered, dtype=counts.num_answered.dtype))
-        if counts.num_counted + len(known) < end:  # sampled in the previous step, not yet known to the scheduler
-            counts.seen[last_token] = True
-            counts.num_answered[last_token] += 1
-        counts.num_counted = end
-        return counts
-
-
-@dataclass(slots=True)
-class _Counts:
-    owner: tuple[int, int]
-    num_answered: Tensor  # [V]: number of occurrences in the answer
-    seen: Tensor  # [V]: whether the token is in the prompt or the answer
-    num_counted: int
+            self._counts[piece.batch_index] = num_answered, seen
+        num_answered, seen = self._counts[piece.batch_index]
+        if new.tokens:
+            tokens = torch.tensor(new.tokens, device=self._device)
+            seen[tokens] = True
+            answered = tokens[new.num_prompt :]
+            num_answered.index_add_(0, answered, torch.ones_like(answered, dtype=num_answered.dtype))
+        if new.has_last:
+            seen[last_token] = True
+            num_answered[last_token] += 1
+        return num_answered, seen
 
 
 def sample(
@@ -110,10 +100,9 @@ def sample(
     best = logits.max(-1)
     is_broken = ~torch.isfinite(best.values)
     raw = _wanted_logits(logits, rows)
-    if not _is_plain(rows, masks):
+    if masks or any(map(is_changed, rows)):
         penalties.apply(logits, rows, last_tokens)
-        _add_bias(logits, rows)
-        _forbid(logits, rows, masks_by_row(rows, masks, logits.shape[1]))
+        _edit(logits, rows, masks_by_row(rows, masks, logits.shape[1]))
         best = logits.max(-1)
     tokens = best.indices
     drawn = [index for index, piece in enumerate(rows) if not piece.sampling.is_greedy]
@@ -125,34 +114,19 @@ def sample(
     return Sampled(tokens, is_broken, is_blocked, None if raw is None else _logprobs(*raw, rows, tokens))
 
 
-def _is_plain(rows: Sequence[SeqSlice], masks: TokenMasks | None) -> bool:
-    """Return whether no row's logits are changed before the draw, which is the common case."""
-    return not masks and not any(is_penalised(piece) or piece.sampling.logit_bias or is_short(piece) for piece in rows)
-
-
-def _add_bias(logits: Tensor, rows: Sequence[SeqSlice]) -> None:
-    entries = [
-        (index, token, bias) for index, piece in enumerate(rows) for token, bias in piece.sampling.logit_bias.items()
-    ]
-    if entries:
-        index, token, bias = zip(*entries, strict=True)
-        logits[list(index), list(token)] += torch.tensor(bias, device=logits.device)
-
-
-def _forbid(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, bytes]) -> None:
-    forbidden = [
-        (index, token) for index, piece in enumerate(rows) if is_short(piece) for token in piece.sampling.stop_token_ids
-    ]
-    if forbidden:
-        index, token = zip(*forbidden, strict=True)
-        logits[list(index), list(token)] = _NEVER
+def _edit(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, bytes]) -> None:
+    """Add biases and forbid tokens, in place."""
+    edits = {(row, token): value for row, piece in enumerate(rows) for token, value in edits_of(piece).items()}
+    if edits:
+        index, token = zip(*edits, strict=True)
+        logits[list(index), list(token)] += torch.tensor(list(edits.values()), device=logits.device)
     if masks:
         masked = list(masks)
         together = bytearray().join(masks.values())
         packed = torch.frombuffer(together, dtype=torch.uint8).view(len(masked), -1).to(logits.device)
         bits = (packed[:, :, None] >> torch.arange(8, device=logits.device)) & 1
         is_forbidden = bits.view(len(masked), -1)[:, : logits.shape[1]] == 0
-        logits[masked] = logits[masked].masked_fill_(is_forbidden, _NEVER)
+        logits[masked] = logits[masked].masked_fill_(is_forbidden, NEVER)
 
 
 def _draw(logits: Tensor, rows: Sequence[SeqSlice]) -> Tensor:
@@ -161,7 +135,7 @@ def _draw(logits: Tensor, rows: Sequence[SeqSlice]) -> Tensor:
     temperatures = torch.tensor([p.temperature for p in params], device=device)
     logits = logits / temperatures[:, None]
     peak = logits.max(-1, keepdim=True).values
-    floor = torch.full_like(peak, _NEVER)  # tokens below it are cut off
+    floor = torch.full_like(peak, NEVER)  # tokens below it are cut off
     if any(p.min_p > 0 for p in params):
         floor = peak + torch.tensor([p.min_p for p in params], device=device).log()[:, None]
     top_k = [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params]
@@ -172,8 +146,7 @@ def _draw(logits: Tensor, rows: Sequence[SeqSlice]) -> Tensor:
         floor = torch.maximum(floor, _top_p_floor(logits, peak, floor, top_p))
     weights = (logits - peak).exp_().masked_fill_(logits < floor, 0.0)  # [S, V]
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    draws = [uniform(piece.sampling.seed, piece.sampling.sample_index, piece.start + piece.length) for piece in rows]
-    targets = torch.tensor(draws, device=device, dtype=torch.float64) * cumulative[:, -1]
+    targets = torch.tensor(list(map(draw_of, rows)), device=device, dtype=torch.float64) * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
     return tokens.clamp_(max=vocab_size - 1)
 
@@ -183,7 +156,7 @@ def _top_k_floor(logits: Tensor, top_k: Sequence[int]) -> Tensor:
     largest = logits.topk(max(top_k), -1).values
     counts = torch.tensor(top_k, device=logits.device)[:, None]
     floor = largest.gather(1, (counts - 1).clamp_(min=0))
-    return torch.where(counts > 0, floor, _NEVER)
+    return torch.where(counts > 0, floor, NEVER)
 
 
 def _top_p_floor(logits: Tensor, peak: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
@@ -199,7 +172,7 @@ def _top_p_floor(logits: Tensor, peak: Tensor, floor: Tensor, top_p: Tensor) -> 
     last = (before < goal[:, None]).sum(-1, keepdim=True) - 1
     threshold = largest.gather(1, last.clamp_(min=0)).to(logits.dtype)  # a weight; compared below to find the logit
     result = torch.where(kept >= threshold, logits, float("inf")).amin(-1, keepdim=True)
-    return torch.where(top_p[:, None] < 1, result, _NEVER)
+    return torch.where(top_p[:, None] < 1, result, NEVER)
 
 
 def _wanted_logits(logits: Tensor, rows: Sequence[SeqSlice]) -> tuple[Tensor, tuple[int, ...]] | None:
@@ -208,32 +181,21 @@ def _wanted_logits(logits: Tensor, rows: Sequence[SeqSlice]) -> tuple[Tensor, tu
     return (logits[list(wanted)], wanted) if wanted else None
 
 
-def _logprobs(raw: Tensor, wanted: tuple[int, ...], rows: Sequence[SeqSlice], tokens: Tensor) -> Logprobs:
+def _logprobs(raw: Tensor, wanted: tuple[int, ...], rows: Sequence[SeqSlice], tokens: Tensor) -> Ranks:
     counts = tuple(rows[index].sampling.logprobs or 0 for index in wanted)
     return rank(raw, tokens[list(wanted)], wanted, counts)
 
 
-def rank(raw: Tensor, chosen: Tensor, rows: tuple[int, ...], counts: tuple[int, ...]) -> Logprobs:
+def rank(raw: Tensor, chosen: Tensor, rows: tuple[int, ...], counts: tuple[int, ...]) -> Ranks:
     logprobs = torch.log_softmax(raw, -1)
     picked = logprobs.gather(1, chosen[:, None])
     ranks = (logprobs > picked).sum(-1)
     top = logprobs.topk(min(max(counts), raw.shape[1]), -1)
-    return Logprobs(rows, counts, picked[:, 0], ranks, top.values, top.indices)
+    return Ranks(rows, counts, picked[:, 0], ranks, top.values, top.indices)
 
 
 def rank_tokens(raw: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
     """Return logprobs of given tokens, from the raw logits [N, V] of the positions before them."""
     chosen = torch.tensor(list(tokens), device=raw.device)
     ranked = rank(raw, chosen, tuple(range(len(tokens))), (count,) * len(tokens))
-    return tuple(read_logprobs(ranked, list(tokens)).values())
-
-
-def read_logprobs(logprobs: Logprobs, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """Return logprobs by row of S as plain numbers. Waits for the device."""
-    chosen, ranks = logprobs.chosen.tolist(), logprobs.ranks.tolist()
-    values, ids = logprobs.top_values.tolist(), logprobs.top_tokens.tolist()
-    result: dict[int, TokenLogprobs] = {}
-    for place, (row, count) in enumerate(zip(logprobs.rows, logprobs.counts, strict=True)):
-        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
-        result[row] = TokenLogprobs(tokens[row], chosen[place], ranks[place], top)
-    return result
+    return tuple(ranked.read(tokens).values())

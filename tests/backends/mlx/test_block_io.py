@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from quire.backends.mlx.block_io import MlxBlockIO
-from quire.backends.mlx.paged_cache import KVStore, LayerShape
+from quire.backends.mlx.paged_cache import KVStore, LayerShape, MlxBlockIO
 from quire.backends.mlx.runner import MlxRunner
 from quire.core.step import MemoryKind, MemoryRef, StepPlan
 from quire.errors import InvariantViolation

@@ -17,13 +17,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from torch import Tensor
 
 from quire.backends.base import BackendOptions
-from quire.backends.mlx.evaluation import flat_parameters, num_bytes
 from quire.backends.mlx.gguf_model import PACKINGS, UNPACKED, pack
 from quire.backends.mlx.loading import LoadedModel, load_from_tensors, load_model
-from quire.backends.mlx.quantization import Layout, quantized_layers
+from quire.backends.mlx.parameters import Layout, flat_parameters, num_bytes, quantized_layers
 from quire.backends.mlx.spec_model import MODEL_TYPES
-from quire.engine.llm import as_chat
-from quire.engine.model_text import ModelText
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
@@ -31,7 +28,6 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors
 from tests.backends.mlx.architectures import DenseReference, write_model
-from tests.backends.mlx.converting import write_mlx_folder
 from tests.backends.torch.families import FAMILIES, MINISTRAL_ROPE, SIZES, Reference
 from tests.backends.torch.families import logprobs as reference_logprobs
 from tests.backends.torch.rig import Rig, same_rows
@@ -323,61 +319,6 @@ def test_scales_beyond_the_range_of_float16(tmp_path: Path) -> None:
 
 
 # The default model
-
-
-def chat(path: Path) -> tuple[ModelText, list[int]]:
-    text = ModelText.open(path)
-    return text, list(text.encode_chat(as_chat("What is the capital of Japan?"), text.spec.max_model_len))
-
-
-def greedy(model: Module, prompt: list[int], num_tokens: int) -> list[int]:
-    cache, tokens = make_prompt_cache(model), list[int]()
-    inputs = mx.array([prompt])
-    for _ in range(num_tokens):
-        inputs = mx.argmax(model(inputs, cache=cache)[:, -1], axis=-1)[None]
-        tokens += np.array(inputs)[0].tolist()
-    return tokens
-
-
-@pytest.mark.nightly
-def test_default_model_equals_the_torch_backend(default_model: Path) -> None:
-    text, prompt = chat(default_model)
-    seen: list[tuple[int, int]] = []
-    checkpoint = open_checkpoint(default_model)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    loaded = load_model(checkpoint, BackendOptions(), lambda done, total: seen.append((done, total)))
-    peak = mx.get_peak_memory() - before
-    largest = max(array.nbytes for _, array in flat_parameters(loaded.model))
-    assert loaded.num_bytes <= peak < loaded.num_bytes + 2 * largest
-    assert loaded.description == "Q4_1 as 4 bits (affine, groups of 32)"
-    assert seen == sorted(seen)
-    assert len(seen) > 200
-    assert seen[-1][0] == seen[-1][1]
-    rig = Rig(default_model, num_blocks=40)
-    answer = rig.answer(prompt, 8)
-    rig.engine.close()
-    rows = logprobs(loaded.model, [*prompt, *answer.tokens])
-    assert rows[len(prompt) - 1 : -1].argmax(-1).tolist() == answer.tokens
-    assert text.tokenizer.decode(answer.tokens) == "The capital of Japan is Tokyo."
-    assert same_rows(answer, rows, len(prompt)) < 5e-4
-    text.close()
-
-
-@pytest.fixture(scope="module")
-def mlx_folder(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mlx_folder(tmp_path_factory.mktemp("mlx") / "smollm2", default_model)
-
-
-@pytest.mark.nightly
-def test_default_model_as_an_mlx_folder(mlx_folder: Path) -> None:
-    """The conversion of mlx-lm, with another quantisation for the embedding."""
-    text, prompt = chat(mlx_folder)
-    loaded = load(mlx_folder)
-    assert loaded.description == "4 bits (affine, groups of 32)"
-    assert quantized_layers(loaded.model)["model.embed_tokens"] == Layout(8, 32)
-    assert text.tokenizer.decode(greedy(loaded.model, prompt, 7)) == "The capital of Japan is Tokyo."
-    text.close()
 
 
 def test_a_quantised_folder_is_not_quantised_again(tmp_path: Path) -> None:

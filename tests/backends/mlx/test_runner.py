@@ -100,38 +100,6 @@ def test_a_step_is_evaluated_when_the_one_before_it_is_done(model_path: Path, mo
     rig.engine.close()
 
 
-def test_a_prefix_hit_shares_blocks_and_copies_nothing(model_path: Path) -> None:
-    rig = Rig(model_path, **SETTINGS)
-    rig.reset(overlap=True)
-    head = random_prompt(2, 64)
-    first = rig.start([*head, 1], 30, logprobs=None)
-    answers = rig.run_some(first, num_steps=5)
-    second = rig.start([*head, 2], 4, logprobs=None)
-    rig.step(answers)
-    requests = [rig.engine.scheduler.get(request_id) for request_id in (first, second)]
-    assert requests[0] is not None
-    assert requests[1] is not None
-    tables = [list(request.block_table) for request in requests if request is not None]
-    assert tables[0][:2] == tables[1][:2]
-    blocks = rig.engine.scheduler.cache.pool.blocks
-    assert [blocks[block].ref_count for block in tables[0][:2]] == [2, 2]
-    assert rig.num_copies == 0
-    rig.finish(answers)
-    rig.engine.close()
-
-
-def test_eight_siblings_compute_a_prompt_once(model_path: Path) -> None:
-    rig = Rig(model_path, **SETTINGS)
-    rig.reset(overlap=True)
-    prompt = random_prompt(3, 100)
-    ids = [rig.start(prompt, 3, seed=number, temperature=1.0) for number in range(8)]
-    answers = rig.run(*ids)
-    assert rig.num_computed < len(prompt) + 8 * 8
-    reference, contract = DenseReference(model_path), Contract()
-    contract.check(reference, prompt, *answers.values())
-    rig.engine.close()
-
-
 # Plans
 
 

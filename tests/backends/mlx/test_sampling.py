@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.backends.mlx.sampling import Penalties, Sampled, rank, read_logprobs, sample
+from quire.backends.mlx.sampling import Penalties, Sampled, sample
 from quire.backends.native.library import Floats
 from quire.backends.torch import sampling as definition
 from quire.core.step import SeqSlice
@@ -76,22 +76,13 @@ def test_logprobs_are_those_before_all_changes() -> None:
     assert found.logprobs is not None
     tokens = numbers(found.tokens)
     assert tokens[0] == 7
-    assert set(read_logprobs(found.logprobs, tokens)) == {0, 2}
-    expected = definition.read_logprobs(wanted.logprobs, tokens)
-    for index, entry in read_logprobs(found.logprobs, tokens).items():
+    assert set(found.logprobs.read(tokens)) == {0, 2}
+    expected = wanted.logprobs.read(tokens)
+    for index, entry in found.logprobs.read(tokens).items():
         assert entry.token == expected[index].token
         assert entry.rank == expected[index].rank
         assert entry.logprob == pytest.approx(expected[index].logprob, abs=1e-5)
         assert [token for token, _ in entry.top] == [token for token, _ in expected[index].top]
-
-
-def test_ranks_of_given_tokens() -> None:
-    raw = normal(Random(2), 4, 50)
-    ranked = read_logprobs(rank(mx.array(raw), mx.array([3, 4, 5, 6]), (0, 1, 2, 3), (2, 2, 2, 2)), [3, 4, 5, 6])
-    expected = definition.rank_tokens(torch.from_numpy(raw), [3, 4, 5, 6], 2)
-    for index, entry in ranked.items():
-        assert entry.rank == expected[index].rank
-        assert entry.logprob == pytest.approx(expected[index].logprob, abs=1e-5)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

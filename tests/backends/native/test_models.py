@@ -114,14 +114,6 @@ def test_when_attention_may_be_in_halves(precision: str, has_bias: bool) -> None
     assert may_attend_in_halves(attention, precision) == (precision != "exact" and not has_bias)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 32])
-def test_in_chunks(pair: Pair, chunk: int) -> None:
-    reference, rig = pair
-    rig.reset(max_chunk_tokens=chunk)
-    prompt = random_prompt(2, HEAD)
-    check(reference, prompt, rig.answer(prompt, 4))
-
-
 @pytest.mark.sweep("test")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_batch_of_all_lengths(pair: Pair, overlap: bool) -> None:
@@ -131,43 +123,6 @@ def test_a_batch_of_all_lengths(pair: Pair, overlap: bool) -> None:
     prompts = [random_prompt(10 + length, length) for length in (1, 2, 31, 32, 33, 64, 100, 5)]
     ids = [rig.start(prompt, 6 + i) for i, prompt in enumerate(prompts)]
     answers = rig.run(*ids)
-    for prompt, request_id in zip(prompts, ids, strict=True):
-        check(reference, prompt, answers[request_id])
-
-
-def test_through_shared_and_forked_blocks(pair: Pair) -> None:
-    reference, rig = pair
-    rig.reset()
-    head = random_prompt(3, HEAD)
-    first, second = [*head, 5, 6, 7], [*head, 8, 9]
-    check(reference, first, rig.answer(first, 8))
-    shared = rig.answer(second, 8)
-    assert shared.num_cached_tokens == HEAD  # two full blocks and, by a copy, the tail
-    assert rig.num_copies == 1
-    check(reference, second, shared)
-
-
-def test_samples_of_one_prompt_are_forks(pair: Pair) -> None:
-    reference, rig = pair
-    rig.reset()
-    prompt = random_prompt(4, HEAD)
-    first = rig.start(prompt, 8, temperature=1.0, seed=7)
-    others = [rig.start(prompt, 8, parent=first, temperature=1.0, seed=7, sample_index=i) for i in (1, 2)]
-    answers = rig.run(first, *others)
-    assert rig.num_computed < 2 * HEAD
-    assert rig.num_copies == 2
-    assert len({tuple(answer.tokens) for answer in answers.values()}) == 3
-    check(reference, prompt, *answers.values())
-
-
-def test_after_preemption(pair: Pair) -> None:
-    reference, rig = pair
-    rig.reset(num_blocks=14)  # four requests cannot all grow
-    prompts = [random_prompt(20 + i, 60) for i in range(4)]
-    ids = [rig.start(prompt, 70) for prompt in prompts]
-    requests = [rig.engine.scheduler.get(request_id) for request_id in ids]
-    answers = rig.run(*ids)
-    assert any(request is not None and request.num_preemptions for request in requests)
     for prompt, request_id in zip(prompts, ids, strict=True):
         check(reference, prompt, answers[request_id])
 
@@ -193,33 +148,6 @@ def test_other_precisions_are_close(name: str, precision: str, tmp_path: Path) -
     check(reference, prompt, answer, bound=ROUNDED_BOUND[precision])
     with pytest.raises(AssertionError):  # rounding does have an effect
         check(reference, prompt, answer)
-    rig.engine.close()
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma3", "olmoe"])
-def test_long_prompts(name: str, tmp_path: Path) -> None:
-    """Over many blocks, in a batch with short prompts, with a window that excludes most of them."""
-    reference = RoundedReference(name, tmp_path, max_position_embeddings=2048)
-    rig = Rig(tmp_path, backend="native", precision="exact", max_chunk_tokens=2048, num_blocks=200)
-    long, short = random_prompt(6, 1100), random_prompt(7, 40)
-    ids = rig.start(short, 12), rig.start(long, 6, prompt_logprobs=160), rig.start(random_prompt(8, 300), 12)
-    answers = rig.run(*ids)
-    check(reference, short, answers[ids[0]])
-    check(reference, long, answers[ids[1]])
-    check(reference, random_prompt(8, 300), answers[ids[2]])
-    found = torch.stack([answers[ids[1]].prompt_rows[position] for position in range(1, 1100)])
-    check_rows(reference, found, reference.logprobs(long)[:-1])
-    rig.engine.close()
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral with a window"])
-@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 128])
-def test_other_block_sizes(name: str, block_size: int, tmp_path: Path) -> None:
-    """The window is 24: it starts and ends anywhere in a block, and spans many blocks or a part of one."""
-    reference = RoundedReference(name, tmp_path)
-    rig = Rig(tmp_path, backend="native", precision="exact", block_size=block_size, num_blocks=1000)
-    prompt = random_prompt(9, HEAD)
-    check(reference, prompt, rig.answer(prompt, 5), rig.answer(prompt, 5))
     rig.engine.close()
 
 

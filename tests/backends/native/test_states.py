@@ -31,7 +31,8 @@ from tests.weights.converting import write_gguf
 
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((70, 1, 33, 5, 96))]
 NUM_BLOCKS, NUM_STATES = 24, 17
-WINDOW_FAMILIES = ("mistral with a window", "gemma3", "gpt_oss", "gemma4 with shared layers")
+
+
 MANY = 10_000  # more slots than any pool has
 SETTINGS: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 8}
 
@@ -99,25 +100,6 @@ def test_in_chunks(case: Case, runner: NativeRunner, chunk: int, num_threads: in
             found = logits(runner, slice_._replace(state_target=slots[turn % 2]))
             assert same_bits(found[0], case.expected[0][start + length - 1])
     assert not any(slot_bits(runner, 0))
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_in_a_batch(case: Case, runner: NativeRunner, num_threads: int) -> None:
-    """Prompts in progress and single tokens in one step."""
-    runner.use_threads(num_threads)
-    done, chunks = [0] * len(PROMPTS), (13, 1, 7, 2, 32)
-    while any(count < len(prompt) for count, prompt in zip(done, PROMPTS, strict=True)):
-        slices = []
-        for number, prompt in enumerate(PROMPTS):
-            if done[number] < len(prompt):
-                slices.append(part(number, done[number], min(chunks[number], len(prompt) - done[number])))
-        found = logits(runner, *slices)
-        for row, slice_ in zip(found, slices, strict=True):
-            number = PROMPTS.index(
-                next(p for p in PROMPTS if p[slice_.start : slice_.start + slice_.length] == slice_.tokens)
-            )
-            done[number] = slice_.start + slice_.length
-            assert same_bits(row, case.expected[number][done[number] - 1])
 
 
 @pytest.mark.parametrize("positions", [(1,), (69,), (32,), (3, 4, 5, 64), (10, 20, 30)])

@@ -174,21 +174,6 @@ def test_positions_before_kv_start_are_read_and_not_written(runner: NativeRunner
     assert np.array_equal(memory.blocks, blocks) == (not num_full_layers(runner))
 
 
-def test_only_positions_from_kv_start_on_are_written(runner: NativeRunner) -> None:
-    halves = runner.model.memory.blocks[:-64].view(np.float16)
-    num_layers = num_full_layers(runner)
-    if not num_layers:
-        pytest.skip("all layers have a window")
-    blocks = halves.reshape(num_layers, 2 * NUM_BLOCKS, -1)
-    blocks[:] = 7
-    run(runner, slice_of(0, 24, kv_start=13))
-    spec = runner.model.spec.attention
-    written = blocks != 7
-    assert np.flatnonzero(written.any((0, 2))).tolist() == [2, 3]
-    keys = written[:, 2, : spec.head_size * BLOCK_SIZE].reshape(num_layers, spec.head_size, BLOCK_SIZE)
-    assert np.flatnonzero(keys.any((0, 1))).tolist() == [5, 6, 7]
-
-
 def test_poisoned_window_blocks_are_purged(runner: NativeRunner) -> None:
     logits(runner, slice_of(0, 30))
     poison(runner, 11, 12, 13, 14)

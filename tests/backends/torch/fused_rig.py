@@ -12,7 +12,7 @@ import torch
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.loading import load_weights
+from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.state_store import StateStore
 from quire.engine.composition import EngineConfig, make_scheduler
@@ -39,15 +39,8 @@ def fused_runner(
     checkpoint = open_checkpoint(path, load_format)
     device = torch.device(DEVICE)
     with torch.inference_mode():
-        weights = load_weights(
-            checkpoint,
-            dtype,
-            device,
-            linear=FusedLinear,
-            packed_linear=FusedPackedLinear,
-            quantize_bits=quantize_bits,
-        )
-        model = DecoderModel(checkpoint.spec, weights, checkpoint.spec.max_model_len)
+        loader = WeightLoader(checkpoint, dtype, device, None, FusedLinear, FusedPackedLinear, quantize_bits)
+        model = DecoderModel(loader, checkpoint.spec.max_model_len)
         kv_spec = replace(model.kv_spec, is_fp8=is_fp8)
         store = KVStore(kv_spec, num_blocks, block_size, dtype, device, num_blocks if kv_spec.window else 0)
         states = StateStore(kv_spec, 1 + 4 * max_num_seqs, dtype, device) if kv_spec.has_states else None

@@ -105,28 +105,6 @@ def watch_siblings(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int,
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_siblings_read_their_prefix_once(llama: Reference, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "MIN_SHARED", 64)
-    found = watch_siblings(monkeypatch)
-    rig = FusedRig(llama.path)
-    monkeypatch.setattr(graphs, "MAX_MISSES", 2 if has_graphs else 1000)
-    if has_graphs:
-        monkeypatch.setattr(rig.runner._graphs, "_is_compiled", lambda: True)  # on a GPU this compiles immediately
-    head = prompt(64)
-    first = rig.answer([*head, 5], 1)
-    assert not first.num_cached_tokens
-    ids = [rig.start(head + prompt(4, seed), 5) for seed in range(5)]
-    answers = rig.run(*ids)
-    assert max(found, key=len) == [(5, 0, 64)]
-    for seed, request_id in enumerate(ids):
-        assert answers[request_id].num_cached_tokens == len(head)
-        check(llama, head + prompt(4, seed), answers[request_id])
-    captured = rig.runner._graphs._graphs
-    assert list(captured) == ([graphs.Kind(8, True, True)] if has_graphs else [])
-    assert None not in captured.values()
-
-
-@pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("min_keys", [32, 1024])
 @pytest.mark.kept("1024-True")
 def test_drafts(llama: Reference, has_graphs: bool, min_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,36 +170,6 @@ def test_graphs_pad_without_touching_anything(llama: Reference) -> None:
         check(llama, tokens, answers[request_id])
     assert not any(pool[:, 0].any() for pool in rig.runner.store.pools.values())  # the null block
     assert int((rig.runner.store.layers[0].flatten(1).abs().sum(1) > 0).sum()) <= 5
-
-
-@pytest.mark.parametrize("name", mostly_nightly(["llama tied", "qwen3", "gemma3"], 1))
-@pytest.mark.nightly
-def test_steps_with_prompts_run_as_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts alone, in chunks and beside decodes: each step is one graph."""
-    reference = small(name, tmp_path)
-    rig = FusedRig(tmp_path, max_num_seqs=4, max_graph_tokens=64)
-    prepare(rig)
-    used: list[graphs.Kind] = []
-    find = rig.runner._graphs.find_mixed
-
-    def find_mixed(layout: inputs.Layout, num_decodes: int) -> graphs.StepGraph:
-        graph = find(layout, num_decodes)
-        assert graph is not None
-        used.append(graph.kind)
-        return graph
-
-    monkeypatch.setattr(rig.runner._graphs, "find_mixed", find_mixed)
-    rig.reset(overlap=True, max_num_batched_tokens=60, max_chunk_tokens=37)
-    prompts = [prompt(length, length) for length in (3, 70, 41)]
-    ids = [rig.start(tokens, 5) for tokens in prompts]
-    answers = rig.run(*ids)
-    for request_id, tokens in zip(ids, prompts, strict=True):
-        check(reference, tokens, answers[request_id])
-    assert {kind.size for kind in used} == {64}
-    tokens = prompt(9, 9)
-    check(reference, tokens, rig.answer(tokens, 2))
-    assert used[-1].size == 32
-    assert not any(pool[:, 0].any() for pool in rig.runner.store.pools.values())  # padding writes nothing
 
 
 PRODUCTS = ["row_product", "gated_row_product", "tile_product", "product_in_parts", "gated_tile_product"]
@@ -310,7 +258,7 @@ def test_samples_equal_those_of_the_reference(llama: Reference, has_graphs: bool
 
 
 def test_prompt_logprobs_in_chunks(llama: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "PROMPT_ROWS", 7)  # positions at a time: a chunk needs several
+    monkeypatch.setattr("quire.backends.sampling.PROMPT_ROWS", 7)  # positions at a time: a chunk needs several
     rig = FusedRig(llama.path)
     rig.reset(overlap=True, max_chunk_tokens=16)
     tokens = prompt(40, 3)

@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from quire.backends import kv_memory as kv_division
 from quire.backends.torch import attention_work as work
 from quire.backends.torch import graphs
 from quire.backends.torch.cuda import CudaRunner, _halves
 from quire.backends.torch.fused_linear import FusedLinear
-from quire.backends.torch.kernel_compilation import first_calls
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.loading import load_weights
+from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
 from quire.core.kv_cache import KVCacheManager
-from quire.core.step import BlockCopy, StateSnapshot
+from quire.core.step import StateSnapshot
 from quire.engine import composition
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
@@ -31,7 +29,6 @@ from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
-from tests.backends.torch.test_compiling import Launches
 from tests.backends.torch.window_rig import VOCAB, Driver, difference, random_tokens
 
 BOUND = 2e-5  # of log-probabilities in fp32
@@ -56,8 +53,7 @@ def make_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     checkpoint = open_checkpoint(folder, "auto")
     device = torch.device(DEVICE)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, torch.float32, device, linear=FusedLinear)
-        model = DecoderModel(checkpoint.spec, weights, 512)
+        model = DecoderModel(WeightLoader(checkpoint, torch.float32, device, linear=FusedLinear), 512)
 
     def make(num_window_blocks: int = 0, max_graph_tokens: int = 0, *, is_reference: bool = False) -> Any:
         store = KVStore(model.kv_spec.within(512), 64, 8, torch.float32, device, num_window_blocks)
@@ -153,19 +149,6 @@ def test_shared_keys_are_read_and_not_written(make_runner: Make) -> None:
         assert not runner.store.pools[shape][:, 0].any()
 
 
-def test_window_copies(make_runner: Make) -> None:
-    driver = Driver(make_runner(num_window_blocks=30), [random_tokens(60, 1)] * 2)
-    assert driver.windows is not None
-    driver.step((0, 37))
-    driver.blocks.tables[1] = driver.blocks.tables[0][:]  # of these the fork writes the same keys
-    driver.windows.tables[1] = driver.windows.tables[0][:-1]
-    driver.computed[1] = 37
-    mine, theirs = driver.windows.grow(1, 37)[-1], driver.windows.tables[0][-1]
-    driver.window_copies = (BlockCopy(theirs, mine),)
-    driver.step((0, 1), (1, 1))
-    assert (driver.rows[0, 37] - driver.rows[1, 37]).abs().max() < 1e-6
-
-
 class WindowRig(FusedRig):
     """The GPU runner with window blocks on the real scheduler."""
 
@@ -209,22 +192,6 @@ def test_on_the_real_scheduler(make_runner: Make, has_graphs: bool, monkeypatch:
     second = rig.start(whole, 3, parent=first, temperature=1.0, seed=2, sample_index=1)
     answers = rig.run(first, second)
     assert float((answers[first].rows[0] - answers[second].rows[0]).abs().max()) < BOUND
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
-def test_kernels_are_compiled_in_advance(make_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)
-    runner = make_runner(num_window_blocks=30)
-    with monkeypatch.context() as patch, torch.inference_mode():
-        ahead = Launches(patch)
-        for call in first_calls(runner.model.spec, torch.float32, 8, torch.device("cpu")):
-            call()
-    launches = Launches(monkeypatch)
-    driver = Driver(runner, [random_tokens(60, 1)] * 2)
-    driver.step((0, 20))
-    driver.step((0, 1), (1, 10))
-    used = {form for form in launches.forms if form[0] in ("_rope_store", "_attend", "_update_tables")}
-    assert used <= ahead.forms
 
 
 def test_a_slice_is_cut_between_its_states() -> None:

@@ -16,25 +16,21 @@ from torch import Tensor
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.fused_linear import FusedPackedLinear
-from quire.backends.torch.kernel_compilation import routed_calls
 from quire.backends.torch.loading import (
     ExpertFormats,
-    ModelWeights,
-    RoutedWeights,
+    WeightLoader,
     expert_formats,
-    load_weights,
     weight_bytes,
 )
-from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear
-from quire.backends.torch.packed_stack import PackedStack, dense
+from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
+from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear, PackedStack, dense
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix
 from tests.backends.torch.fused_rig import FusedRig
-from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Rig
-from tests.backends.torch.test_compiling import Launches, write_config
+from tests.backends.torch.test_compiling import write_config
 from tests.backends.torch.test_packed_linear import PackedDummy, random_matrix
 from tests.selection import mostly_nightly
 from tests.weights.k_quants import write_expert_quants
@@ -76,11 +72,11 @@ def small_arrays() -> dict[str, NDArray[np.float32]]:
     }
 
 
-def experts_of(weights: ModelWeights) -> list[Experts]:
-    return [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, RoutedWeights)]
+def experts_of(weights: DecoderModel) -> list[Experts]:
+    return [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, RoutedMlp)]
 
 
-def stacks_of(weights: ModelWeights) -> list[PackedStack]:
+def stacks_of(weights: DecoderModel) -> list[PackedStack]:
     found = [stack for experts in experts_of(weights) for stack in (experts.gate_up, experts.down)]
     assert all(isinstance(stack, PackedStack) for stack in found)
     return found  # type: ignore[return-value]
@@ -100,9 +96,9 @@ def file_stacks(weights: dict[str, NDArray[np.float32]]) -> list[Tensor]:
     return found
 
 
-def load(checkpoint: Checkpoint, bits: int | None = None, **settings: Any) -> ModelWeights:
+def load(checkpoint: Checkpoint, bits: int | None = None, **settings: Any) -> DecoderModel:
     with torch.inference_mode():
-        return load_weights(checkpoint, FP32, CPU, quantize_bits=bits, **settings)
+        return DecoderModel(WeightLoader(checkpoint, FP32, CPU, quantize_bits=bits, **settings), 512)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -119,16 +115,17 @@ def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(dense(stack), want, rtol=2e-3, atol=1e-6)  # scales of groups are rounded to fp16
         assert torch.equal(stack[2], dense(stack)[2])
     assert weights.packed_types == (str(format.type),)
-    linears = [one for layer in weights.layers for one in vars_of(layer.mixer) if isinstance(one, PackedLinear)]
+    linears = [
+        one
+        for layer in weights.layers
+        for one in (layer.mixer.in_proj, layer.mixer.out_proj)
+        if isinstance(one, PackedLinear)
+    ]
     saved = sum(4 * stack.shape.numel() - stack.nbytes for stack in stacks)
     saved += sum(4 * linear.packed.shape.numel() - linear.packed.nbytes for linear in linears)
     assert weights.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
     assert reports == sorted(reports)
     assert reports[-1][0] == reports[-1][1]
-
-
-def vars_of(value: object) -> list[object]:
-    return [getattr(value, name) for name in value.__slots__]  # type: ignore[attr-defined]
 
 
 class Blocks(PackedDummy):
@@ -230,16 +227,6 @@ def test_experts_with_minima_stay_packed_on_a_gpu(name: str, tmp_path: Path) -> 
     assert packed.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
 
 
-def test_experts_with_minima_are_decoded_on_a_cpu(tmp_path: Path) -> None:
-    """As dense matrices are."""
-    checkpoint = open_checkpoint(write_expert_quants(tmp_path, MINIMA["Q4_K_M"][0]))
-    weights = load(checkpoint)
-    assert weights.packed_types == ()
-    for one in experts_of(weights):
-        assert isinstance(one.gate_up, Tensor)
-        assert isinstance(one.down, Tensor)
-
-
 def decoded_rows(matrix: PackedMatrix | None) -> NDArray[np.float32]:
     from quire.weights.packed import dequantize
 
@@ -306,7 +293,7 @@ def test_quantising_at_load(bits: int, kind: str, error: float, tmp_path: Path) 
             assert isinstance(stack, PackedStack)
             assert stack.format == formats[number]
             assert float((dense(stack) - matrix).norm() / matrix.norm()) < error
-    assert all(isinstance(layer.mlp, RoutedWeights) for layer in weights.layers)
+    assert all(isinstance(layer.mlp, RoutedMlp) for layer in weights.layers)
     assert not any(isinstance(layer.mlp.router, PackedLinear) for layer in weights.layers)  # type: ignore[union-attr]
 
 
@@ -376,39 +363,3 @@ def test_a_packed_model_computes_as_its_weights_do(name: str, tmp_path: Path) ->
     for rig in (Rig(packed, max_model_len=64), FusedRig(packed)):
         got = torch.stack(rig.answer(prompt, 3).rows)
         assert float((got - want).abs().max()) < 0.02  # scales of groups are rounded to fp16
-
-
-@pytest.mark.parametrize("name", mostly_nightly(reversed(MINIMA), 1))
-@pytest.mark.nightly
-def test_experts_with_minima_compute_as_decoded_ones(name: str, tmp_path: Path) -> None:
-    """Rows alone and in tiles. The plain runner decodes, when it loads."""
-    path = write_expert_quants(tmp_path, MINIMA[name][0])
-    prompt = [5, 33, 12, 61, 4, 9, 17]
-    plain, fused = Rig(path, max_model_len=64), FusedRig(path)
-    assert plain.engine.runner.facts().dtype == "float32"
-    assert "int" in fused.engine.runner.facts().dtype
-    want, got = (rig.answer(prompt, 3) for rig in (plain, fused))
-    assert got.tokens == want.tokens
-    difference = (torch.stack(got.rows).cpu() - torch.stack(want.rows)).abs().max()
-    assert float(difference) < 0.03  # scales and zeros are rounded to fp16
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
-@pytest.mark.nightly
-def test_kernels_of_all_layers_are_compiled_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of Q4_K_M files have different types."""
-    path = write_expert_quants(tmp_path, MINIMA["Q4_K_M"][0])
-    checkpoint, rig = open_checkpoint(path), FusedRig(path)
-    formats = expert_formats(checkpoint, None)
-    forms = []
-    for some in (formats, formats[:1]):
-        with monkeypatch.context() as patch, torch.inference_mode():
-            ahead = Launches(patch)
-            for call in routed_calls(checkpoint.spec, FP32, 64, some):
-                call()
-        forms.append(ahead.forms)
-    launches = Launches(monkeypatch)
-    rig.answer([5, 33, 12, 61, 4, 9, 17], 2)
-    used = {form for form in launches.forms if "quantized" in str(form[0])}
-    assert used <= forms[0]
-    assert not used <= forms[1]

@@ -11,10 +11,8 @@ from torch import Tensor
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.kernels import experts as kernels
 from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, Tiling, is_alone, max_tiles, tiling
-from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE, unit
-from tests.backends.torch.test_compiling import Launches
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert
 
@@ -300,36 +298,6 @@ def test_every_tiling(shape: Tiling, dtype: torch.dtype, padding: int) -> None:
     assert isinstance(experts.down, Tensor)
     got = kernels.experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
     assert_near(got, experts.reference(x, logits), dtype)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for the larger tiles and the longer sorts, and nothing is compiled that is not used."""
-    gate_up, down = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((64, 128, 128), (64, 128, 64)))
-    launches = Launches(monkeypatch)
-    calls = expert_calls(
-        gate_up,
-        down,
-        num_chosen=8,
-        activation=Activation.SILU,
-        renormalizes=True,
-        scale=1.0,
-        logits_dtype=dtype,
-        max_rows=600,
-    )
-    for call in calls:
-        call()
-    ahead, launches.forms = launches.forms, set()
-    experts = Experts(
-        gate_up, down, num_chosen=8, activation=Activation.SILU, renormalizes=True, scale=1.0
-    )  # fmt: skip
-    for num_rows in (1, 2, 3, 4, 17, 32, 33, 128, 129, 192, 193, 256, 257, 512, 513, 600):
-        experts.fused(
-            torch.empty(num_rows, 128, dtype=dtype, device="meta"),
-            torch.empty(num_rows, 64, dtype=dtype, device="meta"),
-        )
-    assert launches.forms == ahead
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 33])

@@ -12,8 +12,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from quire.backends.torch.experts import Experts
-from quire.backends.torch.loading import ModelWeights, RoutedWeights, load_weights
-from quire.backends.torch.packed_stack import MAX_EXPONENT, Mxfp4Stack
+from quire.backends.torch.loading import WeightLoader
+from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
+from quire.backends.torch.packed import MAX_EXPONENT, Mxfp4Stack
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorType
 from quire.weights.opening import open_checkpoint
@@ -70,13 +71,13 @@ def gguf(reference: PackedReference, tmp_path_factory: pytest.TempPathFactory) -
     return write_gguf(reference.plain, tmp_path_factory.mktemp("gguf") / "m.gguf", packs_experts=True)
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
+def load(path: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     with torch.inference_mode():
-        return load_weights(open_checkpoint(path), dtype, torch.device("cpu"))
+        return DecoderModel(WeightLoader(open_checkpoint(path), dtype, torch.device("cpu")), 512)
 
 
-def experts_of(weights: ModelWeights) -> list[Experts]:
-    return [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, RoutedWeights)]
+def experts_of(weights: DecoderModel) -> list[Experts]:
+    return [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, RoutedMlp)]
 
 
 def test_files_and_memory_are_packed(reference: PackedReference, gguf: Path) -> None:
@@ -153,7 +154,7 @@ def test_a_dummy_is_packed(reference: PackedReference) -> None:
     checkpoint = open_checkpoint(reference.path, "dummy")
     assert checkpoint.spec.quantization == "MXFP4"
     with torch.inference_mode():
-        weights = load_weights(checkpoint, torch.bfloat16, torch.device("cpu"))
+        weights = DecoderModel(WeightLoader(checkpoint, torch.bfloat16, torch.device("cpu")), 512)
     for experts in experts_of(weights):
         assert isinstance(experts.gate_up, Mxfp4Stack)
         assert 0.01 < float(experts.gate_up[0].float().std()) < 0.04

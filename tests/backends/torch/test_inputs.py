@@ -19,7 +19,6 @@ from quire.backends.torch.graphs import (
     SAMPLED,
     WHOLE_SIZE,
     Kind,
-    StepGraph,
     StepGraphs,
     graph_sizes,
     mixed_sizes,
@@ -92,19 +91,6 @@ def test_only_new_table_entries_are_sent() -> None:
     assert device.update(piece(2, table, 9, 8)) == [14, 15]
     assert device.tables.host[2, :6].tolist() == [11, 12, 13, 14, 15, 0]
     assert not device.tables.host[[0, 1, 3]].any()
-
-
-def test_tables_are_compared_by_identity() -> None:
-    """Another request's table at the same batch index is another table even if equal; so is one after a preemption."""
-    device = Device(BlockTables(2, 8, 4, CPU))
-    first, second = [1, 2, 3], [1, 2, 3]
-    assert device.update(piece(0, first, 0, 12), piece(1, second, 0, 4)) == [1, 2, 3, 1]
-    assert device.update(piece(0, second, 0, 8)) == [1, 2]  # the batch index was released and reused
-    assert device.update(piece(0, second, 8)) == [3]
-    third = [9]
-    assert device.update(piece(0, third, 3)) == [9]
-    assert device.update(piece(0, first, 11)) == [1, 2, 3]
-    assert device.tables.host[0, :3].tolist() == [1, 2, 3]
 
 
 def test_after_a_failure_everything_is_sent_again() -> None:
@@ -399,16 +385,6 @@ def test_another_table_at_the_same_batch_index_is_no_sibling(monkeypatch: pytest
     assert tables.num_searches == 4
 
 
-def test_siblings_share_no_keys_after_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions do not decrease, but if they did, the groups of the last step would not be used."""
-    lists = [[*range(1, 41), 100 + row] for row in range(4)]
-    tables = CountedTables(monkeypatch)
-    assert wide_items(tables.arrange(*(piece(row, lists[row], 160) for row in range(4))))
-    step = tables.arrange(*(piece(row, lists[row], 159 if row == 2 else 161) for row in range(4)))
-    assert max(item[3] for item in wide_items(step)) == 156
-    assert tables.num_searches == 2
-
-
 def test_staging_takes_turns_and_grows() -> None:
     staging = Staging(CPU)
     out = torch.zeros(100, dtype=torch.int32)
@@ -541,18 +517,6 @@ def test_a_graph_of_few_rows_is_captured_again_once_its_kernels_are_compiled() -
     assert not graphs.prepare()
 
 
-def test_graphs_of_siblings_are_captured_again_too() -> None:
-    graphs = Graphs([8])
-    graphs.is_compiled = False
-    early = [graphs.find(Layout(3, 4, 2), has_parts=True) for _ in range(MAX_MISSES)][-1]
-    assert early is not None
-    graphs.is_compiled = True
-    while graphs.prepare():
-        pass
-    assert graphs.has_special_kernels[-1]
-    assert graphs.find(Layout(3, 4, 2), has_parts=True) is not early
-
-
 def test_a_graph_is_captured_again_under_constant_load() -> None:
     graphs = Graphs([8])
     graphs.is_compiled = False
@@ -602,13 +566,6 @@ def test_sizes_of_mixed_graphs(max_rows: int) -> None:
     assert max(sizes, default=0) <= max_rows
     for low, high in itertools.pairwise(sizes):
         assert high <= 2 * low  # little padding
-
-
-def test_a_mixed_graph_is_captured_under_load_as_well() -> None:
-    graphs = Graphs([1, 4], mixed=[32])
-    found: list[StepGraph | None] = [graphs.find_mixed(Layout(20, 2, 1), 2) for _ in range(MAX_MISSES + 1)]
-    assert found[: MAX_MISSES - 1] == [None] * (MAX_MISSES - 1)
-    assert found[-1] is found[-2] is not None
 
 
 def test_a_failed_capture_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:

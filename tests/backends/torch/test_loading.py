@@ -11,34 +11,31 @@ from torch import Tensor
 
 from quire.backends.torch.loading import (
     DUMMY_STD,
-    AttentionWeights,
-    MlpWeights,
-    ModelWeights,
-    load_weights,
+    WeightLoader,
     weight_bytes,
 )
+from quire.backends.torch.models.decoder import DecoderModel, DenseMlp
 from quire.weights.families import BY_MODEL_TYPE, BY_NAME
 from quire.weights.opening import open_checkpoint
 from quire.weights.tensors import transformers_targets
 from tests.backends.torch.families import FAMILIES, Reference
 
 
-def made_up(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
+def made_up(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     config = FAMILIES[name]()
     document = config.to_dict()
     document["architectures"] = [BY_MODEL_TYPE[config.model_type]]
     (folder / "config.json").write_text(json.dumps(document))
     checkpoint = open_checkpoint(folder, "dummy")
     with torch.inference_mode():
-        return load_weights(checkpoint, dtype, torch.device("cpu"))
+        return DecoderModel(WeightLoader(checkpoint, dtype, torch.device("cpu")), 512)
 
 
-def matrices(weights: ModelWeights) -> list[Tensor]:
+def matrices(weights: DecoderModel) -> list[Tensor]:
     linears, experts = [weights.head], []
     for layer in weights.layers:
-        assert isinstance(layer.mixer, AttentionWeights)
-        linears += [layer.mixer.qkv_proj, layer.mixer.o_proj]
-        if isinstance(layer.mlp, MlpWeights):
+        linears += [layer.mixer.in_proj, layer.mixer.out_proj]
+        if isinstance(layer.mlp, DenseMlp):
             linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
         else:
             linears.append(layer.mlp.router)
@@ -50,7 +47,7 @@ def matrices(weights: ModelWeights) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["llama with biases", "qwen3", "gemma3", "phi3", "qwen3_moe"])
 def test_norms_are_one_and_the_rest_is_small_noise(name: str, tmp_path: Path) -> None:
     weights = made_up(name, tmp_path)
-    for norm in (weights.norm, *(norm for layer in weights.layers for norm in layer.norms.values())):
+    for norm in (weights.norm.weight, *(norm for layer in weights.layers for norm in layer.norms.values())):
         assert (norm == 1).all()  # also Gemma's, whose files hold the difference from 1
     for matrix in matrices(weights):
         assert 0 < float(matrix.abs().max()) < 6 * DUMMY_STD
@@ -62,19 +59,14 @@ def test_matrices_are_reproducible_and_distinct(tmp_path: Path) -> None:
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
     layers = [layer.mlp for layer in made_up("llama", tmp_path).layers]
-    assert isinstance(layers[0], MlpWeights)
-    assert isinstance(layers[1], MlpWeights)
+    assert isinstance(layers[0], DenseMlp)
+    assert isinstance(layers[1], DenseMlp)
     assert not torch.equal(layers[0].down_proj.weight, layers[1].down_proj.weight)
 
 
-def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
-    weights = made_up("qwen3", tmp_path, torch.bfloat16)
-    assert {one.dtype for one in matrices(weights)} == {torch.bfloat16}
-
-
-def norms(weights: ModelWeights) -> dict[str, Tensor]:
+def norms(weights: DecoderModel) -> dict[str, Tensor]:
     """Return norms by quire's name."""
-    found = {"norm.weight": weights.norm}
+    found = {"norm.weight": weights.norm.weight}
     for index, layer in enumerate(weights.layers):
         found |= {f"layers.{index}.{name}.weight": norm for name, norm in layer.norms.items()}
     return found
@@ -87,7 +79,7 @@ def test_norms_are_kept_in_fp32_for_every_dtype(name: str, dtype: torch.dtype, t
     reference = Reference(name, tmp_path, dtype=dtype)
     checkpoint = open_checkpoint(tmp_path)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, dtype, torch.device("cpu"))
+        weights = DecoderModel(WeightLoader(checkpoint, dtype, torch.device("cpu")), 512)
     checkpoint.close()
     state = reference.model.state_dict()
     names = transformers_targets(state, BY_NAME[checkpoint.spec.family], checkpoint.spec.architecture)
@@ -98,7 +90,7 @@ def test_norms_are_kept_in_fp32_for_every_dtype(name: str, dtype: torch.dtype, t
         assert norm.dtype == torch.float32
         assert torch.equal(norm, 1 + saved[key] if name == "gemma3" else saved[key])
     if name == "gemma3":
-        assert not torch.equal(weights.norm, weights.norm.to(dtype).float())
+        assert not torch.equal(weights.norm.weight, weights.norm.weight.to(dtype).float())
     assert {one.dtype for one in matrices(weights)} == {dtype}
     held = [*loaded.values(), *{id(one): one for one in matrices(weights)}.values()]
     assert weight_bytes(checkpoint.spec, dtype) == sum(one.nbytes for one in held)

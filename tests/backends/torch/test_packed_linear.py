@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,12 @@ from quire.backends.base import BackendOptions
 from quire.backends.torch.build import make_runner
 from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.layers import Linear
-from quire.backends.torch.loading import AttentionWeights, MlpWeights, load_weights, packed_format, weight_bytes
+from quire.backends.torch.loading import WeightLoader, packed_format, weight_bytes
+from quire.backends.torch.models.decoder import DecoderLayer, DecoderModel, DenseMlp, RoutedMlp
 from quire.backends.torch.packed import (
     FP8_PER_OUTPUT,
     INT4_IN_GROUPS,
     JoinedLinear,
-    PackedFormat,
     PackedLinear,
     PackedWeight,
     decoded,
@@ -142,19 +143,6 @@ def test_zeros_that_one_matrix_lacks() -> None:
         assert torch.equal(pack(matrices, format, FP32, CPU).dense(), torch.cat([decoded(one) for one in matrices]))
 
 
-@pytest.mark.parametrize(("format", "error"), [(FP8_PER_OUTPUT, 0.04), (INT4_IN_GROUPS, 0.12)])
-def test_quantising(format: PackedFormat, error: float) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(70, 384)
-    weight[3] = 0
-    packed = quantize(weight, format)
-    difference = packed.dense() - weight
-    assert float(difference.norm() / weight.norm()) < error
-    assert bool((packed.dense()[3] == 0).all())
-    worst = weight.abs().view(70, packed.scales.shape[1], -1).amax(2) * (1 / 15 if format is FP8_PER_OUTPUT else 1 / 13)
-    assert bool((difference.abs().view(70, packed.scales.shape[1], -1).amax(2) <= worst + 1e-6).all())
-
-
 def test_the_plain_product_is_that_of_the_decoded_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.backends.torch.packed.CHUNK_WEIGHTS", 1000)  # several chunks
     torch.manual_seed(0)
@@ -200,17 +188,19 @@ def llama(folder: Path) -> Checkpoint:
     return open_checkpoint(write_config("qwen3", folder), "dummy")
 
 
-def linears(layer: object) -> list[object]:
-    mixer, mlp = layer.mixer, layer.mlp  # type: ignore[attr-defined]
-    assert isinstance(mixer, AttentionWeights)
-    assert isinstance(mlp, MlpWeights)
-    return [mixer.qkv_proj, mixer.o_proj, mlp.gate_up_proj, mlp.down_proj]
+def load(checkpoint: Checkpoint, dtype: torch.dtype, **settings: Any) -> DecoderModel:
+    return DecoderModel(WeightLoader(checkpoint, dtype, CPU, **settings), 512)
+
+
+def linears(layer: DecoderLayer) -> list[object]:
+    assert isinstance(layer.mlp, DenseMlp)
+    return [layer.mixer.in_proj, layer.mixer.out_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
 
 
 def test_packed_matrices_stay_packed(tmp_path: Path) -> None:
     checkpoint = PackedDummy(llama(tmp_path), CodeType.INT4, 128)
     assert packed_format(checkpoint, None) == INT4_IN_GROUPS
-    weights = load_weights(checkpoint, torch.bfloat16, CPU)
+    weights = load(checkpoint, torch.bfloat16)
     saved = 0
     for layer in weights.layers:
         for linear in linears(layer):
@@ -224,7 +214,7 @@ def test_packed_matrices_stay_packed(tmp_path: Path) -> None:
 
 def test_mixed_matrices_have_their_own_products(tmp_path: Path) -> None:
     checkpoint = PackedDummy(llama(tmp_path), CodeType.INT4, 128, is_odd=True)
-    weights = load_weights(checkpoint, FP32, CPU)
+    weights = load(checkpoint, FP32)
     qkv, o_proj, *_ = linears(weights.layers[0])
     assert isinstance(qkv, JoinedLinear)
     assert isinstance(o_proj, PackedLinear)
@@ -260,10 +250,10 @@ def test_a_cpu_decodes_minima_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     """Decoding in every step is slow there. A GPU keeps them packed."""
     checkpoint = PackedDummy(llama(tmp_path), CodeType.INT4, 32, has_minima=True)
     with caplog.at_level(logging.INFO):
-        plain = load_weights(checkpoint, FP32, CPU)
+        plain = load(checkpoint, FP32)
     assert not any(isinstance(one, PackedLinear) for one in linears(plain.layers[0]))
     assert caplog.text.count("are decoded to torch.float32: no kernel computes with them") == 1
-    packed = load_weights(checkpoint, FP32, CPU, packed_linear=FusedPackedLinear)
+    packed = load(checkpoint, FP32, packed_linear=FusedPackedLinear)
     for dense, one in zip(linears(plain.layers[0]), linears(packed.layers[0]), strict=True):
         assert isinstance(one, FusedPackedLinear)
         torch.testing.assert_close(one.packed.dense(), dense.weight, rtol=2e-3, atol=1e-3)  # type: ignore[attr-defined]
@@ -273,7 +263,7 @@ def test_a_cpu_decodes_minima_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(("bits", "kind"), [(8, "fp8"), (4, "int4")])
 def test_quantising_at_load(bits: int, kind: str, tmp_path: Path) -> None:
     checkpoint = llama(tmp_path)
-    plain, weights = (load_weights(checkpoint, FP32, CPU, quantize_bits=one) for one in (None, bits))
+    plain, weights = (load(checkpoint, FP32, quantize_bits=one) for one in (None, bits))
     for one, other in zip(plain.layers, weights.layers, strict=True):
         for dense, packed in zip(linears(one), linears(other), strict=True):
             assert isinstance(packed, PackedLinear)
@@ -299,9 +289,9 @@ def test_packed_files_are_not_quantised_again(tmp_path: Path) -> None:
 
 def test_routers_are_not_quantised(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_config("qwen3_moe", tmp_path), "dummy")
-    weights = load_weights(checkpoint, FP32, CPU, quantize_bits=8)
+    weights = load(checkpoint, FP32, quantize_bits=8)
     mlp = weights.layers[0].mlp
-    assert not isinstance(mlp, MlpWeights)
+    assert isinstance(mlp, RoutedMlp)
     assert not isinstance(mlp.router, PackedLinear)
 
 
@@ -319,11 +309,11 @@ def test_older_gpus_decode_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         assert FusedPackedLinear.holds(FP8_PER_OUTPUT) is holds
         assert FusedPackedLinear.holds(INT4_IN_GROUPS)
-        weights = load_weights(checkpoint, FP32, CPU, packed_linear=FusedPackedLinear)
+        weights = load(checkpoint, FP32, packed_linear=FusedPackedLinear)
         assert all(isinstance(one, FusedPackedLinear) is holds for one in linears(weights.layers[0]))
         if not holds:
             with pytest.raises(InvalidRequest, match="quantize = 8: this GPU has no instructions for FP8"):
-                load_weights(plain, FP32, CPU, packed_linear=FusedPackedLinear, quantize_bits=8)
+                load(plain, FP32, packed_linear=FusedPackedLinear, quantize_bits=8)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in GPU_BITS if kind not in PACKED_BITS])

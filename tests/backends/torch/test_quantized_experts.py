@@ -22,12 +22,12 @@ from quire.backends.torch.kernels.quantized_experts import (
     QuantizedTiling,
     quantized_tiling,
 )
-from quire.backends.torch.kernels.routed_experts import expert_calls, quantized_in_tiles
-from quire.backends.torch.packed import PackedFormat, decoded
-from quire.backends.torch.packed_stack import (
+from quire.backends.torch.kernels.routed_experts import quantized_in_tiles
+from quire.backends.torch.packed import (
+    PackedFormat,
     PackedStack,
+    decoded,
     dense,
-    fitting_format,
     has_kernels,
     multiplies_in_fp8,
     stack_format,
@@ -35,7 +35,6 @@ from quire.backends.torch.packed_stack import (
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE
-from tests.backends.torch.test_compiling import Launches
 from tests.backends.torch.test_experts import BF16, DOT_DTYPES, FP32, assert_near, exact, gate, make_rows
 from tests.backends.torch.test_packed_linear import random_matrix
 
@@ -278,30 +277,6 @@ def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(format: PackedF
     assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(
-    "name", ["fp8", "fp8 in blocks", "int4 in 128", "int4 in 32 with zeros", "int4 in 32 with minima"]
-)
-def test_kernels_are_compiled_in_advance(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate_up, down = (
-        PackedStack.empty(*shape, FORMATS[name], dtype, "meta") for shape in ((32, 256, 128), (32, 128, 128))
-    )
-    biases = torch.empty(32, 256, dtype=dtype, device="meta"), torch.empty(32, 128, dtype=dtype, device="meta")
-    settings = {"num_chosen": 4, "activation": Activation.SILU, "renormalizes": True, "scale": 1.0}
-    launches = Launches(monkeypatch)
-    for call in expert_calls(gate_up, down, **settings, logits_dtype=dtype, max_rows=1400, has_bias=True):  # type: ignore[arg-type]
-        call()
-    ahead, launches.forms = launches.forms, set()
-    experts = Experts(gate_up, down, **settings, gate_up_bias=biases[0], down_bias=biases[1])  # type: ignore[arg-type]
-    for num_rows in (1, 2, 3, 17, 64, 65, 96, 97, 192, 193, 300, 384, 385, 600, 1279, 1280, 1400):
-        experts.fused(
-            torch.empty(num_rows, 128, dtype=dtype, device="meta"),
-            torch.empty(num_rows, 32, dtype=dtype, device="meta"),
-        )
-    assert launches.forms == ahead
-
-
 def test_tilings_follow_the_rows_of_an_expert() -> None:
     shapes = [quantized_tiling(rows, 128, 8, 2, FP8_BLOCKS) for rows in (16, 64, 65, 256, 512, 2048)]
     assert [shape.is_fp8 for shape in shapes] == [False, False, True, True, True, True]
@@ -369,20 +344,6 @@ def test_zeros_of_a_stack_are_as_wide_as_the_widest(order: tuple[str, ...]) -> N
     assert torch.equal(dense(stack), torch.stack([decoded(matrix) for matrix in matrices]))
 
 
-def test_bytes_without_zeros_beside_others() -> None:
-    """Their zero is 0, not that of 4 bits."""
-    matrices = [random_matrix(CodeType.INT8, (4, 64), (1, 32), seed=seed) for seed in range(3)]
-    zeros = np.random.default_rng(0).uniform(-3, 3, matrices[1].scales.shape).astype(np.float16)
-    matrices[1] = replace(matrices[1], zeros=zeros.astype(np.float32))
-    stack = PackedStack.empty(3, 4, 64, PackedFormat(CodeType.INT8, 1, 32), FP32, "cpu")
-    for expert, matrix in enumerate(matrices):
-        stack.set_rows(expert, 0, matrix)
-    assert stack.format == FORMATS["int8 in 32 with minima"]
-    torch.testing.assert_close(
-        dense(stack), torch.stack([decoded(matrix) for matrix in matrices]), rtol=1e-5, atol=1e-6
-    )
-
-
 def test_matrices_without_kernels() -> None:
     order = np.random.default_rng(1).permutation(128).astype(np.int32)
     assert stack_format(random_matrix(CodeType.INT4, (6, 128), (1, 32), order=order)) is None
@@ -393,20 +354,3 @@ def test_matrices_without_kernels() -> None:
         PackedStack.empty(2, 4, 64, PackedFormat(CodeType.FP4, 1, 16), FP32, "cpu")
     with pytest.raises(ValueError, match="do not hold matrices of num_experts = 3"):
         PackedStack.empty(3, 64, 128, FP8_BLOCKS, FP32, "cpu")
-
-
-def test_groups_are_as_large_as_fits() -> None:
-    assert [fitting_format(INT4, size) for size in (768, 704, 96, 100)] == [
-        INT4, PackedFormat(CodeType.INT4, 1, 64), PackedFormat(CodeType.INT4, 1, 32), None,
-    ]  # fmt: skip
-    assert fitting_format(FP8, 100) == FP8
-
-
-@pytest.mark.parametrize(("format", "error"), [(FP8, 0.04), (INT4, 0.14)])
-def test_quantising(format: PackedFormat, error: float) -> None:
-    torch.manual_seed(0)
-    weights = torch.randn(3, 20, 128)
-    stack = PackedStack.empty(3, 20, 128, format, FP32, "cpu")
-    for expert, weight in enumerate(weights):
-        stack.quantize(expert, weight)
-    assert float((dense(stack) - weights).norm() / weights.norm()) < error

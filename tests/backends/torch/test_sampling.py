@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.backends.sampling import uniform
 from quire.backends.torch import sampling as module
-from quire.backends.torch.sampling import Penalties, rank_tokens, read_logprobs, sample
+from quire.backends.torch.sampling import Penalties, rank_tokens, sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 
@@ -185,7 +185,7 @@ def test_logprobs_are_the_models_own() -> None:
     ]
     sampled = sample(logits.clone(), rows, Penalties(VOCAB, CPU), torch.tensor([2, 2, 2]), None)
     assert sampled.logprobs is not None
-    found = read_logprobs(sampled.logprobs, sampled.tokens.tolist())
+    found = sampled.logprobs.read(sampled.tokens.tolist())
     assert set(found) == {0, 2}
     truth = torch.log_softmax(logits, -1)
     assert found[0].token == 7  # chosen by the bias; its probability is still the model's

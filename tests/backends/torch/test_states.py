@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.kv_memory import KVSpec, LayerState
-from quire.backends.torch.delta_net import Rows, recur
+from quire.backends.torch.recurrence import Rows, Singles, by_kind, causal_conv, recur
 from quire.backends.torch.runner import TorchRunner
-from quire.backends.torch.short_conv import Singles, by_kind, causal_conv
-from quire.backends.torch.state_store import Segment, StateStore, find_segments
+from quire.backends.torch.state_store import Segment, find_segments
 from quire.core.step import SeqSlice, StateSnapshot, StepPlan, StepResult
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_runner
@@ -273,11 +271,3 @@ def test_a_convolution_continues_over_segments(taps: int) -> None:
     assert torch.allclose(causal_conv(x, weight, bias, pool, cut), whole, atol=1e-5)
     assert torch.equal(pool[3], x[21 - taps :])
     assert torch.equal(pool[1], torch.cat((torch.zeros(taps - 2, 6), x[:1])))
-
-
-def test_pools_hold_what_the_spec_says() -> None:
-    spec = KVSpec((LayerState(3, 40, 2, 8, 4), LayerState(2, 16)))
-    store = StateStore(spec, 5, torch.bfloat16, torch.device("cpu"))
-    assert {index: tuple(pool.shape) for index, pool in store.conv.items()} == {0: (5, 3, 40), 1: (5, 2, 16)}
-    assert {index: tuple(pool.shape) for index, pool in store.matrices.items()} == {0: (5, 2, 8, 4)}
-    assert store.num_bytes == 5 * spec.state_bytes(2)

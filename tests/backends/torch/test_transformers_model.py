@@ -320,18 +320,6 @@ def test_users_are_told_if_short_requests_are_rotated_in_another_way(
     assert ModelRig(model).engine.runner.facts().notice == model.notice
 
 
-@pytest.mark.parametrize(("model_type", "settings"), [("arcee", {}), ("hunyuan_v1_dense", {"alpha": 1000.0})])
-def test_dynamic_rope_has_no_effect_within_the_context(
-    model_type: str, settings: dict[str, float], tmp_path: Path
-) -> None:
-    """Frequencies change beyond `max_position_embeddings` only, which is the largest max_model_len."""
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, **settings}
-    reference = EagerReference(write_model(tmp_path, model_type, rope_parameters=rope, max_position_embeddings=256))
-    model = load_tiny(tmp_path)
-    assert not model.notice
-    assert largest_error(reference, ModelRig(model)) < BOUND
-
-
 def test_an_engine_runs_a_folder_that_quire_has_no_equations_for(tmp_path: Path) -> None:
     reference = EagerReference(write_model(tmp_path, "gpt2"))
     rig = Rig(tmp_path)

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
-from quire.backends.torch.batch import build_batch
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.loading import load_weights
+from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
-from quire.backends.torch.state_store import Segment, StateStore, purge
+from quire.backends.torch.state_store import StateStore, purge
 from quire.core.step import BlockCopy, StateSnapshot
 from quire.weights.opening import open_checkpoint
 from tests.backends.plans import piece
@@ -35,7 +34,7 @@ def make_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     Reference(request.param, folder)
     checkpoint = open_checkpoint(folder, "auto")
     with torch.inference_mode():
-        model = DecoderModel(checkpoint.spec, load_weights(checkpoint, torch.float32, CPU), 512)
+        model = DecoderModel(WeightLoader(checkpoint, torch.float32, CPU), 512)
 
     def make(num_window_blocks: int = 0, num_blocks: int = 64, max_model_len: int = 512) -> TorchRunner:
         kv_spec = model.kv_spec.within(max_model_len)
@@ -51,14 +50,6 @@ def run_both(make_runner: Make, tokens: list[list[int]], steps: list[list[tuple[
         whole.step(*step)
         windows.step(*step)
     assert difference(whole, windows) <= BOUND
-
-
-def test_only_blocks_within_the_window_are_read(make_runner: Make) -> None:
-    """Contexts of 150 tokens over 29 window blocks of 8 tokens."""
-    tokens = [random_tokens(150, seed) for seed in range(3)]
-    steps = [[(0, 40), (1, 3)], [(0, 17), (1, 1), (2, 25)], [(0, 1), (1, 1), (2, 1)], [(1, 45), (0, 1)]]
-    steps += [[(0, 1), (1, 1), (2, 1)] for _ in range(45)]
-    run_both(make_runner, tokens, steps)
 
 
 def test_random_steps(make_runner: Make) -> None:
@@ -143,22 +134,6 @@ def test_copies_of_both_pools(make_runner: Make) -> None:
         assert (pool[:, 4] == (5.0 if shape.window else 3.0)).all()
 
 
-def test_a_fork_continues_from_copied_blocks(make_runner: Make) -> None:
-    tokens = [random_tokens(60, 1)] * 2
-    driver = Driver(make_runner(num_window_blocks=24), tokens)
-    assert driver.windows is not None
-    driver.step((0, 37))
-    for blocks in (driver.blocks, driver.windows):
-        blocks.tables[1] = blocks.tables[0][:-1]
-    driver.computed[1] = 37
-    mine, theirs = driver.windows.grow(1, 37)[-1], driver.windows.tables[0][-1]
-    driver.blocks.grow(1, 37)
-    driver.runner.store.copy([BlockCopy(driver.blocks.tables[0][-1], driver.blocks.tables[1][-1])])  # type: ignore[attr-defined]
-    driver.window_copies = (BlockCopy(theirs, mine),)
-    driver.step((0, 1), (1, 1))
-    assert torch.equal(driver.rows[0, 37], driver.rows[1, 37])
-
-
 @pytest.mark.parametrize("is_window", [False, True])
 def test_values_that_are_not_finite_are_purged(make_runner: Make, is_window: bool) -> None:
     store = make_runner(num_window_blocks=24).store
@@ -196,28 +171,6 @@ def test_layers_that_share_keys_have_no_storage() -> None:
 
 def state_piece(**changes: Any) -> Any:
     return piece(**{"block_table": [1, 2, 3, 4], "window_table": [1, 2, 3, 4], **changes})
-
-
-def test_a_slice_is_a_chain_of_segments() -> None:
-    store = KVStore(MIXED, 10, 8, torch.float32, CPU, 6)
-    snapshots = (StateSnapshot(6, 7), StateSnapshot(9, 4))
-    slices = [
-        state_piece(start=4, length=8, tokens=range(8), state_source=2, state_target=3, snapshots=snapshots),
-        state_piece(start=9, length=1, tokens=[5], state_source=5, state_target=5),
-        state_piece(start=0, length=3, tokens=range(3), state_source=0, state_target=6),
-    ]
-    batch = build_batch(slices, store, MIXED.windows, torch.zeros(4, dtype=torch.int64))
-    assert batch.order == (1, 0, 2)
-    assert batch.segments == (
-        Segment(0, 1, 5, 5),
-        Segment(1, 2, 2, 7),
-        Segment(3, 3, 7, 4),
-        Segment(6, 3, 4, 3),
-        Segment(9, 3, 0, 6),
-    )
-    plain = KVSpec(MIXED.kv_layers[:2])
-    whole = build_batch(slices, KVStore(plain, 10, 8, torch.float32, CPU), plain.windows, torch.zeros(4).long())
-    assert whole.segments == ()
 
 
 def test_pools_of_states() -> None:

@@ -385,24 +385,6 @@ def family(num_rows: int) -> Ints:
     return np.arange(num_rows, dtype=np.int32)
 
 
-def test_a_shared_prefix_is_read_once() -> None:
-    """Five decodes with 256 shared keys: one wide item for those, and one item each for the tails."""
-    tables, batch_indices = make_tables(*[(1, 2)] * 5, length=4), family(5)
-    starts = np.array([256, 300, 383, 384, 400], np.int32)
-    sizes = Sizes(2, 128, 64, 4, 2, 4096)
-    grouping = find_siblings(tables, batch_indices, starts, sizes)
-    assert grouping is not None
-    assert grouping.siblings == (Siblings(0, 5, 0, 256),)
-    assert grouping.shared.tolist() == [256] * 5
-    order = grouping.order
-    work = plan_work(starts[order], batch_indices[order], grouping.siblings, [], 5, sizes)
-    assert work.wide.tolist() == [[0, 5, order[0], 0, 256, 0]]
-    narrow = [[row, 1, index, 256, int(starts[index]) + 1, 1] for row, index in enumerate(order.tolist())]
-    assert sorted(work.narrow.tolist()) == narrow
-    assert work.first_parts.tolist() == [0, 2, 4, 6, 8, 10]
-    assert find_siblings(tables, batch_indices[:3], starts[:3], sizes) is None  # too few
-
-
 @pytest.mark.parametrize("num_common", [1, 3, 5])
 def test_a_stranger_does_not_disturb_siblings(num_common: int) -> None:
     """A short request shares the first blocks of 63 siblings of 8,192 keys. It reads its keys alone."""
@@ -429,59 +411,3 @@ def test_a_stranger_does_not_disturb_siblings(num_common: int) -> None:
     row = rows.tolist().index(40)
     assert int((work.narrow[:, 4] - work.narrow[:, 3])[work.narrow[:, 0] == row].sum()) == starts[40] + 1
     assert int((work.wide[:, 1] * (work.wide[:, 4] - work.wide[:, 3])).sum()) == 63 * 8192
-
-
-def test_two_levels_are_used() -> None:
-    """A system prompt of 256 users, and eight personas. With 64 rows per item, all rows are four tiles, not eight."""
-    system, personas = range(1, 48), [range(100 * number, 100 * number + 16) for number in range(1, 9)]
-    tables = make_tables(*[(*system, *personas[row % 8]) for row in range(256)], length=80)
-    starts = np.array([2016 + row % 100 for row in range(256)], np.int32)
-
-    def groups(rows_per_item: int) -> list[tuple[int, ...]]:
-        grouping = find_siblings(tables, family(256), starts, Sizes(8, 32, rows_per_item, 528, 264, 4096))
-        assert grouping is not None
-        for group in grouping.siblings:
-            assert (
-                group.last - group.first == 256
-                or len({row % 8 for row in grouping.order[group.first : group.last]}) == 1
-            )
-        return sorted(grouping.siblings)
-
-    inner = [(row, row + 32, 1504, 2016) for row in range(0, 256, 32)]
-    assert groups(64) == sorted([(0, 256, 0, 1504), *inner])
-    assert groups(32) == [(row, row + 32, 0, 2016) for row in range(0, 256, 32)]  # an outer group would save nothing
-
-
-def test_a_group_that_does_not_pay_is_not_used() -> None:
-    sizes = Sizes(8, 32, 64, 528, 264, 4096)
-
-    def found(*prefixes: Sequence[int], start: int = 9000) -> list[Siblings]:
-        tables, starts = make_tables(*prefixes), np.full(len(prefixes), start, np.int32)
-        grouping = find_siblings(tables, family(len(prefixes)), starts, sizes)
-        return [] if grouping is None else list(grouping.siblings)
-
-    head = range(1, 201)
-    assert found(*[head[:3]] * 64) == []  # too few keys
-    assert found(*[head] * 3) == []  # too few rows
-    assert found(*[head] * 4, start=127) == []  # keys that are not computed yet do not count
-    assert found(*[head[:4]] * 4) == [Siblings(0, 4, 0, 128)]
-    # One row shares 512 keys with 63 others. Reading them once less is not worth 64 parts: with 2,048 keys it is.
-    assert found(head[:16], *[head] * 63) in ([Siblings(0, 63, 0, 6400)], [Siblings(1, 64, 0, 6400)])
-    assert {group[2:] for group in found(head[:64], *[head] * 63)} == {(0, 2048), (2048, 6400)}
-    # A longer prefix of some rows must be longer by MIN_SHARED.
-    assert [group[2:] for group in found(*[head[:100]] * 30, *[head[:103]] * 30)] == [(0, 3200)]
-    assert [group[2:] for group in found(*[head[:100]] * 30, *[head[:104]] * 30)] == [(0, 3200), (3200, 3328)]
-
-
-def test_nesting_is_limited() -> None:
-    """Every row shares 4,096 keys more than the one before: many groups would pay, but each adds parts to merge."""
-    num_rows, head = 64, range(1, 9000)
-    tables = make_tables(*[head[: 128 * row] for row in range(num_rows)], length=9000)
-    starts = np.full(num_rows, 270_000, np.int32)
-    sizes = Sizes(8, 32, 64, 528, 264, (MAX_LEVELS + 1) * num_rows)
-    grouping = find_siblings(tables, family(num_rows), starts, sizes)
-    assert grouping is not None
-    assert len(grouping.siblings) == MAX_LEVELS
-    order = grouping.order
-    case = Case(tables, starts[order], order.astype(np.int32), grouping.siblings, [], sizes)
-    check_items(case, case.plan())

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.torch.kernels.linear import _gated_value
-from quire.backends.torch.packed_stack import Mxfp4Stack
+from quire.backends.torch.packed import Mxfp4Stack
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 

@@ -38,8 +38,7 @@ from quire.backends.torch.kernels.packed_linear import (
     _wide_nibbles,
 )
 from quire.backends.torch.kernels.packed_products import expanded
-from quire.backends.torch.packed import PackedFormat
-from quire.backends.torch.packed_stack import PackedStack, multiplies_in_fp8
+from quire.backends.torch.packed import PackedFormat, PackedStack, multiplies_in_fp8
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.sampling import uniform
+from quire.backends.sampling import Ranks, uniform
 from quire.backends.torch import device_sampling
-from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, _Edits, fill_params, rank_prompt
+from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, _Edits, fill_params
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
-from quire.backends.torch.sampling import Logprobs, Penalties, rank_tokens, read_logprobs, sample
+from quire.backends.torch.sampling import Penalties, sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 from tests.backends.torch.kernels.device import DEVICE
@@ -26,7 +26,8 @@ CPU = torch.device("cpu")
 ON_GPU = DEVICE == "cuda"
 NUM_BATCHES = 20 if ON_GPU else 2  # per vocabulary size
 NUM_EQUAL = 20 if ON_GPU else 2
-NUM_DRAWS = 500 if ON_GPU else 10
+
+
 MAX_SEQS = 40
 INF = math.inf
 
@@ -34,7 +35,7 @@ INF = math.inf
 class Outcome(NamedTuple):
     tokens: list[int]
     flags: list[int]
-    logprobs: Logprobs | None
+    logprobs: Ranks | None
     last_samples: list[int]
 
 
@@ -179,19 +180,6 @@ def test_a_mixed_batch_follows_the_reference(vocab_size: int, dtype: torch.dtype
         assert sum(token == -5 for token in found.last_samples) == MAX_SEQS - num_rows
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 20}])
-def test_rows_with_only_masks(fields: dict[str, Any]) -> None:
-    rng = Random(9)
-    torch.manual_seed(9)
-    logits = torch.randn(7, 2500) * 3
-    rows = [row(SamplingParams(seed=batch_index, **fields), [1, 2], [3], batch_index) for batch_index in range(7)]
-    masks = {batch_index: random_mask(rng, 2500) for batch_index in (0, 2, 5)}
-    found = run(logits, rows, masks)
-    assert found.tokens == reference(logits, rows, masks)
-    assert found.tokens != reference(logits, rows)
-    assert not any(found.flags)
-
-
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     """Not even if a decision is close: the sums are the same in the same order."""
     rng = Random(5)
@@ -255,27 +243,6 @@ def test_the_ends_of_the_draw(fields: dict[str, Any]) -> None:
     assert run(logits, rows, draws=[0.0, 1.0]).tokens == [11, 4501]
     weak = [row(SamplingParams(temperature=1e-3, **fields), [1], batch_index=batch_index) for batch_index in range(2)]
     assert run(logits, weak, draws=[0.0, 1.0]).tokens == [2040, 2040]
-
-
-def test_shares_of_the_draws() -> None:
-    """Evenly spread draws select each token as often as its probability requires, to within one."""
-    torch.manual_seed(2)
-    logits = torch.randn(1, 6000) - 12
-    logits[0, [3, 2047, 2048, 5999]] = torch.tensor([1.0, 2.0, 0.5, 1.7])
-    choices: list[dict[str, Any]] = [{}, {"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}]
-    for fields in choices:
-        params = SamplingParams(**fields)
-        rows = [row(params, [1], batch_index=batch_index) for batch_index in range(NUM_DRAWS)]
-        draws = [(index + 0.5) / NUM_DRAWS for index in range(NUM_DRAWS)]
-        tokens = run(logits.expand(NUM_DRAWS, -1), rows, draws=draws).tokens
-        shares = torch.softmax(logits[0].double() / params.temperature, 0)
-        if fields:
-            kept = shares.topk(2 if "top_p" in fields else 4).indices
-            shares = torch.zeros_like(shares).index_copy_(0, kept, shares[kept])
-            shares /= shares.sum()
-        assert tokens == sorted(tokens)
-        for token in (3, 2047, 2048, 5999):
-            assert abs(tokens.count(token) - NUM_DRAWS * float(shares[token])) < 1.5
 
 
 def test_only_broken_and_blocked_rows_are_marked() -> None:
@@ -403,24 +370,12 @@ def test_logprobs_are_the_models_own() -> None:
         assert found.tokens == reported.tokens.tolist()
         assert found.tokens[0] == 7
         assert found.logprobs.chosen.device.type == "cpu"
-        ours = read_logprobs(found.logprobs, found.tokens)
-        theirs = read_logprobs(reported.logprobs, found.tokens)
+        ours = found.logprobs.read(found.tokens)
+        theirs = reported.logprobs.read(found.tokens)
         assert set(ours) == set(theirs) == {0, 2, 3}
         for index, one in ours.items():
             assert_same(one, theirs[index])
     assert run(logits[1:2], rows[1:2]).logprobs is None
-
-
-def test_prompt_logprobs() -> None:
-    torch.manual_seed(6)
-    raw = torch.randn(5, 300).bfloat16()
-    tokens = [299, 0, 7, 7, 100]
-    for count in (0, 3):
-        ours = read_logprobs(rank_prompt(raw.to(DEVICE), tokens, count), tokens)
-        theirs = rank_tokens(raw.float(), tokens, count)
-        assert len(ours) == len(theirs) == 5
-        for one, other in zip(ours.values(), theirs, strict=True):
-            assert_same(one, other)
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -480,5 +435,5 @@ def test_biases_belong_to_the_request_at_the_batch_index() -> None:
     assert edits.join([later])[1].tolist() == [7, 9]
     other = piece(3, logit_bias={2: 1.0})
     assert edits.join([other])[1].tolist() == [2]
-    edits.release([3])
+    edits.release(3)
     assert 3 not in edits._known
