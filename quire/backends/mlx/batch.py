@@ -51,6 +51,7 @@ class Group:
     tables: tuple[Sequence[int], ...]  # per sequence, as long as its context needs
     block_size: int
     _views: dict[int, View] = field(default_factory=dict)
+    _lengths: mx.array | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -60,6 +61,13 @@ class Group:
     def num_tokens(self) -> int:
         """Length of the longest context."""
         return max(self.starts) + self.num_queries
+
+    @property
+    def lengths(self) -> mx.array:
+        """Number of keys of each sequence [B], for groups with one query per sequence."""
+        if self._lengths is None:
+            self._lengths = mx.array([start + 1 for start in self.starts], dtype=mx.int32)
+        return self._lengths
 
     def view(self, window: int) -> View:
         """Return what a layer reads. `window`: number of keys that a query sees, itself included; 0: all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,11 @@ from quire.backends.block_io import layout_text, model_key
 from quire.backends.kv_memory import KVCosts, MemoryRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.batch import BatchMode, build_passes
+from quire.backends.mlx.kernel_check import check, measure_gains
 from quire.backends.mlx.loading import LoadedModel, load_model
 from quire.backends.mlx.model import PagedModel, adapt_model, install_attention
 from quire.backends.mlx.paged_cache import GATHER_BYTES, LAYOUT, KVStore, LayerShape
+from quire.backends.mlx.paged_decode import PagedDecode, Shape
 from quire.backends.mlx.parameters import dtype_name, file_errors
 from quire.backends.mlx.runner import MlxRunner, OwnThread
 from quire.backends.support import backend_hint, rope_notice
@@ -25,6 +28,8 @@ from quire.core.values import SamplingParams
 from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.fields import member, read_json
+
+log = logging.getLogger(__name__)
 
 GPU_SHARE = 0.85  # of the memory that weights and steps leave, for the KV pool
 CPU_CAP = 1 << 30  # of the pool on a CPU, which is for tests: MLX writes every byte of a new array
@@ -63,12 +68,14 @@ def _make_runner(
     install_attention()
     with file_errors(checkpoint.path):
         model, shapes, vocab_size = adapt_model(loaded.model, checkpoint.spec.vocab_size, str(checkpoint.path))
+    kernel = _find_kernel(shapes[0], model.num_heads, options.block_size) if is_gpu and model.num_heads else None
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     max_chunk_tokens = options.max_chunk_tokens or MAX_CHUNK_TOKENS
     measured = _measure(model, shapes, options.block_size, min(MEASURED_TOKENS, max_model_len)) if is_gpu else None
     mx.clear_cache()
     num_blocks = _num_blocks(options, shapes, max_model_len, measured)
     store = KVStore(shapes, num_blocks, options.block_size)
+    store.use_kernel(kernel)
     mx.eval(store.arrays)
     if mx.metal.is_available():  # macOS keeps this much in memory
         mx.set_wired_limit(min(mx.get_active_memory() + mx.get_cache_memory() + MIN_CACHE, _limit()))
@@ -110,6 +117,24 @@ def _use_device(name: str) -> bool:
         raise InvalidRequest(f"device = {name!r}, but MLX finds only: {found}")
     mx.set_default_device(mx.cpu if name == "cpu" else mx.gpu)
     return name != "cpu"
+
+
+def _find_kernel(layer: LayerShape, num_heads: int, block_size: int) -> PagedDecode | None:
+    """Return the paged-decode kernel, with its measured gains, if it compiles and agrees with MLX's own attention."""
+    shape = Shape(num_heads, layer.num_heads, layer.key_size, layer.value_size, block_size, layer.dtype)
+    if not shape.is_supported:
+        return None
+    try:
+        kernel = PagedDecode()
+        problem = check(kernel, shape)
+        if problem is None:
+            kernel.shape, kernel.gains = shape, measure_gains(kernel, shape)
+            log.info("speed of the paged-decode kernel over gather + SDPA, by rows and context: %s", kernel.gains)
+            return kernel
+    except Exception as error:  # compilers report errors of many types
+        problem = f"{type(error).__name__}: {error}"
+    log.warning("the paged-decode kernel is not used; large batches and long contexts are slower: %s", problem)
+    return None
 
 
 # Memory

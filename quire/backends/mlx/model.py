@@ -5,7 +5,8 @@ mlx-lm has more than 100 architectures, and a model file may use its cache in an
 of pass that gives the same logits. If no kind of pass gives them, the model is refused.
 
 Attention of a flat pass replaces the function that mlx-lm's models call. The rows of a pass are divided into groups:
-decodes of similar length, whose contexts are gathered and padded together, and prompts, one by one.
+decodes of similar length, whose contexts are gathered and padded together, and prompts, one by one. On a GPU,
+`paged_decode.py` reads the blocks of decodes without a gather where that is faster.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def attend(
     if not (mask is None or isinstance(mask, PagedMask)):
         raise Unpageable(f"the model attends with a mask of its own: {type(mask).__name__}")
     layer = keys.layer
+    layer.num_query_heads = queries.shape[1]
     window = (mask.window if mask is not None else 0) or layer.shape.window
     outputs = [
         _attend_group(queries[group.first : group.last], layer, group, scale, window, sinks)
@@ -66,6 +68,16 @@ def attend(
 def _attend_group(
     queries: mx.array, layer: LayerCache, group: Group, scale: float, window: int, sinks: mx.array | None
 ) -> mx.array:
+    kernel = layer.kernel
+    if group.num_queries == 1 and kernel is not None:
+        num_tokens = min(group.num_tokens, window or group.num_tokens)
+        pools = layer.keys_pool, layer.values_pool
+        if kernel.is_used(queries, *pools, group.num_seqs, num_tokens):
+            tables = group.view(0).tables
+            rows = kernel(
+                queries[:, :, 0], *pools, tables, group.lengths, scale=scale, window=window, sinks=sinks
+            )  # [B, H, D]
+            return rows[:, :, None]
     view = group.view(window)
     keys, values = layer.read(view)
     if group.num_queries == 1:
@@ -148,6 +160,7 @@ class PagedModel:
         self.model = model
         self.mode = mode
         self.layout = layout
+        self.num_heads = 0  # query heads of the first layer, if it attends in flat passes
         self._selection = selection
 
     def forward(self, step: Pass, store: KVStore, rows: Sequence[int]) -> tuple[mx.array | None, mx.array]:
@@ -255,6 +268,7 @@ def _try_mode(
                     errors.append(_relative_error(logits[row], expected[index][support.last_position(slices[index])]))
     except Exception as problem:  # a model file may do anything with its cache
         return describe_error(problem, "its code uses its cache in another way")
+    paged.num_heads = store.layers[0].num_query_heads
     error = support.find_error(errors, is_exact=shapes[0].dtype == mx.float32)
     return None if error is None else f"logits of {paged.mode} passes differ by {error:.2g} of their spread"
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from quire.backends.base import Copied, MemorySizes, PendingCopy
 from quire.backends.block_io import MAX_EXPORTS, check_pieces, cpu_pieces_per_step
 from quire.backends.mlx.batch import GroupLimits, Pass, View
+from quire.backends.mlx.paged_decode import Attention
 from quire.core.step import BlockCopy, MemoryRef
 from quire.errors import InvariantViolation
 
@@ -50,6 +51,12 @@ class Unpageable(Exception):
     """A model uses its cache in a way that this kind of pass does not support."""
 
 
+class DecodeKernel(Attention, Protocol):
+    """Attention of one query per sequence, which reads the pools through block tables."""
+
+    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool: ...
+
+
 class LayerCache:
     """The pools of one layer, as mlx-lm's models use a cache: `offset`, `make_mask`, `update_and_fetch`."""
 
@@ -59,6 +66,8 @@ class LayerCache:
         self.keys_pool = mx.zeros((num_blocks, block_size, shape.num_heads, shape.key_size), shape.dtype)
         self.values_pool = mx.zeros((num_blocks, block_size, shape.num_heads, shape.value_size), shape.dtype)
         self.step: Pass | None = None
+        self.kernel: DecodeKernel | None = None  # for decodes, if it is faster than a gather
+        self.num_query_heads = 0  # seen in the last flat pass
 
     @property
     def running(self) -> Pass:
@@ -155,6 +164,11 @@ class KVStore:
     @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
+
+    def use_kernel(self, kernel: DecodeKernel | None) -> None:
+        """Use this kernel for decodes from now on. The caller has checked it."""
+        for layer in self.layers:
+            layer.kernel = kernel
 
     def begin(self, step: Pass | None) -> None:
         for layer in self.layers:

@@ -1,7 +1,9 @@
-"""Starting on a GPU: memory and limits. The GPU is simulated, and the CPU computes."""
+"""Starting on a GPU: memory, limits and the kernel's check. The GPU is simulated, and the CPU computes."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +13,13 @@ import mlx.core as mx
 import pytest
 
 from quire.backends.base import BackendOptions
-from quire.backends.mlx import build
+from quire.backends.mlx import build, kernel_check, paged_decode
+from quire.backends.mlx.paged_decode import METAL
 from quire.backends.mlx.runner import MlxRunner
 from quire.core.cache.block import BLOCK_SIZE
 from quire.errors import InvalidRequest
 from quire.weights.opening import open_checkpoint
+from tests.backends.mlx import gpu_on_cpu
 from tests.backends.mlx.architectures import write_model
 
 LIMIT = 3 << 30
@@ -36,7 +40,14 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(mx, "set_default_device", lambda _: None)
     for name in ("set_wired_limit", "set_memory_limit", "set_cache_limit"):
         monkeypatch.setattr(mx, name, lambda value, name=name: found.__setitem__(name, value))
+    monkeypatch.setattr(paged_decode, "METAL", dataclasses.replace(METAL, compile=gpu_on_cpu.kernel))
+    monkeypatch.setattr(kernel_check, "CHECKED_LENGTHS", ((1, 33),))
+    monkeypatch.setattr(kernel_check, "MEASURED_BYTES", 1)
+    monkeypatch.setattr(kernel_check, "REPEATS", 1)
     monkeypatch.setattr(build, "available_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(
+        build, "measure_gains", lambda kernel, shape: kernel_check.measure_gains(kernel, shape, (1, 2), (32, 64))
+    )
     return found
 
 
@@ -84,6 +95,34 @@ def test_a_pool_beyond_the_longest_buffer_is_refused_if_it_was_asked_for(
     runner = start(model_path)
     assert limits
     assert runner.store.layers[0].keys_pool.nbytes <= 1 << 20
+    runner.close()
+
+
+def test_the_kernel_is_checked_measured_and_used(model_path: Path, limits: dict[str, int]) -> None:
+    runner = start(model_path, kv_memory=64 << 20)
+    assert limits
+    kernel = runner.store.layers[0].kernel
+    assert isinstance(kernel, paged_decode.PagedDecode)
+    assert {batch: set(gains) for batch, gains in kernel.gains.items()} == {1: {32, 64}, 2: {32, 64}}
+
+
+@pytest.mark.parametrize("problem", ["wrong", "compile"])
+def test_a_kernel_that_fails_its_check_is_not_used(
+    model_path: Path,
+    limits: dict[str, int],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert limits == {}
+    if problem == "wrong":
+        monkeypatch.setattr(paged_decode, "ATTEND", paged_decode.ATTEND.replace("* scale[0]", "* 2 * scale[0]"))
+    else:
+        monkeypatch.setattr(paged_decode, "ATTEND", "this is not C++")
+    with caplog.at_level(logging.WARNING):
+        runner = start(model_path, kv_memory=64 << 20)
+    assert runner.store.layers[0].kernel is None
+    assert "the paged-decode kernel is not used" in caplog.text
     runner.close()
 
 

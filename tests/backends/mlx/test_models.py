@@ -12,6 +12,7 @@ import pytest
 from quire.backends.mlx import model as attention
 from quire.backends.mlx import paged_cache
 from quire.backends.mlx.batch import BatchMode
+from quire.backends.mlx.kernel_check import gather_reference
 from quire.backends.mlx.runner import MlxRunner
 from quire.errors import UnsupportedModel
 from tests.backends.contract import HEAD, Contract, Pair, random_prompt
@@ -154,6 +155,34 @@ def test_quantised_checkpoints(name: str, quantization: dict[str, Any], tmp_path
     folder = write_model(tmp_path / "m", name, quantization=quantization)
     rig = Rig(folder, **SETTINGS)
     check_mixed(folder, rig, 2e-4)
+    rig.engine.close()
+
+
+class GatheringKernel:
+    """Replaces the GPU kernel, which this machine cannot run: the same interface, computed by gather + SDPA."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool:
+        del queries, keys, values, num_tokens
+        return batch > 1
+
+    def __call__(self, *args: Any, **settings: Any) -> mx.array:
+        self.num_calls += 1
+        return gather_reference(*args, **settings)
+
+
+@pytest.mark.parametrize("name", ["llama with windows", "gpt_oss", "gemma3_text", "qwen3_moe"])
+def test_decodes_through_the_kernel(name: str, tmp_path: Path) -> None:
+    """Lengths, windows, sinks and block tables reach the kernel as it expects them."""
+    folder = write_model(tmp_path / "m", name)
+    rig = Rig(folder, **SETTINGS)
+    kernel = GatheringKernel()
+    assert isinstance(rig.engine.runner, MlxRunner)
+    rig.engine.runner.store.use_kernel(kernel)
+    check_mixed(folder, rig, 1e-4)
+    assert kernel.num_calls
     rig.engine.close()
 
 
