@@ -39,9 +39,9 @@ def parse_seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2] or "s"]
 
 
-def choose(text: str | None, *, is_quick: bool) -> list[Row]:
+def choose(text: str | None) -> list[Row]:
     if text is None:
-        return [one for one in all_rows() if one.is_quick or not is_quick]
+        return all_rows()
     names = [name.strip().upper() for name in text.split(",") if name.strip()]
     if not names or not set(names) <= set(MODULES):
         raise SystemExit(f"--rows {text!r}: the rows are {', '.join(MODULES)}")
@@ -148,8 +148,8 @@ def main() -> int:
     if options.show:
         return show_reports(options.show, is_quick=options.quick)
     if options.inside:
-        return run_inside(choose(options.inside, is_quick=False)[0], options)
-    return run_all(choose(options.rows, is_quick=options.quick), options)
+        return run_inside(choose(options.inside)[0], options)
+    return run_all(choose(options.rows), options)
 
 
 def _raise_exit(number: int, _: object) -> None:

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 
 from tests.gauntlet.watch import Base, idle_base
 from tests.server.rig import Server, request_bytes
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, eventually, repeating
 
 QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4, "ignore_eos": True}
 CHAT = "/v1/chat/completions"
@@ -255,35 +255,26 @@ def crowd_at(server: Server) -> Iterator[Crowd]:
         crowd.leave()
 
 
-class Memory(threading.Thread):
-    """Measures the peak of the memory of processes, relative to the beginning."""
+class Memory:
+    """The peak of the resident memory of processes, relative to the beginning."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        super().__init__(daemon=True)
         self._processes = [psutil.Process(pid) for pid in pids]
-        self._is_over = threading.Event()
-        self.before_bytes = self._now()
-        self.peak_bytes = self.before_bytes
+        self._peak_bytes = 0
+        self.look()
+        self._before_bytes = self._peak_bytes
 
-    def _now(self) -> int:
-        return sum(int(process.memory_info().rss) for process in self._processes)
-
-    def run(self) -> None:
-        while not self._is_over.wait(0.02):
-            self.peak_bytes = max(self.peak_bytes, self._now())
+    def look(self) -> None:
+        now_bytes = sum(int(process.memory_info().rss) for process in self._processes)
+        self._peak_bytes = max(self._peak_bytes, now_bytes)
 
     @property
     def growth_mb(self) -> float:
-        return max(0, self.peak_bytes - self.before_bytes) / MB
+        return (self._peak_bytes - self._before_bytes) / MB
 
 
 @contextlib.contextmanager
 def memory_of(*pids: int) -> Iterator[Memory]:
     memory = Memory(pids)
-    memory.start()
-    try:
+    with repeating(memory.look, pause_s=0.02):
         yield memory
-    finally:
-        memory._is_over.set()
-        memory.join(HANG_S)
-        memory.peak_bytes = max(memory.peak_bytes, memory._now())

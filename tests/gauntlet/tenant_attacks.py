@@ -13,9 +13,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from openai import OpenAIError
+
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.watch import Base, idle_base, left_over, wait_for_a_place
 from tests.server.rig import Server, serving
+from tests.server.test_batches import client_of, line, submit, upload
 from tests.waiting import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -197,26 +200,8 @@ def batch_jobs(attacker: Attacker) -> Iterator[None]:
 
 
 def start_batch(server: Server, num_lines: int) -> str:
-    lines = [
-        json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": chat_of(f"{number}", 20)})
-        for number in range(num_lines)
-    ]
-    file_id = upload(server, "\n".join(lines).encode())
-    about = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
-    answer = server.post("/v1/batches", about)
-    assert answer.status == 200, answer.body
-    return str(answer.json["id"])
-
-
-def upload(server: Server, data: bytes) -> str:
-    parts = b'--quire\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    parts += (
-        b'--quire\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n' + data + b"\r\n--quire--\r\n"
-    )
-    form = {"content-type": "multipart/form-data; boundary=quire"}
-    answer = server.ask("POST", "/v1/files", data=parts, headers=form)
-    assert answer.status == 200, answer.body
-    return str(answer.json["id"])
+    with client_of(server, server.key or "") as client:
+        return str(submit(client, *(line(f"{number}", max_tokens=20) for number in range(num_lines))).id)
 
 
 # Requests of the victim during an attack. Each returns a status or raises
@@ -247,10 +232,11 @@ def ask_watch(victim: Server) -> int:
 
 
 def ask_upload(victim: Server) -> int:
-    try:
-        upload(victim, b"{}")
-    except AssertionError:
-        return 529
+    with client_of(victim, victim.key or "") as client:
+        try:
+            upload(client, "{}")
+        except OpenAIError as error:
+            return getattr(error, "status_code", 0)
     return 200
 
 

@@ -8,9 +8,9 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from tests.server.rig import Reply, Server, read_reply, request_bytes
+from tests.server.rig import Reply, read_reply, request_bytes
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 TOOL = {
@@ -85,15 +85,36 @@ class Tally:
         elif reply.status not in kind.statuses:
             self.wrong[f"{kind.name} {reply.status}"] += 1
 
+    def add(self, other: Tally) -> None:
+        for name in ("num_sent", "num_ended", "num_failed", "num_refused", "num_lost"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.wrong += other.wrong
+
+    def faults(self) -> dict[str, float]:
+        return {
+            "answers with 5xx": self.num_failed,
+            "answers lost or incomplete": self.num_lost + self.num_sent - self.num_ended,
+            "answers with an unexpected status": self.wrong.total(),
+        }
+
 
 def sentence(chosen: random.Random) -> str:
     return " ".join(chosen.choices(WORDS, k=chosen.randrange(4, 24)))
 
 
+class Target(Protocol):
+    """What a client needs of a server."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+    @property
+    def key(self) -> str | None: ...
+
+
 class Client:
     """One client with a keep-alive connection, which is opened again after a cancelled or refused request."""
 
-    def __init__(self, server: Server, chosen: random.Random, tally: Tally) -> None:
+    def __init__(self, server: Target, chosen: random.Random, tally: Tally) -> None:
         self._server = server
         self._random = chosen
         self._tally = tally
