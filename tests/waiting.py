@@ -28,6 +28,14 @@ def eventually(condition: Callable[[], T], what: str, limit_s: float = HANG_S) -
     return found
 
 
+async def until(condition: Callable[[], object], what: str) -> None:
+    """Wait in the event loop until a condition is true."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen within {HANG_S:g} s: {what}"
+        await asyncio.sleep(0.01)
+
+
 @contextlib.contextmanager
 def paused(*pids: int) -> Iterator[Callable[[], None]]:
     """Stop processes. They resume when the yielded function is called, or on exit."""

@@ -20,7 +20,6 @@ MODULES = {
     "R14": "files",
     "R15": "faults",
     "R16": "faults",
-    "R17": "replicas",
     "R18": "faults",
     "R19": "signals",
     "R20": "secrets",
