@@ -1,24 +1,19 @@
-"""Check on the real model that a disk cache outlives restarts and kills.
+"""Check on the real model that a disk cache outlives a restart: `python -m tests.restart --prompts 300`.
 
-`python -m tests.restart --prompts 300`: prompts of 20 to 400 tokens, some with common prefixes, some with a salt, are
-answered by one engine, and again by a new one on the same folder. Tokens and the bits of their log probabilities must
-be equal, nothing that is on disk may be computed again, and 95 % of what could come from disk must come from there.
-
-`python -m tests.restart --kills 200`: a child process with the disk cache is killed with SIGKILL during saves, when the
-folder has a random number of files. Each next child must give the answers that are computed without a cache.
+Prompts of 20 to 400 tokens, some with common prefixes, some with a salt, are answered by one engine, and again by a
+new one on the same folder. Tokens and the bits of their log probabilities must be equal, nothing that is on disk may
+be computed again, and 95 % of what could come from disk must come from there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,43 +192,17 @@ def report(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    from tests.restart_kills import report_kills, run_kills
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--model")
     parser.add_argument("--threads", type=int, help="compute threads (default: all cores)")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not options.prompts and not options.kills:
-        parser.error("--prompts or --kills is needed")
-    is_terminal = sys.stderr.isatty()
-
-    def show_progress(what: str) -> None:
-        if is_terminal:
-            print(f"\r{what:40}", end="", file=sys.stderr, flush=True)
-
-    path, problems = resolve(options.model), []
-    start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quire-restart-") as folder:
-        if options.prompts:
-            outcome = run_restart(
-                path, Path(folder) / "prompts", options.prompts, show_progress, threads=options.threads
-            )
-            print(json.dumps(asdict(outcome)) if options.json else f"\n{report(outcome)}")
-            problems += outcome.problems
-        if options.kills:
-            kills = run_kills(
-                path, Path(folder) / "kills", options.kills, show_progress, seed=options.seed, threads=options.threads
-            )
-            print(json.dumps(asdict(kills)) if options.json else f"\n{report_kills(kills)}")
-            problems += kills.problems
-    print(f"{time.monotonic() - start_s:.0f} s", file=sys.stderr)
-    for problem in problems:
+        outcome = run_restart(resolve(options.model), Path(folder), options.prompts, print, threads=options.threads)
+    print(report(outcome))
+    for problem in outcome.problems:
         print(f"WRONG: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return 1 if outcome.problems else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The real model with a disk cache: answers after a restart, with damaged files, and with other weights or settings.
 
-`python -m tests.restart` does the same with hundreds of prompts and kills.
+`python -m tests.restart` does the same with hundreds of prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from quire.engine.levels.disk_store import DiskStore
 from quire.engine.model_text import ModelText
 from tests.engine.levels.contents import all_files
 from tests.restart import Answer, Case, answer_again, answer_in_batches, compare, make_cases, open_engine
-from tests.restart_kills import run_kills
 
 NUM_CASES = 16
 
@@ -151,11 +150,3 @@ def test_other_weights_or_settings_use_nothing_of_the_folder(
     assert before < {file.path for file in all_files(stored.folder)}  # its own files are elsewhere
     if name == "weights":
         path.unlink()  # pytest would keep it
-
-
-@pytest.mark.nightly
-def test_kills_during_saves(default_model: Path, tmp_path: Path) -> None:
-    outcome = run_kills(default_model, tmp_path / "kv", 1, quiet, threads=1)
-    assert outcome.problems == []
-    assert (outcome.num_kills, outcome.num_answers, outcome.num_equal) == (1, 6, 6)
-    assert (outcome.num_torn, outcome.num_restored) == (0, outcome.num_whole)
