@@ -15,8 +15,8 @@ from typing import Any
 
 from openai import OpenAIError
 
-from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import Base, idle_base, left_over, wait_for_a_place
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
+from tests.gauntlet.watch import idle_base, left_over, wait_for_a_place
 from tests.server.rig import Server, serving
 from tests.server.test_batches import client_of, line, submit, upload
 from tests.waiting import eventually
@@ -31,6 +31,9 @@ MAX_DELAY = 100  # steps, half a second: the attacker's whole queue would take l
 MIB = 1 << 20
 WORDS = "The quick brown fox jumps over the lazy dog. "
 Attack = Callable[["Attacker"], AbstractContextManager[None]]
+
+
+WITH_REAL_MODEL = ("queue places", "many samples (n)", "tokenisation", "batch jobs")
 
 
 @dataclass
@@ -275,41 +278,30 @@ ATTACKS: tuple[tuple[str, Attack, Callable[[Server], int]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    num_failed: int
-    seconds: float  # median
-
-
-def timed(ask: Callable[[Server], int], victim: Server, count: int) -> Outcome:
+def ask_often(ask: Callable[[Server], int], victim: Server, count: int) -> tuple[float, int]:
+    """The median time of a request, and how many failed."""
     times: list[float] = []
     num_failed = 0
     for _ in range(count):
-        began_s = time.perf_counter()
-        try:
+        began_s, status = time.perf_counter(), 0
+        with contextlib.suppress(OSError):
             status = ask(victim)
-        except OSError:
-            status = 0
         times.append(time.perf_counter() - began_s)
         num_failed += status != 200
-    return Outcome(num_failed, statistics.median(times))
+    return statistics.median(times), num_failed
 
 
-def attacked(
-    server: Server, attack: Attack, ask: Callable[[Server], int], count: int, base: Base
-) -> tuple[Outcome, Outcome, list[Figure]]:
-    """The victim's requests before and during the attack, and the resources that are not released after it."""
+def attacked(server: Server, attack: Attack, ask: Callable[[Server], int], count: int) -> tuple[float, int]:
+    """By how many steps an attack delays the victim's requests, and how many of them fail."""
     victim, attacker = replace(server, key=VICTIM), Attacker(replace(server, key=ATTACKER), count, [])
-    quiet = Outcome(0, 0.0)
-    if ask is not ask_batch:
-        quiet = timed(ask, victim, count)
+    quiet_s = 0.0 if ask is ask_batch else ask_often(ask, victim, count)[0]
     try:
         with attack(attacker):
-            during = timed(ask, victim, 1 if ask is ask_batch else count)
+            during_s, num_failed = ask_often(ask, victim, 1 if ask is ask_batch else count)
     finally:
         attacker.close()
     server.post("/v1/cache/clear")
-    return quiet, during, left_over(server, base, spare_files=4)
+    return max(0.0, during_s - quiet_s) / STEP_S if quiet_s else 0.0, num_failed
 
 
 def warm_up(server: Server) -> None:
@@ -324,60 +316,24 @@ def warm_up(server: Server) -> None:
     attacker.close()
 
 
-@contextmanager
-def contested(gauntlet: Gauntlet, *options: str, model: str | None = None) -> Iterator[Server]:
+def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
     keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
     limits = ("--max-num-seqs", str(MAX_SEQS), "--max-queue", str(MAX_QUEUE), "--max-connections", str(MAX_CONNECTIONS))
-    with serving(model or str(gauntlet.tiny), *keys, *limits, *options, key=ADMIN) as server:
-        yield server
-
-
-def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
-    fake = ("--backend", "fake", "--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
-    figures = shares_of(gauntlet, ATTACKS, gauntlet.size(10, 1), *fake)
-    if not gauntlet.is_quick:
-        some = [one for one in ATTACKS if one[0] in ("queue places", "many samples (n)", "tokenisation", "batch jobs")]
-        found = shares_of(gauntlet, some, 3, model=gauntlet.model)
-        figures += [
-            replace(figure, name=f"real model: {figure.name}") for figure in found if "delay" not in figure.name
-        ]
-    return figures
-
-
-def shares_of(
-    gauntlet: Gauntlet,
-    attacks: Sequence[tuple[str, Attack, Callable[[Server], int]]],
-    count: int,
-    *options: str,
-    model: str | None = None,
-) -> list[Figure]:
+    fake = ("--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
     figures: list[Figure] = []
-    left: list[Figure] = []
-    with contested(gauntlet, *options, model=model) as server:
-        warm_up(server)
-        base = idle_base(server)
-        for name, attack, ask in attacks:
-            began_s = time.monotonic()
-            quiet, during, left = attacked(server, attack, ask, count, base)
-            figures.append(exactly(f"{name}: requests of the other key that failed", during.num_failed))
-            if quiet.seconds:
-                ratio = (during.seconds - quiet.seconds) / STEP_S
-                delay = Figure(
-                    f"{name}: delay of the other key's requests",
-                    max(0.0, ratio),
-                    "steps",
-                    at_most=MAX_DELAY,
-                    is_timed=True,
-                )
-                figures.append(delay)
-            missed = [
-                replace(figure, name=f"{name}: {figure.name}") for figure in left if not figure.is_held(is_quick=True)
-            ]
-            figures += missed
-            gauntlet.say(
-                f"{name}: {time.monotonic() - began_s:.1f} s, {during.num_failed} failed {missed or ''}".rstrip()
-            )
-        figures += left
+    for prefix, options in gauntlet.models(*keys, *limits, *fake, real=(*keys, *limits)):
+        with serving(*options, key=ADMIN) as server:
+            warm_up(server)
+            base = idle_base(server)
+            for name, attack, ask in ATTACKS:
+                if prefix and name not in WITH_REAL_MODEL:
+                    continue
+                delay, num_failed = attacked(server, attack, ask, 3 if prefix else gauntlet.size(10, 1))
+                figures.append(exactly(f"{prefix}{name}: requests of the other key that failed", num_failed))
+                if not prefix:  # the steps of the fake backend are equally long
+                    figures.append(timed(f"{name}: delay of the other key's requests", delay, MAX_DELAY, "steps"))
+                figures += left_over(server, base, prefix=f"{prefix}{name}: ", spare_files=4)
+                gauntlet.say(f"{name}: {delay:.1f} steps, {num_failed} failed")
     return figures
 
 
