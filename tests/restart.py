@@ -11,7 +11,7 @@ import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,6 @@ NUM_OUTPUTS = 4
 MIN_FROM_DISK = 0.95  # share of the tokens that could come from disk
 SAVE_LIMIT_S = 600.0  # only ends a hang
 KV_MEMORY = "512M"
-
-ShowProgress = Callable[[str], None]
 
 
 class Case(NamedTuple):
@@ -128,15 +126,12 @@ def _bits(entry: TokenLogprobs) -> str:
     return " ".join(f"{token}:{logprob.hex()}" for token, logprob in ((entry.token, entry.logprob), *entry.top))
 
 
-def answer_in_batches(
-    engine: Engine, cases: Sequence[Case], show_progress: ShowProgress, *, batch_size: int = 4
-) -> list[Answer]:
+def answer_in_batches(engine: Engine, cases: Sequence[Case], *, batch_size: int = 4) -> list[Answer]:
     """Answer prompts, a few at a time, and save the cache after each batch, as a server does while it is idle."""
     answers: list[Answer] = []
     for start in range(0, len(cases), batch_size):
         answers += answer_all(engine, cases[start : start + batch_size])
         assert engine.save_cache(SAVE_LIMIT_S)
-        show_progress(f"{len(answers)}/{len(cases)}")
     return answers
 
 
@@ -161,25 +156,25 @@ def compare(cases: Sequence[Case], before: Sequence[Answer], after: Sequence[Ans
     return outcome
 
 
-def run_restart(path: Path, folder: Path, count: int, show_progress: ShowProgress, **settings: Any) -> Outcome:
+def run_restart(path: Path, folder: Path, count: int, **settings: Any) -> Outcome:
     """Answer all prompts, restart, and answer them again."""
     text = ModelText.open(path)
     cases = make_cases(text, count)
     text.close()
     engine = open_engine(path, folder, **settings)
-    before = answer_in_batches(engine, cases, lambda done: show_progress(f"before {done}"))
+    before = answer_in_batches(engine, cases)
     engine.close()
     engine = open_engine(path, folder, **settings)
-    after = answer_again(engine, cases, lambda done: show_progress(f"after {done}"))
+    after = answer_again(engine, cases)
     engine.close()
     return compare(cases, before, after)
 
 
-def answer_again(engine: Engine, cases: Sequence[Case], show_progress: ShowProgress) -> list[Answer]:
+def answer_again(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
     """Answer all prompts in another order and in batches of another size."""
     order = random.Random(1).sample(range(len(cases)), len(cases))
     with patient_loads():
-        found = answer_in_batches(engine, [cases[at] for at in order], show_progress, batch_size=3)
+        found = answer_in_batches(engine, [cases[at] for at in order], batch_size=3)
     return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
@@ -198,7 +193,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="compute threads (default: all cores)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-restart-") as folder:
-        outcome = run_restart(resolve(options.model), Path(folder), options.prompts, print, threads=options.threads)
+        outcome = run_restart(resolve(options.model), Path(folder), options.prompts, threads=options.threads)
     print(report(outcome))
     for problem in outcome.problems:
         print(f"WRONG: {problem}", file=sys.stderr)

@@ -26,7 +26,7 @@ from tests.weights.fuzz_child import mutate_bytes, mutate_json
 
 MAX_S, MAX_BYTES = 2.0, 1 << 30
 BATCH = 2_000  # mutants of one process: the start of a process takes as long as a few hundred mutants
-QUICK_CASES = 40  # those before the templates, which take seconds of CPU time
+QUICK_CASES = 40
 MAX_DEATHS = 20  # of processes; after that, the rest of the mutants are skipped
 # Targets whose mutants take ten times as long as the others. Fewer of them are opened.
 COSTLY = (

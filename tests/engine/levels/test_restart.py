@@ -34,10 +34,6 @@ class Stored(NamedTuple):
     answers: list[Answer]
 
 
-def quiet(_: str) -> None:
-    pass
-
-
 def disk_stats(engine: Engine) -> LevelStats:
     (found,) = engine.scheduler.cache.stats().levels
     assert found.level == Level.DISK
@@ -59,7 +55,7 @@ def stored(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Sto
     assert len({len(case.prompt) for case in cases}) > 10
     assert len({case.salt for case in cases}) == 4
     engine = open_engine(default_model, folder, threads=1)
-    answers = answer_in_batches(engine, cases, quiet)
+    answers = answer_in_batches(engine, cases)
     assert any(answer.cache.num_tokens for answer in answers)  # some share prefixes
     engine.close()
     return Stored(folder, len(all_files(folder)), cases, answers)
@@ -77,7 +73,7 @@ def copied(stored: Stored, tmp_path: Path) -> Iterator[Path]:
 def test_answers_after_a_restart(default_model: Path, stored: Stored) -> None:
     engine = open_engine(default_model, stored.folder, threads=1)
     assert disk_stats(engine).num_pieces == stored.num_files > 50
-    outcome = compare(stored.cases, stored.answers, answer_again(engine, stored.cases, quiet))
+    outcome = compare(stored.cases, stored.answers, answer_again(engine, stored.cases))
     stats, faults = disk_stats(engine), store_of(engine).stats().faults
     engine.close()
     assert outcome.problems == []
@@ -107,7 +103,7 @@ def test_a_flipped_bit_in_every_file(default_model: Path, stored: Stored, copied
     store = store_of(engine)
     num_in_headers = sum(store.stats().faults.values())
     assert disk_stats(engine).num_pieces == len(files) - num_in_headers
-    answers = answer_again(engine, stored.cases, quiet)
+    answers = answer_again(engine, stored.cases)
     stats, faults = disk_stats(engine), store.stats().faults
     engine.close()
     for answer, expected in zip(answers, stored.answers, strict=True):
@@ -144,7 +140,7 @@ def test_other_weights_or_settings_use_nothing_of_the_folder(
     engine = open_engine(path, stored.folder, threads=1, **OTHERS[name])
     assert disk_stats(engine).num_pieces == 0
     shortest = sorted(stored.cases, key=lambda case: len(case.prompt))[:2]
-    answers = answer_in_batches(engine, shortest, quiet)
+    answers = answer_in_batches(engine, shortest)
     engine.close()
     assert [answer.cache.num_tokens for answer in answers] == [0, 0]
     assert before < {file.path for file in all_files(stored.folder)}  # its own files are elsewhere
