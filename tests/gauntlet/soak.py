@@ -64,7 +64,7 @@ async def peak_rate(server: Server, chosen: random.Random, seconds: float) -> fl
         client.close()
 
     await asyncio.gather(*(ask(Client(server, chosen, tally)) for _ in range(NUM_CLIENTS)))
-    return tally.num_ended / seconds
+    return tally["ended"] / seconds
 
 
 async def soak(
@@ -111,7 +111,7 @@ def run_soak(gauntlet: Gauntlet) -> Sequence[Figure]:
         samples = asyncio.run(soak(server, 0.8 * peak, seconds, chosen, tally))
         restarts = sum_of(server, "quire:worker_restarts_total")
         left = left_over(server, base, spare_files=8)
-    gauntlet.say(f"unexpected: {dict(tally.wrong)}")
+    gauntlet.say(f"{dict(tally)}")
     warm = [one for at_s, one in samples if at_s > seconds / 4]
     hourly = slope([at_s for at_s, _ in samples][-len(warm) :], [one.memory_bytes for one in warm]) * HOUR_S / MB
     # In a short soak, a change of the heap by a few pages is a large growth per hour: the bar is higher.
@@ -119,10 +119,10 @@ def run_soak(gauntlet: Gauntlet) -> Sequence[Figure]:
     where = "from the first to the last third of the soak"
     return [
         timed(f"growth of resident memory after warm-up{note}", hourly, bar, "MB/h"),
-        Figure("requests of the soak", tally.num_ended),
+        Figure("requests of the soak", tally["ended"]),
         Figure("rate of requests, 80 % of the peak", 0.8 * peak, "requests/s"),
         *counted("", tally.faults()),
-        Figure("requests refused with 429", tally.num_refused),
+        Figure("requests refused with 429", tally["refused"]),
         exactly("restarts of the worker", restarts),
         # Connections are open files: if the machine slows down, more of them are open at the same time.
         timed(f"increase of open files {where}", drift(warm, lambda one: one.num_files), 8, ""),
@@ -173,11 +173,11 @@ def mass(pool: Executor, server: Server, count: int) -> tuple[Tally, list[tuple[
     rounds: list[tuple[int, int, int]] = []
     address = Address(server.address, server.key)
     processes = [psutil.Process(pid) for pid in (server.process.pid, server.worker_pid)]
-    while tally.num_ended < count:
+    while tally["ended"] < count:
         for job in [pool.submit(send_many, address, each, 2 * len(rounds) + part) for part in range(2)]:
-            tally.add(job.result())
+            tally.update(job.result())
         server_bytes, worker_bytes = (process.memory_info().rss for process in processes)
-        rounds.append((tally.num_ended, server_bytes, worker_bytes))
+        rounds.append((tally["ended"], server_bytes, worker_bytes))
     return tally, rounds
 
 
@@ -207,11 +207,11 @@ def no_leak(gauntlet: Gauntlet) -> Sequence[Figure]:
         base = idle_base(server)
         tally, rounds = mass(pool, server, count)
         left = left_over(server, base, spare_files=8)
-    gauntlet.say(f"unexpected: {dict(tally.wrong)}")
+    gauntlet.say(f"{dict(tally)}")
     # The first half fills the bounded caches and the heap.
     at, *sizes = zip(*rounds[len(rounds) // 2 :], strict=True)
     return [
-        Figure("requests sent", tally.num_ended, at_least=count),
+        Figure("requests sent", tally["ended"], at_least=count),
         *(
             timed(f"growth of the {name}'s memory", slope(at, one), BYTES_PER_REQUEST, "bytes/request")
             for name, one in zip(("server", "worker"), sizes, strict=True)

@@ -7,7 +7,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tests.server.rig import Reply, read_reply, request_bytes
@@ -64,37 +64,25 @@ WRONG = (
 )
 
 
-@dataclass
-class Tally:
-    """The outcomes of all requests."""
-
-    num_sent: int = 0
-    num_ended: int = 0
-    num_failed: int = 0  # 5xx
-    num_refused: int = 0  # 429: the server has no room for more
-    num_lost: int = 0  # no complete answer, although the client did not disconnect
-    wrong: Counter[str] = field(default_factory=Counter)  # kind and status
+class Tally(Counter[str]):
+    """The outcomes of all requests, by name."""
 
     def take(self, kind: Kind, reply: Reply) -> None:
-        self.num_ended += 1
-        self.num_failed += reply.status >= 500
-        if reply.status == 429:
-            self.num_refused += 1
+        self["ended"] += 1
+        if reply.status >= 500:
+            self["answers with 5xx"] += 1
+        elif reply.status == 429:
+            self["refused"] += 1
         elif not kind.is_cancelled and (not reply.is_whole or reply.ending == "broken"):
-            self.num_lost += 1
+            self["answers lost or incomplete"] += 1
         elif reply.status not in kind.statuses:
-            self.wrong[f"{kind.name} {reply.status}"] += 1
-
-    def add(self, other: Tally) -> None:
-        for name in ("num_sent", "num_ended", "num_failed", "num_refused", "num_lost"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.wrong += other.wrong
+            self[f"unexpected: {kind.name} {reply.status}"] += 1
 
     def faults(self) -> dict[str, float]:
         return {
-            "answers with 5xx": self.num_failed,
-            "answers lost or incomplete": self.num_lost + self.num_sent - self.num_ended,
-            "answers with an unexpected status": self.wrong.total(),
+            "answers with 5xx": self["answers with 5xx"],
+            "answers lost or incomplete": self["answers lost or incomplete"] + self["sent"] - self["ended"],
+            "answers with an unexpected status": sum(self[name] for name in self if name.startswith("unexpected")),
         }
 
 
@@ -122,7 +110,7 @@ class Client:
 
     async def send(self, kind: Kind) -> Reply:
         path, body = kind.make(sentence(self._random))
-        self._tally.num_sent += 1
+        self._tally["sent"] += 1
         if self._streams is not None and self._streams[0].at_eof():
             self.close()  # the server has closed a connection that was idle for long
         if self._streams is None:

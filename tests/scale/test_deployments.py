@@ -19,6 +19,7 @@ from quire.engine.composition import EngineConfig
 from quire.errors import InvalidRequest
 from quire.scale.config import Autoscale, DeployConfig, ModelDeployment, Resources
 from quire.server.config import ModelConfig, ServeConfig
+from tests.waiting import until
 
 with warnings.catch_warnings():  # Ray uses old names of pydantic
     warnings.simplefilter("ignore")
@@ -38,38 +39,32 @@ class Collected(ModelReplica):
         pass
 
 
-def test_a_replica_that_cannot_start_reports_why_before_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits: list[int] = []
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The calls of `os._exit`, which do not end this process."""
+    found: list[int] = []
     monkeypatch.setattr(deployments, "EXIT_DELAY_S", 0.0)
-    monkeypatch.setattr(os, "_exit", exits.append)
-
-    async def main() -> None:
-        replica: Any = object.__new__(Collected)
-        with pytest.raises(RuntimeError, match=r"m: .*no-such-model"):
-            await replica.__init__("m", str(tmp_path / "no-such-model"), EngineConfig(backend="fake"), b"", 1)
-        await asyncio.sleep(0.1)
-        assert not exits
-        await ModelReplica.__del__(replica)
-
-    asyncio.run(main())
+    monkeypatch.setattr(os, "_exit", found.append)
+    return found
 
 
-def test_a_replica_whose_worker_ends_later_ends_its_process(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exits: list[int] = []
-    monkeypatch.setattr(deployments, "EXIT_DELAY_S", 0.0)
-    monkeypatch.setattr(os, "_exit", exits.append)
+@pytest.mark.anyio
+async def test_a_replica_that_cannot_start_reports_why_before_it_ends(tmp_path: Path, exits: list[int]) -> None:
+    replica: Any = object.__new__(Collected)
+    with pytest.raises(RuntimeError, match=r"m: .*no-such-model"):
+        await replica.__init__("m", str(tmp_path / "no-such-model"), EngineConfig(backend="fake"), b"", 1)
+    await asyncio.sleep(0.1)
+    assert not exits
+    await ModelReplica.__del__(replica)
 
-    async def main() -> None:
-        replica: Any = object.__new__(Collected)
-        await replica.__init__("m", str(tiny_model), EngineConfig(backend="fake", num_blocks=100), b"", 1)
-        replica._replica.process.end("was ended by a test")
-        while not exits:
-            await asyncio.sleep(0.01)
-        await ModelReplica.__del__(replica)
 
-    asyncio.run(main())
+@pytest.mark.anyio
+async def test_a_replica_whose_worker_ends_later_ends_its_process(tiny_model: Path, exits: list[int]) -> None:
+    replica: Any = object.__new__(Collected)
+    await replica.__init__("m", str(tiny_model), EngineConfig(backend="fake", num_blocks=100), b"", 1)
+    replica._replica.process.end("was ended by a test")
+    await until(lambda: exits, "its process ends")
+    await ModelReplica.__del__(replica)
 
 
 @pytest.mark.parametrize(
