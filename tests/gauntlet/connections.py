@@ -32,7 +32,7 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
     figures: list[Figure] = []
     with (
         serving(*model, *limits) as server,
-        serving_others(server, is_apart=not gauntlet.is_quick) as (base, asker),
+        serving_others(server) as (base, asker),
     ):
         if not gauntlet.is_quick:
             os.nice(19)  # real attackers do not use the CPU of the server
@@ -69,9 +69,9 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 @contextlib.contextmanager
-def serving_others(server: Server, *, is_apart: bool) -> Iterator[tuple[Base, Asker]]:
+def serving_others(server: Server) -> Iterator[tuple[Base, Asker]]:
     base = warm_up(server)
-    with asking(server, is_apart=is_apart) as asker:
+    with asking(server) as asker:
         yield base, asker
 
 

@@ -86,7 +86,8 @@ def run_isolation(gauntlet: Gauntlet) -> Sequence[Figure]:
         num_faults = PER_ROUND if prefix else gauntlet.size(100, 12)
         with serving(*options, env=env) as server:
             base, worker = warm_up(server), server.worker_pid
-            bodies = [chat_body(f"Stream {i}", 300 if prefix else gauntlet.size(1200, 400), seed=i) for i in range(8)]
+            num_streams, num_tokens = (4, 300) if prefix else (8, gauntlet.size(1200, 400))
+            bodies = [chat_body(f"Stream {i}", num_tokens, seed=i) for i in range(num_streams)]
             num_struck, found = strike_requests(server, bodies, num_faults)
             found["restarts of the worker"] += server.worker_pid != worker
             figures.append(Figure(f"{prefix}exceptions injected", num_struck, at_least=num_faults))
