@@ -156,7 +156,7 @@ def run_signals(gauntlet: Gauntlet) -> Sequence[Figure]:
     few = ("--num-blocks", "400", "--max-num-seqs", "4", "--port", "0")
     for prefix, (model, *rest) in gauntlet.models(*few, "--device", "3ms", real=few):
         options = (str(resolve(model)), *rest)  # the servers have another HOME
-        folder = gauntlet.folder / (prefix or "fake")
+        folder = gauntlet.folder / ("real" if prefix else "fake")
         endings = list(terminate(replace(gauntlet, folder=folder), options, 4 if prefix else gauntlet.size(200, 4)))
         late_s = [one.late_s for one in endings]
         faults: Counter[str] = Counter()
