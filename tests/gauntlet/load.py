@@ -74,9 +74,11 @@ def _leave(gauntlet: Gauntlet, server: Server, count: int, prefix: str) -> list[
 
 @dataclass
 class Offer:
-    """The outcomes of requests that were sent at a rate, or one after the other by several clients."""
+    """Short requests at a rate, or one after the other from several clients, and their outcomes."""
 
-    seconds: float = 0.0
+    server: Server
+    seconds: float
+    begin_s: float = field(default_factory=time.monotonic)
     num_sent: int = 0
     done_s: list[float] = field(default_factory=list)  # end of each complete answer, since the beginning
     refused_s: list[float] = field(default_factory=list)  # latency of each refusal
@@ -89,62 +91,48 @@ class Offer:
         """Complete answers per second."""
         return sum(at <= self.seconds for at in self.done_s) / self.seconds
 
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self.begin_s
 
-class Crowd:
-    """Clients that each ask for a short answer."""
-
-    def __init__(self, server: Server, num_tokens: int) -> None:
-        self.server = server
-        self.num_tokens = num_tokens
-        self.offer = Offer()
-        self._begin_s = 0.0
-
-    async def saturate(self, num_clients: int, seconds: float) -> Offer:
+    async def saturate(self, num_clients: int) -> None:
         """Send one request after the other from each client. If they fill the batch and the queue, this is the peak."""
-        self.offer, self._begin_s = Offer(seconds), time.monotonic()
 
         async def client() -> None:
-            while time.monotonic() - self._begin_s < seconds:
-                self.offer.num_sent += 1
-                await self._ask(self.offer.num_sent)
+            while self.now_s < self.seconds:
+                self.num_sent += 1
+                await self._ask(self.num_sent)
 
         await asyncio.gather(*(client() for _ in range(num_clients)))
-        return self.offer
 
-    async def overload(self, rate: float, seconds: float) -> Offer:
+    async def overload(self, rate: float) -> None:
         """Send at a fixed rate, without waiting for answers. Watches the queue and the memory of the server."""
-        self.offer, self._begin_s = Offer(seconds), time.monotonic()
-        watching = asyncio.create_task(self._watch(seconds))
-        asked: set[asyncio.Task[None]] = set()
-        while (now_s := time.monotonic() - self._begin_s) < seconds:
-            while self.offer.num_sent < rate * now_s:
-                self.offer.num_sent += 1
-                task = asyncio.create_task(self._ask(self.offer.num_sent))
-                asked.add(task)
-                task.add_done_callback(asked.discard)
-            await asyncio.sleep(0.005)
-        await asyncio.gather(*asked)
-        await watching
-        return self.offer
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch())
+            while self.now_s < self.seconds:
+                while self.num_sent < rate * self.now_s:
+                    self.num_sent += 1
+                    group.create_task(self._ask(self.num_sent))
+                await asyncio.sleep(0.005)
 
     async def _ask(self, number: int) -> None:
         path = PATHS[number % len(PATHS)]
-        body = body_for(path, f"Question {number}?", self.num_tokens, stream=number % 8 < 4)
-        begin_s = time.monotonic()
+        body = body_for(path, f"Question {number}?", 32, stream=number % 8 < 4)
+        asked_s = self.now_s
         reply = await ask_async(self.server, path, body)
         if reply.status == 200 and reply.ending == "done":
-            self.offer.done_s.append(time.monotonic() - self._begin_s)
+            self.done_s.append(self.now_s)
         elif reply.status == REFUSED[path] and reply.is_whole and int(reply.headers.get("retry-after", "0")) >= 1:
-            self.offer.refused_s.append(time.monotonic() - begin_s)
+            self.refused_s.append(self.now_s - asked_s)
         else:
-            self.offer.wrong.append(f"{path}: {reply.status} {reply.ending} {reply.body[-200:]!r}")
+            self.wrong.append(f"{path}: {reply.status} {reply.ending} {reply.body[-200:]!r}")
 
-    async def _watch(self, seconds: float) -> None:
+    async def _watch(self) -> None:
         processes = await asyncio.to_thread(family, self.server)
-        while time.monotonic() - self._begin_s < seconds:
+        while self.now_s < self.seconds:
             stats = (await ask_async(self.server, "/v1/cache/stats", None, method="GET")).json
-            self.offer.num_waiting.append(stats["num_waiting"])
-            self.offer.memory.append(sum(process.memory_info().rss for process in processes))
+            self.num_waiting.append(stats["num_waiting"])
+            self.memory.append(sum(process.memory_info().rss for process in processes))
             await asyncio.sleep(0.2)
 
 
@@ -161,15 +149,12 @@ def overload(gauntlet: Gauntlet) -> list[Figure]:
 
 def _flood(gauntlet: Gauntlet, server: Server, prefix: str, *, peak_s: float, flood_s: float) -> list[Figure]:
     base = warm_up(server)
-    crowd = Crowd(server, 32)
-
-    async def peak_and_flood() -> tuple[Offer, Offer]:
-        peak = await crowd.saturate(32, peak_s)
-        rate = 10 * max(peak.goodput, 5.0)  # the quick run of a busy machine may complete nothing
-        gauntlet.say(f"{prefix}peak {peak.goodput:.3g} answers/s; {rate:.0f} requests/s for {flood_s} s")
-        return peak, await crowd.overload(rate, flood_s)
-
-    peak, flood = asyncio.run(peak_and_flood())
+    peak = Offer(server, peak_s)
+    asyncio.run(peak.saturate(32))
+    rate = 10 * max(peak.goodput, 5.0)  # the quick run of a busy machine may complete nothing
+    gauntlet.say(f"{prefix}peak {peak.goodput:.3g} answers/s; {rate:.0f} requests/s for {flood_s} s")
+    flood = Offer(server, flood_s)
+    asyncio.run(flood.overload(rate))
     for line in (peak.wrong + flood.wrong)[:5]:
         gauntlet.say(line)
     early = flood.memory[: max(1, len(flood.memory) // 4)]

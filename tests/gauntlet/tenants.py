@@ -8,10 +8,9 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.gauntlet.watch import idle_base, left_over
 from tests.server.rig import FAKE, Answer, Server, serving
 from tests.server.test_batches import client_of, line, upload
 from tests.tiny import write_tiny_model
-from tests.waiting import HANG_S, eventually
+from tests.waiting import eventually
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
 KEYS = """
@@ -40,7 +39,6 @@ CANARIES = {
         ("prompt", "system", "tool", "schema", "metadata", "user", "session", "filename", "batch", "salt", "request")
     )
 }
-Ask = Callable[[Sequence[int]], Any]
 
 
 @contextmanager
@@ -56,28 +54,14 @@ def keyed(gauntlet: Gauntlet, *options: str, model: str | Path | None = None) ->
 # R5: no sharing of the cache
 
 
-class Spy:
-    """Sends prompts of token ids on one connection and measures the time to the first token."""
-
-    def __init__(self, server: Server, key: str) -> None:
-        self._connection = HTTPConnection(*server.address, timeout=HANG_S)
-        self._headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-
-    def ask(self, tokens: Sequence[int], **fields: Any) -> tuple[float, int]:
-        """Return the time to the first token and the number of cached tokens."""
-        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True, **fields}
-        data = json.dumps(body).encode()
-        began_s = time.perf_counter()
-        self._connection.request("POST", COMPLETIONS, data, self._headers)
-        response = self._connection.getresponse()
-        answer = json.loads(response.read())
-        took_s = time.perf_counter() - began_s
-        if response.status != 200:
-            raise AssertionError(f"{response.status}: {answer}")
-        return took_s, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    def close(self) -> None:
-        self._connection.close()
+def first_token(server: Server, tokens: Sequence[int]) -> tuple[float, int]:
+    """Send a prompt. Returns the time to the first token, and the number of cached tokens."""
+    began_s = time.perf_counter()
+    body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    answer = server.post(COMPLETIONS, body)
+    took_s = time.perf_counter() - began_s
+    assert answer.status == 200, answer
+    return took_s, answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def random_prompt(chosen: random.Random, num_tokens: int = NUM_TOKENS) -> tuple[int, ...]:
@@ -85,7 +69,7 @@ def random_prompt(chosen: random.Random, num_tokens: int = NUM_TOKENS) -> tuple[
 
 
 def guesses(
-    owner: Spy, spy: Spy, count: int, chosen: random.Random, num_tokens: int
+    owner: Server, spy: Server, count: int, chosen: random.Random, num_tokens: int
 ) -> tuple[list[float], list[float], int]:
     """Times of right and wrong guesses of prompts that `owner` has just sent, and all cached tokens of the spy."""
     right: list[float] = []
@@ -96,8 +80,8 @@ def guesses(
         # Both are made before the owner's request, so that the pause between the two requests is the same.
         prompt, other = random_prompt(chosen, num_tokens), random_prompt(chosen, num_tokens)
         asked = prompt if is_right else other
-        owner.ask(prompt)
-        took_s, cached = spy.ask(asked)
+        first_token(owner, prompt)
+        took_s, cached = first_token(spy, asked)
         (right if is_right else wrong).append(took_s)
         num_cached += cached if asked[:cached] not in own else 0
         own |= {asked[:length] for length in range(8)}
@@ -115,16 +99,12 @@ def mann_whitney(ones: Sequence[float], others: Sequence[float]) -> tuple[float,
 def timing_figures(
     server: Server, num_guesses: int, num_controls: int, chosen: random.Random, num_tokens: int, label: str
 ) -> list[Figure]:
-    owner, spy = Spy(server, ALICE), Spy(server, BOB)
-    try:
-        for _ in range(4):  # the first requests of a connection and a worker are slower
-            owner.ask(random_prompt(chosen, num_tokens))
-            spy.ask([1, *random_prompt(chosen, num_tokens - 1)])
-        right, wrong, num_cached = guesses(owner, spy, num_guesses, chosen, num_tokens)
-        own_right, own_wrong, own_cached = guesses(owner, owner, num_controls, chosen, num_tokens)
-    finally:
-        owner.close()
-        spy.close()
+    owner, spy = replace(server, key=ALICE), replace(server, key=BOB)
+    for _ in range(4):  # the first requests of a worker are slower
+        first_token(owner, random_prompt(chosen, num_tokens))
+        first_token(spy, [1, *random_prompt(chosen, num_tokens - 1)])
+    right, wrong, num_cached = guesses(owner, spy, num_guesses, chosen, num_tokens)
+    own_right, own_wrong, own_cached = guesses(owner, owner, num_controls, chosen, num_tokens)
     chance, area = mann_whitney(right, wrong)
     _, own_area = mann_whitney(own_wrong, own_right)
     return [
