@@ -7,15 +7,15 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openai import OpenAIError
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
+from tests.gauntlet.flood import chat_body
 from tests.gauntlet.watch import idle_base, left_over, wait_for_a_place
 from tests.server.rig import Server, serving
 from tests.server.test_batches import client_of, line, submit, upload
@@ -30,7 +30,7 @@ STEP_S = 0.005
 MAX_DELAY = 100  # steps, half a second: the attacker's whole queue would take longer
 MIB = 1 << 20
 WORDS = "The quick brown fox jumps over the lazy dog. "
-Attack = Callable[["Attacker"], AbstractContextManager[None]]
+Attack = Callable[["Attacker"], None]
 
 
 WITH_REAL_MODEL = ("queue places", "many samples (n)", "tokenisation", "batch jobs")
@@ -42,7 +42,8 @@ class Attacker:
 
     server: Server
     num: int  # size of the attack; each uses a multiple of it
-    sockets: list[socket.socket]
+    sockets: list[socket.socket] = field(default_factory=list)
+    batch_id: str = ""
 
     def send(self, body: object, path: str = CHAT) -> socket.socket:
         sock = self.server.send_request(body, path)
@@ -62,18 +63,18 @@ class Attacker:
         for sock in self.sockets:
             sock.close()
         self.sockets.clear()
+        if self.batch_id:
+            self.server.post(f"/v1/batches/{self.batch_id}/cancel")
 
 
 def chat_of(text: str, num_tokens: int, **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": text}]
-    return {"messages": messages, "max_tokens": num_tokens, "ignore_eos": True, **fields}
+    return chat_body(text, num_tokens, stream=False, **fields)
 
 
-# The attacks: each has begun when its context is entered
+# The attacks: each has begun when its function returns, and lasts until the attacker closes
 
 
-@contextmanager
-def queue_places(attacker: Attacker) -> Iterator[None]:
+def queue_places(attacker: Attacker) -> None:
     def is_full() -> bool:
         """On a busy machine the first requests may have ended when the last ones are sent: then it sends more."""
         for _ in range(4 * MAX_QUEUE):
@@ -86,46 +87,36 @@ def queue_places(attacker: Attacker) -> Iterator[None]:
     for _ in range(3 * MAX_QUEUE):
         attacker.send(chat_of("Hi", 40))
     eventually(is_full, "the queue is full")
-    yield
 
 
-@contextmanager
-def samples(attacker: Attacker) -> Iterator[None]:
+def samples(attacker: Attacker) -> None:
     for _ in range(8):
         attacker.send(chat_of("Hi", 40, n=16, temperature=1))
     eventually(lambda: attacker.server.stats()["num_running"] >= MAX_SEQS, "the samples run")
-    yield
 
 
-@contextmanager
-def long_prompts(attacker: Attacker) -> Iterator[None]:
+def long_prompts(attacker: Attacker) -> None:
     for number in range(MAX_QUEUE):
         attacker.send({"prompt": [number + 10, *[20] * 3000], "max_tokens": 2}, COMPLETIONS)
     eventually(lambda: attacker.server.stats()["num_running"] > 0, "a prompt is being computed")
-    yield
 
 
-@contextmanager
-def blocks(attacker: Attacker) -> Iterator[None]:
+def blocks(attacker: Attacker) -> None:
     """Answers that grow until the pool is full."""
     for number in range(2 * MAX_SEQS):
         attacker.send({"prompt": [number + 10, *[20] * 2000], "max_tokens": 200, "ignore_eos": True}, COMPLETIONS)
     eventually(lambda: attacker.server.stats()["num_in_use"] > 200, "blocks are held")
-    yield
 
 
-@contextmanager
-def pins(attacker: Attacker) -> Iterator[None]:
+def pins(attacker: Attacker) -> None:
     for number in range(16):
         text = f"{number} " + WORDS * 60
         body = chat_of(text, 1, prompt_cache_key=f"pin-{number}", prompt_cache_retention="24h")
         assert attacker.server.post(CHAT, body).status == 200
     assert attacker.server.stats()["num_pinned"] > 0
-    yield
 
 
-@contextmanager
-def grammars(attacker: Attacker) -> Iterator[None]:
+def grammars(attacker: Attacker) -> None:
     """Grammars that take long to compile, each different."""
     for number in range(4 * attacker.num):
         names = [f"n{number}_{index}" for index in range(400)]
@@ -134,37 +125,29 @@ def grammars(attacker: Attacker) -> Iterator[None]:
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         attacker.send({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "response_format": wanted})
     eventually(lambda: attacker.server.get("/v1/requests").json["data"], "grammars are being compiled")
-    yield
 
 
-@contextmanager
-def tokenisation(attacker: Attacker) -> Iterator[None]:
+def tokenisation(attacker: Attacker) -> None:
     """Prompts that are slow to tokenise, and then too long."""
     text = WORDS * (60_000 // len(WORDS))
     for number in range(12 * attacker.num):
         attacker.send({"prompt": f"{number} {text}"}, "/tokenize")
-    yield
 
 
-@contextmanager
-def bodies(attacker: Attacker) -> Iterator[None]:
+def bodies(attacker: Attacker) -> None:
     """Bodies whose last byte is never sent: 256 MiB may be read at once."""
     data = b" " * (16 * MIB - 100)
     for _ in range(17):
         attacker.begin(CHAT, "application/json", 16 * MIB - 10, data)
-    yield
 
 
-@contextmanager
-def half_requests(attacker: Attacker) -> Iterator[None]:
+def half_requests(attacker: Attacker) -> None:
     for _ in range(MAX_CONNECTIONS):
         attacker.begin(CHAT, "application/json", 1000, b"{")
     wait_for_a_place(attacker.server)
-    yield
 
 
-@contextmanager
-def idle_connections(attacker: Attacker) -> Iterator[None]:
+def idle_connections(attacker: Attacker) -> None:
     for _ in range(MAX_CONNECTIONS):
         sock = attacker.server.raw()
         attacker.sockets.append(sock)
@@ -172,34 +155,26 @@ def idle_connections(attacker: Attacker) -> Iterator[None]:
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             sock.recv(1024)
     wait_for_a_place(attacker.server)
-    yield
 
 
-@contextmanager
-def watchers(attacker: Attacker) -> Iterator[None]:
+def watchers(attacker: Attacker) -> None:
     for _ in range(32):
         sock = attacker.server.raw()
         attacker.sockets.append(sock)
         head = f"GET /v1/watch?interval_ms=100 HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ATTACKER}\r\n\r\n"
         sock.sendall(head.encode())
-    yield
 
 
-@contextmanager
-def uploads(attacker: Attacker) -> Iterator[None]:
+def uploads(attacker: Attacker) -> None:
     head = b'--quire\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
     for _ in range(32):
         attacker.begin("/v1/files", "multipart/form-data; boundary=quire", 1 << 20, head)
-    yield
 
 
-@contextmanager
-def batch_jobs(attacker: Attacker) -> Iterator[None]:
-    batch_id = start_batch(attacker.server, 300)
+def batch_jobs(attacker: Attacker) -> None:
     server = attacker.server
-    eventually(lambda: server.get(f"/v1/batches/{batch_id}").json["status"] == "in_progress", "the batch runs")
-    yield
-    server.post(f"/v1/batches/{batch_id}/cancel")
+    attacker.batch_id = start_batch(server, 300)
+    eventually(lambda: server.get(f"/v1/batches/{attacker.batch_id}").json["status"] == "in_progress", "the batch runs")
 
 
 def start_batch(server: Server, num_lines: int) -> str:
@@ -293,11 +268,11 @@ def ask_often(ask: Callable[[Server], int], victim: Server, count: int) -> tuple
 
 def attacked(server: Server, attack: Attack, ask: Callable[[Server], int], count: int) -> tuple[float, int]:
     """By how many steps an attack delays the victim's requests, and how many of them fail."""
-    victim, attacker = replace(server, key=VICTIM), Attacker(replace(server, key=ATTACKER), count, [])
+    victim, attacker = replace(server, key=VICTIM), Attacker(replace(server, key=ATTACKER), count)
     quiet_s = 0.0 if ask is ask_batch else ask_often(ask, victim, count)[0]
     try:
-        with attack(attacker):
-            during_s, num_failed = ask_often(ask, victim, 1 if ask is ask_batch else count)
+        attack(attacker)
+        during_s, num_failed = ask_often(ask, victim, 1 if ask is ask_batch else count)
     finally:
         attacker.close()
     server.post("/v1/cache/clear")
@@ -310,9 +285,9 @@ def warm_up(server: Server) -> None:
         for ask in (ask_schema, ask_long_chat, ask_upload):
             list(pool.map(ask, [server] * 16))
     ask_watch(server)
-    attacker = Attacker(server, 1, [])
-    with grammars(attacker):  # slow ones, so that both threads are needed
-        ask_schema(server)
+    attacker = Attacker(server, 1)
+    grammars(attacker)  # slow ones, so that both threads are needed
+    ask_schema(server)
     attacker.close()
 
 
