@@ -10,11 +10,10 @@ different number of rows differ in their last bits, which may decide a tie.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +81,18 @@ NUM_DRAFTING = 3  # requests at once in conditions with drafts: a full batch has
 WRONG_EACH = 8  # of these tokens of a prediction, one is wrong
 
 
-def answer_alone(
-    rig: Rig, prompts: Sequence[tuple[int, ...]], show_progress: Callable[[str], None], num_tokens: int = NUM_TOKENS
-) -> list[Alone]:
+def answer_alone(rig: Rig, prompts: Sequence[tuple[int, ...]], num_tokens: int = NUM_TOKENS) -> list[Alone]:
     found = []
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         rig.reset(enable_prefix_caching=False)
         answer = rig.answer(prompt, num_tokens, logprobs=2)
         gaps = tuple(float(row.nan_to_num(nan=-1e9).topk(2).values.diff().abs()) for row in answer.rows)
         found.append(Alone(prompt, tuple(answer.tokens), gaps))
-        show_progress(f"alone {number + 1}/{len(prompts)}")
     return found
 
 
-def compare(rig: Rig, alone: Sequence[Alone], name: str, show_progress: Callable[[str], None]) -> Outcome:
+def compare(rig: Rig, alone: Sequence[Alone], name: str) -> Outcome:
     rig.reset(**CONDITIONS[name])
-    show_progress(name)
     has_drafts = CONDITIONS[name].get("has_drafts", False)
     return _answer_all(rig, alone, name, is_preempted=name == "preempted", has_drafts=has_drafts)
 
@@ -180,16 +175,12 @@ def make_prompts(text: ModelText, count: int) -> list[tuple[int, ...]]:
     return [text.encode_chat(as_chat(question), text.spec.max_model_len) for question in questions(count)]
 
 
-def run_all(
-    path: Path, backend: str, count: int, num_threads: int | None, show_progress: Callable[[str], None]
-) -> list[Outcome]:
+def run_all(path: Path, backend: str, count: int, num_threads: int | None) -> list[Outcome]:
     text = ModelText.open(path)
     rig = Rig(path, backend=backend, num_blocks=1500, max_num_seqs=16, max_waiting=10_000, threads=num_threads)
     try:
-        alone = answer_alone(rig, make_prompts(text, count), show_progress)
-        outcomes = [compare(rig, alone, name, show_progress) for name in CONDITIONS]
-        show_progress("on cached prefixes")
-        return [*outcomes, compare_on_hits(rig, alone)]
+        alone = answer_alone(rig, make_prompts(text, count))
+        return [*(compare(rig, alone, name) for name in CONDITIONS), compare_on_hits(rig, alone)]
     finally:
         rig.engine.close()
         text.close()
@@ -203,29 +194,19 @@ def main() -> int:
     parser.add_argument(
         "--threads", type=int, help="compute threads (default: all cores, fewer if other processes use them)"
     )
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     start = time.monotonic()
-    is_terminal = sys.stderr.isatty()
-
-    def show_progress(what: str) -> None:
-        if is_terminal:
-            print(f"\r{what:40}", end="", file=sys.stderr, flush=True)
-
-    outcomes = run_all(resolve(options.model), options.backend, options.prompts, options.threads, show_progress)
-    if options.json:
-        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
-    else:
+    outcomes = run_all(resolve(options.model), options.backend, options.prompts, options.threads)
+    print(
+        f"{'condition':24}{'prompts':>8}{'equal':>8}{'ties':>6}{'largest':>10}{'cached':>8}{'preempted':>10}{'drafts':>16}"
+    )
+    for one in outcomes:
+        largest = max(one.near_ties, default=0.0)
         print(
-            f"\n{'condition':24}{'prompts':>8}{'equal':>8}{'ties':>6}{'largest':>10}{'cached':>8}{'preempted':>10}{'drafts':>16}"
+            f"{one.name:24}{one.num_prompts:8}{one.num_tokens:8}{len(one.near_ties):6}{largest:10.6f}"
+            f"{one.num_cached_tokens:8}{one.num_preemptions:10}{f'{one.num_accepted} of {one.num_drafted}':>16}"
         )
-        for one in outcomes:
-            largest = max(one.near_ties, default=0.0)
-            print(
-                f"{one.name:24}{one.num_prompts:8}{one.num_tokens:8}{len(one.near_ties):6}{largest:10.6f}"
-                f"{one.num_cached_tokens:8}{one.num_preemptions:10}{f'{one.num_accepted} of {one.num_drafted}':>16}"
-            )
-        print(f"Near ties are closer than {NEAR_TIES[options.backend]}. {time.monotonic() - start:.0f} s.")
+    print(f"Near ties are closer than {NEAR_TIES[options.backend]}. {time.monotonic() - start:.0f} s.")
     differences = [difference for outcome in outcomes for difference in outcome.differences]
     for difference in differences:
         print(f"DIFFERENT: {difference}", file=sys.stderr)

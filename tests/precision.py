@@ -12,7 +12,6 @@ token, and perplexity of the given text.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import sys
@@ -335,40 +334,6 @@ def table(verdicts: Sequence[Verdict]) -> str:
 # Command line
 
 
-class CachedReference:
-    """A reference whose logits are cached in a folder, by the tokens they belong to."""
-
-    def __init__(self, folder: Path, path: Path, num_threads: int | None) -> None:
-        self._folder = folder
-        self._path = path
-        self._num_threads = num_threads
-        self._reference: Reference | None = None  # loaded on the first cache miss
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def logits(self, tokens: list[int]) -> Logits:
-        file = self._folder / f"{hashlib.sha256(str(tokens).encode()).hexdigest()[:16]}.npy"
-        if not file.exists():
-            np.save(file, self._open().logits(tokens))
-        logits: Logits = np.load(file)
-        return logits
-
-    def answer(self, prompts: Sequence[Sequence[int]], eos_token_ids: tuple[int, ...]) -> list[list[int]]:
-        file = self._folder / "answers.json"
-        if not file.exists():
-            file.write_text(json.dumps(self._open().answer(prompts, eos_token_ids)))
-        answers: list[list[int]] = json.loads(file.read_text())
-        return answers
-
-    def close(self) -> None:
-        if self._reference is not None:
-            self._reference.close()
-
-    def _open(self) -> Reference:
-        if self._reference is None:
-            self._reference = Reference(self._path, self._num_threads)
-        return self._reference
-
-
 def open_model(backend: str, path: Path, precision: str | None, num_threads: int | None) -> Native | Reference:
     if backend == "native":
         return Native(path, precision, num_threads)
@@ -380,7 +345,6 @@ def main() -> int:
     parser.add_argument("--backend", choices=("native", "torch", "rounded"), default="native")
     parser.add_argument("--precision", choices=PRECISIONS, help="precision of the native backend")
     parser.add_argument("--model", help="name or path (default: the default model)")
-    parser.add_argument("--reference", type=Path, help="folder that caches the reference's logits of this model")
     parser.add_argument(
         "--threads", type=int, help="compute threads (default: all cores, fewer if other processes use them)"
     )
@@ -391,11 +355,7 @@ def main() -> int:
     started_s = time.monotonic()
     path = resolve(options.model)
     text = ModelText.open(path)
-    reference = (
-        CachedReference(options.reference, path, options.threads)
-        if options.reference
-        else Reference(path, options.threads)
-    )
+    reference = Reference(path, options.threads)
     model = open_model(options.backend, path, options.precision, options.threads)
     prompts = chat_prompts(text)
     passages = [*text_passages(text), *chat_passages(prompts, reference.answer(prompts, text.eos_token_ids))]

@@ -1,24 +1,19 @@
-"""Check on the real model that a disk cache outlives restarts and kills.
+"""Check on the real model that a disk cache outlives a restart: `python -m tests.restart --prompts 300`.
 
-`python -m tests.restart --prompts 300`: prompts of 20 to 400 tokens, some with common prefixes, some with a salt, are
-answered by one engine, and again by a new one on the same folder. Tokens and the bits of their log probabilities must
-be equal, nothing that is on disk may be computed again, and 95 % of what could come from disk must come from there.
-
-`python -m tests.restart --kills 200`: a child process with the disk cache is killed with SIGKILL during saves, when the
-folder has a random number of files. Each next child must give the answers that are computed without a cache.
+Prompts of 20 to 400 tokens, some with common prefixes, some with a salt, are answered by one engine, and again by a
+new one on the same folder. Tokens and the bits of their log probabilities must be equal, nothing that is on disk may
+be computed again, and 95 % of what could come from disk must come from there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +33,6 @@ NUM_OUTPUTS = 4
 MIN_FROM_DISK = 0.95  # share of the tokens that could come from disk
 SAVE_LIMIT_S = 600.0  # only ends a hang
 KV_MEMORY = "512M"
-
-ShowProgress = Callable[[str], None]
 
 
 class Case(NamedTuple):
@@ -133,15 +126,12 @@ def _bits(entry: TokenLogprobs) -> str:
     return " ".join(f"{token}:{logprob.hex()}" for token, logprob in ((entry.token, entry.logprob), *entry.top))
 
 
-def answer_in_batches(
-    engine: Engine, cases: Sequence[Case], show_progress: ShowProgress, *, batch_size: int = 4
-) -> list[Answer]:
+def answer_in_batches(engine: Engine, cases: Sequence[Case], *, batch_size: int = 4) -> list[Answer]:
     """Answer prompts, a few at a time, and save the cache after each batch, as a server does while it is idle."""
     answers: list[Answer] = []
     for start in range(0, len(cases), batch_size):
         answers += answer_all(engine, cases[start : start + batch_size])
         assert engine.save_cache(SAVE_LIMIT_S)
-        show_progress(f"{len(answers)}/{len(cases)}")
     return answers
 
 
@@ -166,25 +156,25 @@ def compare(cases: Sequence[Case], before: Sequence[Answer], after: Sequence[Ans
     return outcome
 
 
-def run_restart(path: Path, folder: Path, count: int, show_progress: ShowProgress, **settings: Any) -> Outcome:
+def run_restart(path: Path, folder: Path, count: int, **settings: Any) -> Outcome:
     """Answer all prompts, restart, and answer them again."""
     text = ModelText.open(path)
     cases = make_cases(text, count)
     text.close()
     engine = open_engine(path, folder, **settings)
-    before = answer_in_batches(engine, cases, lambda done: show_progress(f"before {done}"))
+    before = answer_in_batches(engine, cases)
     engine.close()
     engine = open_engine(path, folder, **settings)
-    after = answer_again(engine, cases, lambda done: show_progress(f"after {done}"))
+    after = answer_again(engine, cases)
     engine.close()
     return compare(cases, before, after)
 
 
-def answer_again(engine: Engine, cases: Sequence[Case], show_progress: ShowProgress) -> list[Answer]:
+def answer_again(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
     """Answer all prompts in another order and in batches of another size."""
     order = random.Random(1).sample(range(len(cases)), len(cases))
     with patient_loads():
-        found = answer_in_batches(engine, [cases[at] for at in order], show_progress, batch_size=3)
+        found = answer_in_batches(engine, [cases[at] for at in order], batch_size=3)
     return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
@@ -197,43 +187,17 @@ def report(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    from tests.restart_kills import report_kills, run_kills
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--model")
     parser.add_argument("--threads", type=int, help="compute threads (default: all cores)")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not options.prompts and not options.kills:
-        parser.error("--prompts or --kills is needed")
-    is_terminal = sys.stderr.isatty()
-
-    def show_progress(what: str) -> None:
-        if is_terminal:
-            print(f"\r{what:40}", end="", file=sys.stderr, flush=True)
-
-    path, problems = resolve(options.model), []
-    start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quire-restart-") as folder:
-        if options.prompts:
-            outcome = run_restart(
-                path, Path(folder) / "prompts", options.prompts, show_progress, threads=options.threads
-            )
-            print(json.dumps(asdict(outcome)) if options.json else f"\n{report(outcome)}")
-            problems += outcome.problems
-        if options.kills:
-            kills = run_kills(
-                path, Path(folder) / "kills", options.kills, show_progress, seed=options.seed, threads=options.threads
-            )
-            print(json.dumps(asdict(kills)) if options.json else f"\n{report_kills(kills)}")
-            problems += kills.problems
-    print(f"{time.monotonic() - start_s:.0f} s", file=sys.stderr)
-    for problem in problems:
+        outcome = run_restart(resolve(options.model), Path(folder), options.prompts, threads=options.threads)
+    print(report(outcome))
+    for problem in outcome.problems:
         print(f"WRONG: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return 1 if outcome.problems else 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ def test_every_package_of_the_core_is_locked_with_hashes() -> None:
     assert all(hashes for _, hashes in read_lock().values())
 
 
+def test_the_core_has_few_packages_and_no_cuda() -> None:
+    packages = closure()
+    assert len(packages) <= 45
+    assert not [name for name in packages if re.search(r"nvidia|cuda|cudnn|cublas|triton|torch|cupy", name)]
+
+
 def test_the_lock_has_the_versions_of_the_constraints() -> None:
     lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     pinned = {str(canonicalize_name(name)): version for name, version in lines}

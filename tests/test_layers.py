@@ -48,7 +48,7 @@ BUDGETS = {
     "quire/backends": (11_590, 76), "quire/batch": (440, 4), "quire/bench": (740, 5), "quire/cli": (4_260, 26),
     "quire/core": (4_760, 22), "quire/engine": (6_200, 26), "quire/scale": (1_720, 11), "quire/server": (8_410, 30),
     "quire/sim": (760, 4), "quire/text": (4_390, 23), "quire/weights": (3_680, 20),
-    "benchmarks": (2_810, 25), "tests": (55_670, 429),
+    "benchmarks": (2_810, 25), "tests": (53_880, 417),
 }  # fmt: skip
 
 

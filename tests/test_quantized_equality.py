@@ -35,15 +35,11 @@ def _kept_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedLinear, "holds", classmethod(lambda _cls, _format: True))
 
 
-def show_nothing(_what: str) -> None:
-    pass
-
-
 def check(rig: Rig, prompts: list[tuple[int, ...]], num_tokens: int, conditions: list[str]) -> None:
-    alone = answer_alone(rig, prompts, show_nothing, num_tokens)
+    alone = answer_alone(rig, prompts, num_tokens)
     assert len({one.tokens for one in alone}) > 1  # the answers depend on the prompts
     for name in conditions:
-        outcome = compare(rig, alone, name, show_nothing)
+        outcome = compare(rig, alone, name)
         assert outcome.differences == []
         assert outcome.num_tokens + len(outcome.near_ties) >= len(prompts)
         assert outcome.num_accepted or not CONDITIONS[name].get("has_drafts")

@@ -111,13 +111,13 @@ def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: 
 
 @pytest.fixture(scope="module")
 def alone(rig: Rig, text: ModelText) -> list[Any]:
-    return answer_alone(rig, make_prompts(text, NUM_PROMPTS), lambda _: None, NUM_TOKENS)
+    return answer_alone(rig, make_prompts(text, NUM_PROMPTS), NUM_TOKENS)
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
 @pytest.mark.kept("batched", "preempted", "drafts, step")
 def test_greedy_answers_do_not_depend_on_batching(rig: Rig, alone: list[Any], name: str) -> None:
-    outcome = compare(rig, alone, name, lambda _: None)
+    outcome = compare(rig, alone, name)
     print(f"{name}: {outcome.num_tokens} equal tokens, near ties {outcome.near_ties}")
     assert outcome.differences == []
     assert outcome.num_prompts == NUM_PROMPTS
@@ -145,8 +145,8 @@ def test_the_kv_cache_in_fp8(default_model: Path, text: ModelText, rig: Rig) -> 
     kl = torch.stack([(one.exp() * (one - other)).sum() for one, other in zip(expected.rows, answer.rows, strict=True)])
     assert 1e-6 < float(kl.mean()) < 0.02
     assert fp8.engine.runner.facts().kv_bytes * 128 == rig.engine.runner.facts().kv_bytes * 33  # 66 bytes for 256
-    alone = answer_alone(fp8, make_prompts(text, NUM_PROMPTS), lambda _: None, NUM_TOKENS)
-    outcomes = [compare(fp8, alone, "in chunks of 13", lambda _: None), compare_on_hits(fp8, alone)]
+    alone = answer_alone(fp8, make_prompts(text, NUM_PROMPTS), NUM_TOKENS)
+    outcomes = [compare(fp8, alone, "in chunks of 13"), compare_on_hits(fp8, alone)]
     for outcome in outcomes:
         assert outcome.differences == []
         assert len(outcome.near_ties) <= 2

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,14 @@ def eventually(condition: Callable[[], T], what: str, limit_s: float = HANG_S) -
         assert time.monotonic() < deadline, f"did not happen within {limit_s:g} s: {what}"
         time.sleep(0.02)
     return found
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    """Wait in the event loop until a condition is true."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen within {HANG_S:g} s: {what}"
+        await asyncio.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -45,23 +54,35 @@ def paused(*pids: int) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def throttled(pid: int) -> Iterator[None]:
-    """Let a process run for one sixteenth of the time, so that its work lasts long enough to be observed."""
+def repeating(work: Callable[[], object], *, num_threads: int = 1, pause_s: float = 0.0) -> Iterator[None]:
+    """Call a function again and again, in threads of their own, until the block ends. Raises what it raised."""
     is_over = threading.Event()
 
-    def throttle() -> None:
+    def repeat() -> None:
         while not is_over.is_set():
-            with paused(pid):
-                is_over.wait(0.15)
-            is_over.wait(0.01)
+            work()
+            is_over.wait(pause_s)
 
-    thread = threading.Thread(target=throttle)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(num_threads) as pool:
+        running = [pool.submit(repeat) for _ in range(num_threads)]
+        try:
+            yield
+        finally:
+            is_over.set()
+    for one in running:
+        one.result()
+
+
+@contextlib.contextmanager
+def throttled(pid: int) -> Iterator[None]:
+    """Let a process run for one sixteenth of the time, so that its work lasts long enough to be observed."""
+
+    def throttle() -> None:
+        with paused(pid):
+            time.sleep(0.15)
+
+    with repeating(throttle, pause_s=0.01):
         yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def is_asleep(*pids: int, window_s: float = 2.0) -> bool:

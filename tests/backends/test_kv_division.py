@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.backends import kv_memory as kv_division
+from quire.backends import kv_memory
 from quire.backends.base import BackendOptions
 from quire.backends.kv_memory import (
     MIN_SNAPSHOTS,
@@ -141,9 +141,9 @@ SPEC = KVSpec((LayerKV(2, 16), LayerKV(2, 16, window=64), LayerState(3, 10)))
 
 
 def test_costs_of_a_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_division, "HAS_WINDOWS", False)
+    monkeypatch.setattr(kv_memory, "HAS_WINDOWS", False)
     assert KVCosts.of(SPEC, 8, 2) == KVCosts(2 * 1024, state=60)
-    monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)
+    monkeypatch.setattr(kv_memory, "HAS_WINDOWS", True)
     assert KVCosts.of(SPEC, 8, 2) == KVCosts(1024, 1024, 60, 64)
     assert KVCosts.of(SPEC, 8, 2, has_windows=False) == KVCosts(2 * 1024, state=60)
     assert KVCosts.of(SPEC.within(64), 8, 2) == KVCosts(2 * 1024, state=60)
@@ -159,7 +159,7 @@ def test_the_torch_backend_allocates_the_pools(
     from quire.weights.opening import open_checkpoint
     from tests.backends.torch.families import Reference
 
-    monkeypatch.setattr(kv_division, "HAS_WINDOWS", has_windows)
+    monkeypatch.setattr(kv_memory, "HAS_WINDOWS", has_windows)
     Reference("gemma3", tmp_path)  # a window of 24
     options = BackendOptions(device="cpu", threads=1, num_blocks=100, max_chunk_tokens=40)
     runner = make_runner(open_checkpoint(tmp_path, "auto"), options)

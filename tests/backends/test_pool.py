@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.backends import kv_memory as pool
+from quire.backends import kv_memory
 from quire.backends.base import BackendOptions
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE, DEFAULT_MAX_BLOCKS, KVCosts, MemoryRequest
 from quire.engine.composition import EngineConfig, make_engine
@@ -42,7 +42,7 @@ def test_the_default_uses_the_whole_budget(max_model_len: int) -> None:
 
 @pytest.mark.parametrize(("free", "taken"), [(4 * GIB, int(4 * GIB * CPU_SHARE)), (64 * GIB, CPU_CAP)])
 def test_the_default_on_a_cpu(free: int, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "available_bytes", lambda: free)
+    monkeypatch.setattr(kv_memory, "available_bytes", lambda: free)
     assert request().divide_on_cpu().num_blocks == taken // BLOCK_BYTES
 
 
@@ -71,5 +71,5 @@ def test_backends_allocate_the_configured_pool(backend: str, tiny_model: Path, m
     assert num_blocks == 100
     block_bytes = num_bytes // 100
     assert pool_of(tiny_model, backend=backend, kv_memory=1000 * block_bytes + 7)[0] == 1000
-    monkeypatch.setattr(pool, "available_bytes", lambda: 10 << 20)
+    monkeypatch.setattr(kv_memory, "available_bytes", lambda: 10 << 20)
     assert pool_of(tiny_model, backend=backend)[0] == int((10 << 20) * CPU_SHARE) // block_bytes

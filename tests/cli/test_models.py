@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from quire.backends import machine
 from quire.cli import chat_model, main
-from quire.cli import fit as fitting
+from quire.cli import fit as fit_module
 from quire.cli.fit import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, Weights, fit
 from quire.cli.main import ADVICE, COMMANDS, app
 from quire.cli.models import AGENT_CONTEXT, SUGGESTIONS, suggest
@@ -154,17 +154,17 @@ def test_where_a_model_fits_on_apple_silicon() -> None:
 
 
 def test_memory_of_a_mac_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (machine, fitting):
+    for module in (machine, fit_module):
         monkeypatch.setattr(module, "has_metal", lambda: True)
         monkeypatch.setattr(module, "total_bytes", lambda: 64 << 30)
         monkeypatch.setattr(module, "available_bytes", lambda: 60 << 30)
     monkeypatch.setattr(machine, "SYSCTL", ("false",))
-    assert fitting.read_memory() == Memory(64 << 30, 60 << 30, 48 << 30, 48 << 30, has_metal=True)
+    assert fit_module.read_memory() == Memory(64 << 30, 60 << 30, 48 << 30, 48 << 30, has_metal=True)
 
 
 def test_kv_memory_on_a_mac_may_be_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = Memory(32 * GB, 2 * GB, 21 * GB, 2 * GB, has_metal=True)
-    monkeypatch.setattr(fitting, "read_memory", lambda: busy)
+    monkeypatch.setattr(fit_module, "read_memory", lambda: busy)
     check_memory(EngineConfig(kv_memory=8 << 30))
     with pytest.raises(InvalidRequest, match=r"kv_memory = 24.0 GiB is more than the 19.6 GiB that the GPU may use"):
         check_memory(EngineConfig(kv_memory=24 << 30))
@@ -176,18 +176,18 @@ def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pyte
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '8192, 100\\n24576, 24000\\n'\n")
     program.chmod(0o755)
-    monkeypatch.setattr(fitting, "has_nvidia", lambda: True)
+    monkeypatch.setattr(fit_module, "has_nvidia", lambda: True)
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(program),))
-    found = fitting.read_memory()
+    found = fit_module.read_memory()
     assert (found.gpu_total, found.gpu_free) == (24576 << 20, 24000 << 20)
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(tmp_path / "none"),))
-    assert fitting.read_memory().gpu_total == 0
+    assert fit_module.read_memory().gpu_total == 0
 
 
 def test_fp8_needs_twice_the_memory_on_gpus_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, memory = Weights({"FP8": 14 * 10**9}), fitting.Memory(1 << 40, 1 << 40, 24 << 30, 24 << 30)
-    assert fitting.fit(weights, memory).device == "cuda"
-    assert fitting.fit(weights, replace(memory, has_fp8=False)).device == "cpu"
+    weights, memory = Weights({"FP8": 14 * 10**9}), fit_module.Memory(1 << 40, 1 << 40, 24 << 30, 24 << 30)
+    assert fit_module.fit(weights, memory).device == "cuda"
+    assert fit_module.fit(weights, replace(memory, has_fp8=False)).device == "cpu"
     program = tmp_path / "nvidia-smi"
     program.touch(0o755)
     monkeypatch.setattr(machine, "NVIDIA_CAPABILITY", (str(program),))
@@ -220,11 +220,11 @@ def test_show_of_a_model_that_only_mlx_runs(tmp_path: Path, monkeypatch: pytest.
     )
     facts = json.loads(run("show", str(folder), "--json").stdout)
     assert (facts["num_parameters"], facts["weights"]) == (None, {})
-    monkeypatch.setattr(fitting, "choose_backend", lambda _: "mlx")
-    assert fitting.find_backend_problem("no equations") == ""
-    assert fitting.find_backend_problem("no equations", {"model_type": "llama"}) == ""
-    assert "nonsense" in fitting.find_backend_problem("no equations", {"model_type": "nonsense"})
-    assert fitting.find_backend_problem("") == ""
+    monkeypatch.setattr(fit_module, "choose_backend", lambda _: "mlx")
+    assert fit_module.find_backend_problem("no equations") == ""
+    assert fit_module.find_backend_problem("no equations", {"model_type": "llama"}) == ""
+    assert "nonsense" in fit_module.find_backend_problem("no equations", {"model_type": "nonsense"})
+    assert fit_module.find_backend_problem("") == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full")

@@ -17,7 +17,7 @@ from quire.core.policy import Fcfs
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, PackedPrompt, SamplingParams
-from quire.engine import engine as repetition
+from quire.engine import engine as engine_module
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
 from quire.engine.params import PinPrefix
@@ -203,7 +203,7 @@ def test_a_request_that_makes_its_step_raise_ends_alone(has_overlap: bool) -> No
 
 def test_a_repetition_that_takes_long_ends_the_part_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that sends nothing for long is killed, with all requests."""
-    monkeypatch.setattr(repetition, "MAX_REPEAT_S", -1.0)
+    monkeypatch.setattr(engine_module, "MAX_REPEAT_S", -1.0)
     runner = FaultyRunner()
     engine = make(runner)
 

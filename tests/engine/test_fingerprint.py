@@ -19,7 +19,7 @@ from quire.engine import fingerprint as arithmetic
 from quire.engine.composition import EngineConfig, begin_fingerprint, make_engine
 from quire.engine.fingerprint import Fingerprinting, describe, system_fingerprint
 from quire.engine.levels.cache_folder import find_spaces
-from quire.engine.worker import client as process
+from quire.engine.worker import client as client_module
 from quire.engine.worker.client import WorkerConnection
 from quire.engine.worker.protocol import Fingerprinted, Ready
 from tests.engine.serving import client, run
@@ -221,7 +221,7 @@ def test_a_client_learns_it_with_the_start_or_later(
         return subprocess.Popen([sys.executable, "-c", LATE, str(fd), str(flag)], pass_fds=[fd])
 
     if is_late:
-        monkeypatch.setattr(process, "_spawn", spawn)
+        monkeypatch.setattr(client_module, "_spawn", spawn)
     expected = fingerprint(model, backend="fake")
 
     async def work() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import llguidance
 import pytest
+from quire.engine.structured import grammars as grammars_module
+from quire.engine.structured import trial
 
 from quire.core.values import FinishReason
-from quire.engine import grammars as grammar_trial
 from quire.engine import grammars as grammars_module
 from quire.engine.grammars import Grammars
 from quire.engine.llm import LLM
@@ -44,7 +45,7 @@ class Vocabulary:
         self.grammars = Grammars(lambda: (tokenizer, eos_token_ids), tokenizer.vocab_size)
         adapter = grammars_module.VocabularyAdapter(
             tokenizer,
-            grammar_trial.Vocabulary(
+            trial.Vocabulary(
                 tokens=[tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],
                 eos_token_ids=eos_token_ids,
                 special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),

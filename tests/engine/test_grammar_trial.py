@@ -14,9 +14,10 @@ from random import Random
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from quire.engine.structured import grammars as grammars_module
+from quire.engine.structured import trial
 
 from quire.engine import grammars as grammars_module
-from quire.engine import grammars as normal_time
 from quire.engine import grammars as trial
 from quire.engine.grammars import OF_ALL, OF_OWNER, PATIENCE_S, Grammars, NormalTime
 from quire.errors import InvalidRequest, RequestFailed
@@ -210,7 +211,7 @@ def test_only_grammars_with_a_slow_trial_are_compiled_at_a_low_priority(
 ) -> None:
     grammars.compile(regex_grammar("fast[ab]{3}"))
     assert not grammars._slow_pool._threads
-    monkeypatch.setattr(normal_time, "OF_OWNER", normal_time.Allowance(0.0, 0.0))
+    monkeypatch.setattr(grammars_module, "OF_OWNER", grammars_module.Allowance(0.0, 0.0))
     grammars.compile(regex_grammar("slow[ab]{3}"))
     for pool, expected in ((grammars._pool, psutil.Process().nice()), (grammars._slow_pool, LOW)):
         threads = [thread.native_id for thread in pool._threads]

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from tests.gauntlet.figures import Figure, Gauntlet, Result, Row
-from tests.gauntlet.report import machine, read_report, table, total, write_report
+from tests.gauntlet.report import machine, table, total, write_report
 from tests.gauntlet.rows import MODULES, all_rows, row
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +39,9 @@ def parse_seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2] or "s"]
 
 
-def choose(text: str | None, *, is_quick: bool) -> list[Row]:
+def choose(text: str | None) -> list[Row]:
     if text is None:
-        return [one for one in all_rows() if one.is_quick or not is_quick]
+        return all_rows()
     names = [name.strip().upper() for name in text.split(",") if name.strip()]
     if not names or not set(names) <= set(MODULES):
         raise SystemExit(f"--rows {text!r}: the rows are {', '.join(MODULES)}")
@@ -105,14 +105,6 @@ def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
     return 0 if all(result.is_held(is_quick=options.quick) for result in results) else 1
 
 
-def show_reports(paths: Sequence[Path], *, is_quick: bool) -> int:
-    """Print the table of one or several reports. If a row is in several, the last one counts."""
-    found = {result.number: result for path in paths for result in read_report(path)}
-    results = [found[number] for number in MODULES if number in found]
-    print(f"{table(results, is_quick=is_quick)}\n\n{total(results, is_quick=is_quick)}")
-    return 0
-
-
 def run_inside(promise: Row, options: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix=f"{promise.number}-"))
 
@@ -136,7 +128,6 @@ def main() -> int:
     parser.add_argument("--model", default=Gauntlet.model, help="the real model")
     parser.add_argument("--report", type=Path, default=DEFAULT_REPORT, help="the JSON file to write")
     parser.add_argument("--list", action="store_true", help="print the rows and exit")
-    parser.add_argument("--show", type=Path, nargs="+", help="print the table of these reports and exit")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # the row that this process runs
     options = parser.parse_args()
     if options.soak is None:
@@ -145,11 +136,9 @@ def main() -> int:
         for one in all_rows():
             print(f"{one.number:5} {one.title}")
         return 0
-    if options.show:
-        return show_reports(options.show, is_quick=options.quick)
     if options.inside:
-        return run_inside(choose(options.inside, is_quick=False)[0], options)
-    return run_all(choose(options.rows, is_quick=options.quick), options)
+        return run_inside(choose(options.inside)[0], options)
+    return run_all(choose(options.rows), options)
 
 
 def _raise_exit(number: int, _: object) -> None:

@@ -1,4 +1,4 @@
-"""R10: slow and silent clients. R31: clients that try to exhaust the memory or the connections of the server."""
+"""R10: slow and silent clients. R31: clients that try to exhaust the memory of the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 
 from tests.gauntlet.crowds import CHAT, Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import Base, left_over, percentile, wait_for_a_place
+from tests.gauntlet.watch import Base, left_over, percentile
 from tests.server.rig import FAKE, Server, request_bytes, serving
 from tests.waiting import HANG_S, eventually
 
@@ -32,7 +32,7 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
     figures: list[Figure] = []
     with (
         serving(*model, *limits) as server,
-        serving_others(server, is_apart=not gauntlet.is_quick) as (base, asker),
+        serving_others(server) as (base, asker),
     ):
         if not gauntlet.is_quick:
             os.nice(19)  # real attackers do not use the CPU of the server
@@ -69,9 +69,9 @@ def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
 
 
 @contextlib.contextmanager
-def serving_others(server: Server, *, is_apart: bool) -> Iterator[tuple[Base, Asker]]:
+def serving_others(server: Server) -> Iterator[tuple[Base, Asker]]:
     base = warm_up(server)
-    with asking(server, is_apart=is_apart) as asker:
+    with asking(server) as asker:
         yield base, asker
 
 
@@ -168,7 +168,7 @@ def run_exhaustion(gauntlet: Gauntlet) -> Sequence[Figure]:
             figures += [Figure(f"{what}: growth of memory", memory.growth_mb, "MB", at_most=bar_mb), *more]
             figures.append(exactly(f"{what}: requests of other clients not answered", len(asker.problems)))
             figures += left_over(server, base, prefix=f"{what}: ")
-    return [*figures, *_full_house(gauntlet)]
+    return figures
 
 
 Attacked = tuple[str, float, list[Figure]]
@@ -230,41 +230,9 @@ def _large_headers(gauntlet: Gauntlet, crowd: Crowd) -> Attacked:
     return "unfinished large headers", 160.0, [Figure("unfinished large headers: sent", num_sent / 1e6, "MB")]
 
 
-def _full_house(gauntlet: Gauntlet) -> list[Figure]:
-    """Open more silent connections than the server allows: the oldest are closed, and new clients are served."""
-    cap = gauntlet.size(4096, 64)
-    extra = gauntlet.size(1904, 36)
-    model = (str(gauntlet.tiny), *FAKE, "--device", "5ms") if gauntlet.is_quick else (gauntlet.model,)
-    with serving(*model, "--max-connections", str(cap)) as server:
-        base = warm_up(server)
-        with crowd_at(server) as crowd:
-            crowd.grow(cap, lambda number: HALF_HEADER if number % 2 else b"", per_s=1500)
-            wait_for_a_place(server)
-            with asking(server) as asker:  # fewer connections arrive in the time of grace than the server allows
-                per_s = gauntlet.size(1500, 50)
-                crowd.grow(extra, lambda number: HALF_HEADER if number % 2 else b"", per_s=per_s)
-                asker.take()
-                asker.take(gauntlet.size(50, 10))
-                crowd.look(0.2)
-            figures = [
-                Figure("more silent connections than the limit: closed", len(crowd.closed_after_s), at_least=extra),
-                Figure("more silent connections than the limit: still open", len(crowd.sockets), at_most=cap),
-                exactly(
-                    "more silent connections than the limit: requests of other clients not answered",
-                    len(asker.problems),
-                ),
-                Figure(
-                    "more silent connections than the limit: requests of other clients answered",
-                    asker.num_answered,
-                    at_least=10,
-                ),
-            ]
-        return [*figures, *left_over(server, base, prefix="more silent connections than the limit: ")]
-
-
 ROWS = (
     Row(
         "R10", "Slow and silent clients do not make other clients more than 20 % slower", run_slow_clients, limit_s=300
     ),
-    Row("R31", "No client exhausts the memory or the connections of the server", run_exhaustion, limit_s=240),
+    Row("R31", "No client exhausts the memory of the server", run_exhaustion, limit_s=240),
 )

@@ -6,19 +6,17 @@ import contextlib
 import resource
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from tests.gauntlet.watch import Base, idle_base
 from tests.server.rig import Server, request_bytes
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, eventually, repeating
 
 QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4, "ignore_eos": True}
 CHAT = "/v1/chat/completions"
@@ -87,50 +85,40 @@ def ask_for_ever(address: tuple[str, int], request: bytes, found: Connection) ->
 class Asker:
     """Requests short streams one after the other and measures their first tokens.
 
-    In a process of its own if `is_apart`: threads of the process that attacks the server would wait for each other.
+    In a process of its own: threads of the process that attacks the server would wait for each other.
     """
 
-    def __init__(self, server: Server, body: dict[str, Any], *, is_apart: bool) -> None:
-        request = request_bytes(CHAT, {**QUESTION, **body, "stream": True}, key=server.key)
+    def __init__(self, server: Server) -> None:
+        request = request_bytes(CHAT, {**QUESTION, "stream": True}, key=server.key)
         self._found, there = Pipe(duplex=False)
-        self._is_over = threading.Event()
-        start = get_context("spawn").Process if is_apart else threading.Thread
-        self._client = start(target=ask_for_ever, args=(server.address, request, there), daemon=True)
+        self._client = get_context("spawn").Process(target=ask_for_ever, args=(server.address, request, there))
         self._client.start()
-        if is_apart:
-            there.close()  # the other process has a copy
-        self._first_s: list[float] = []
+        there.close()  # the other process has a copy
         self.num_answered = 0
         self.problems: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
-    def _read(self) -> None:
-        while not self._is_over.is_set():
+    def take(self, num_wanted: int = 1) -> list[float]:
+        """Wait for `num_wanted` answers since the last call, and return the times of all answers since then."""
+        found: list[float] = []
+        while (len(found) < num_wanted and not self.problems) or self._found.poll():
+            assert self._found.poll(HANG_S), "others are answered"
             outcome = self._found.recv()
             if isinstance(outcome, str):
                 self.problems.append(outcome)
             else:
-                self._first_s.append(outcome)
-                self.num_answered += 1
-
-    def take(self, num_wanted: int = 1) -> list[float]:
-        """Wait for `num_wanted` answers since the last call, and return the times of all answers since then."""
-        eventually(lambda: len(self._first_s) >= num_wanted or self.problems, "others are answered")
-        found, self._first_s = self._first_s, []
+                found.append(outcome)
+        self.num_answered += len(found)
         return found
 
     def finish(self) -> None:
-        """Wait for the present answer, and for the next one, after which the client ends."""
-        self._is_over.set()
-        self._reader.join(HANG_S)
-        self._found.close()
+        self._client.terminate()
         self._client.join(HANG_S)
+        self._found.close()
 
 
 @contextlib.contextmanager
-def asking(server: Server, *, is_apart: bool = False, **body: Any) -> Iterator[Asker]:
-    asker = Asker(server, body, is_apart=is_apart)
+def asking(server: Server) -> Iterator[Asker]:
+    asker = Asker(server)
     try:
         yield asker
     finally:
@@ -255,35 +243,26 @@ def crowd_at(server: Server) -> Iterator[Crowd]:
         crowd.leave()
 
 
-class Memory(threading.Thread):
-    """Measures the peak of the memory of processes, relative to the beginning."""
+class Memory:
+    """The peak of the resident memory of processes, relative to the beginning."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        super().__init__(daemon=True)
         self._processes = [psutil.Process(pid) for pid in pids]
-        self._is_over = threading.Event()
-        self.before_bytes = self._now()
-        self.peak_bytes = self.before_bytes
+        self._peak_bytes = 0
+        self.look()
+        self._before_bytes = self._peak_bytes
 
-    def _now(self) -> int:
-        return sum(int(process.memory_info().rss) for process in self._processes)
-
-    def run(self) -> None:
-        while not self._is_over.wait(0.02):
-            self.peak_bytes = max(self.peak_bytes, self._now())
+    def look(self) -> None:
+        now_bytes = sum(int(process.memory_info().rss) for process in self._processes)
+        self._peak_bytes = max(self._peak_bytes, now_bytes)
 
     @property
     def growth_mb(self) -> float:
-        return max(0, self.peak_bytes - self.before_bytes) / MB
+        return (self._peak_bytes - self._before_bytes) / MB
 
 
 @contextlib.contextmanager
 def memory_of(*pids: int) -> Iterator[Memory]:
     memory = Memory(pids)
-    memory.start()
-    try:
+    with repeating(memory.look, pause_s=0.02):
         yield memory
-    finally:
-        memory._is_over.set()
-        memory.join(HANG_S)
-        memory.peak_bytes = max(memory.peak_bytes, memory._now())

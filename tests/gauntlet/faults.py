@@ -1,21 +1,40 @@
-"""R15, R18, R27: a fault of one request or of one step does not affect other requests."""
+"""R15, R16, R18, R27: exceptions in requests, and processes that crash, are killed, are stopped or have no memory."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import resource
+import signal
+import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.flood import Flood, chat_body, text_of
-from tests.gauntlet.hooks import CRASH, DETOKENISER, GRAMMAR, MEMORY, SAMPLER, SINK, START, TEMPLATE, hooked
-from tests.gauntlet.watch import idle_base, left_over
-from tests.server.rig import Answer, Reply, Server, serving
+import psutil  # type: ignore[import-untyped]
+
+from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, exactly, timed
+from tests.gauntlet.flood import SHAPE, Flood, chat_body, health_watched, num_changed, text_of, warm_up
+from tests.gauntlet.hooks import (
+    ALLOCATION,
+    CRASH,
+    DETOKENISER,
+    GRAMMAR,
+    MEMORY,
+    SAMPLER,
+    SINK,
+    START,
+    TEMPLATE,
+    hooked,
+)
+from tests.gauntlet.watch import family, left_over
+from tests.server.rig import Answer, Server, serving
 from tests.waiting import eventually
 
-FAKE = ("--backend", "fake", "--num-blocks", "2500", "--device", "3ms", "--max-num-seqs", "32")
-SHAPE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "[a-z]{20,40}"}}}
+REAL = ("--num-blocks", "400", "--max-num-seqs", "16")
+FAKE = ("--num-blocks", "2500", "--max-num-seqs", "32", "--device", "3ms")
 KINDS: dict[str, dict[str, Any]] = {
     "sampler": {"seed": SAMPLER},
     "grammar": {"seed": GRAMMAR, "response_format": SHAPE},
@@ -40,80 +59,43 @@ def is_error(answer: Answer) -> bool:
     return answer.status >= 400 or b'data: {"error":' in answer.body
 
 
-def strike(server: Server, bodies: Sequence[dict[str, Any]], num_faults: int) -> dict[str, float]:
+def strike_requests(server: Server, bodies: Sequence[dict[str, Any]], num_faults: int) -> tuple[int, Counter[str]]:
     """Run streams and, at the same time, faulty requests, until `num_faults` of these have failed."""
     texts = [text_of(reply) for reply in Flood(server, bodies).wait()]
-    kinds, number = list(KINDS), 0
-    found = {"struck": 0.0, "touched": 0.0, "changed": 0.0, "silent": 0.0, "rounds": 0.0}
-    while found["struck"] < num_faults and found["rounds"] < 4 * num_faults:
+    kinds, number, num_struck = list(KINDS), 0, 0
+    found: Counter[str] = Counter()
+    while num_struck < num_faults and number < 4 * num_faults * PER_ROUND:
         flood = Flood(server, bodies)
         flood.wait_flowing()
         with ThreadPoolExecutor(4) as pool:
-            bad = [bad_body(kinds[(number + i) % len(kinds)], number + i) for i in range(PER_ROUND)]
-            number += PER_ROUND
+            bad = [bad_body(kinds[i % len(kinds)], i) for i in range(number, number + PER_ROUND)]
             answers = list(pool.map(lambda body: server.post("/v1/chat/completions", body), bad))
-        found["struck"] += sum(map(is_error, answers)) if flood.is_running else 0
-        found["silent"] += sum(not is_error(answer) for answer in answers)
-        for reply, text in zip(flood.wait(), texts, strict=True):
-            found["touched"] += reply.ending != "done"
-            found["changed"] += reply.ending == "done" and text_of(reply) != text
-        found["rounds"] += 1
-    return found
-
-
-def warm_up(server: Server) -> None:
-    """Start the threads, and the child that checks grammars, which start at the first load."""
-    assert server.chat(response_format=SHAPE, ignore_eos=False, max_tokens=60).status == 200
-    assert all(reply.ending == "done" for reply in Flood(server, [chat_body(f"{i}", 4) for i in range(8)]).wait())
+        number += PER_ROUND
+        num_struck += sum(map(is_error, answers)) if flood.is_running else 0
+        found["faulty requests that got no error"] += sum(not is_error(answer) for answer in answers)
+        replies = flood.wait()
+        found["other streams that failed"] += sum(reply.ending != "done" for reply in replies)
+        found["other streams that changed"] += num_changed(replies, texts)
+    return num_struck, found
 
 
 def run_isolation(gauntlet: Gauntlet) -> Sequence[Figure]:
     figures: list[Figure] = []
-    num_faults = gauntlet.size(100, 12)
-    with serving(str(gauntlet.tiny), *FAKE, env=hooked(gauntlet.folder / "hooks")) as server:
-        warm_up(server)
-        base, worker = idle_base(server), server.worker_pid
-        bodies = [chat_body(f"Stream {i}", gauntlet.size(1200, 400), seed=i) for i in range(8)]
-        found = strike(server, bodies, num_faults)
-        figures += [
-            Figure("exceptions injected", found["struck"], at_least=num_faults),
-            exactly("other streams that failed or changed", found["touched"] + found["changed"]),
-            exactly("faulty requests that got no error", found["silent"]),
-            exactly("restarts of the worker", int(server.worker_pid != worker)),
-            *left_over(server, base),
-        ]
-    if not gauntlet.is_quick:
-        figures += _isolation_of_the_real_model(gauntlet)
+    env = hooked(gauntlet.folder / "hooks")
+    for prefix, options in gauntlet.models(*FAKE, real=REAL):
+        num_faults = PER_ROUND if prefix else gauntlet.size(100, 12)
+        with serving(*options, env=env) as server:
+            base, worker = warm_up(server), server.worker_pid
+            num_streams, num_tokens = (4, 300) if prefix else (8, gauntlet.size(1200, 400))
+            bodies = [chat_body(f"Stream {i}", num_tokens, seed=i) for i in range(num_streams)]
+            num_struck, found = strike_requests(server, bodies, num_faults)
+            found["restarts of the worker"] += server.worker_pid != worker
+            figures.append(Figure(f"{prefix}exceptions injected", num_struck, at_least=num_faults))
+            figures += [*counted(prefix, found), *left_over(server, base, prefix=prefix)]
     return figures
 
 
-def _isolation_of_the_real_model(gauntlet: Gauntlet) -> list[Figure]:
-    """The same with the real model. Texts are not compared, because other batches round differently."""
-    env = hooked(gauntlet.folder / "hooks")
-    with serving(gauntlet.model, "--num-blocks", "400", "--max-num-seqs", "16", env=env) as server:
-        warm_up(server)
-        worker = server.worker_pid
-        found = strike(server, [chat_body(f"Tell me of {i}.", 300) for i in range(4)], PER_ROUND)
-        return [
-            Figure("real model: exceptions injected", found["struck"], at_least=PER_ROUND),
-            exactly("real model: other streams that failed", found["touched"]),
-            exactly("real model: restarts of the worker", int(server.worker_pid != worker)),
-            exactly("real model: KV blocks held afterwards", server.wait_free()["num_in_use"]),
-        ]
-
-
 # R18: out of memory in a forward pass
-
-
-def starve(server: Server, bodies: Sequence[dict[str, Any]], texts: Sequence[str], num_faults: int) -> dict[str, float]:
-    """Run streams until `num_faults` steps ran out of memory. `texts`: the expected answers; empty: not compared."""
-    found = {"asked": 0.0, "lost": 0.0, "changed": 0.0}
-    while num_repeated(server) < num_faults:
-        replies = Flood(server, bodies).wait()
-        found["asked"] += len(replies)
-        found["lost"] += sum(reply.ending != "done" for reply in replies)
-        found["changed"] += sum(text_of(reply) != text for reply, text in zip(replies, texts, strict=False))
-    return found
 
 
 def num_repeated(server: Server) -> int:
@@ -121,99 +103,172 @@ def num_repeated(server: Server) -> int:
 
 
 def run_starvation(gauntlet: Gauntlet) -> Sequence[Figure]:
-    num_faults = gauntlet.size(100, 6)
-    bodies = [chat_body(f"Stream {i}: " + "why " * 20 * i, 60, seed=i, temperature=1.0) for i in range(12)]
-    with serving(str(gauntlet.tiny), *FAKE) as server:
-        texts = [text_of(reply) for reply in Flood(server, bodies).wait()]
+    figures: list[Figure] = []
     env = hooked(gauntlet.folder / "hooks", **{MEMORY: "17"})  # every 17th forward pass
-    with serving(str(gauntlet.tiny), *FAKE, env=env) as server:
-        warm_up(server)
-        base, worker = idle_base(server), server.worker_pid
-        found = starve(server, bodies, texts, num_faults)
-        figures = [
-            Figure("steps that ran out of memory", num_repeated(server), at_least=num_faults),
-            exactly(f"requests without a complete answer, of {found['asked']:.0f}", found["lost"]),
-            exactly("answers changed", found["changed"]),
-            exactly("restarts of the worker", int(server.worker_pid != worker)),
-            *left_over(server, base),
-        ]
-    if not gauntlet.is_quick:
-        with serving(gauntlet.model, "--num-blocks", "400", "--max-num-seqs", "16", env=env) as server:
-            found = starve(server, [chat_body(f"Tell me of {i}.", 40) for i in range(8)], (), 10)
-            figures += [
-                Figure("real model: steps that ran out of memory", num_repeated(server), at_least=10),
-                exactly(f"real model: requests without a complete answer, of {found['asked']:.0f}", found["lost"]),
-                exactly("real model: KV blocks held afterwards", server.wait_free()["num_in_use"]),
-            ]
+    bodies = [chat_body(f"Stream {i}: " + "why " * 20 * i, 60, seed=i, temperature=1.0) for i in range(12)]
+    for prefix, options in gauntlet.models(*FAKE, real=REAL):
+        num_faults = 10 if prefix else gauntlet.size(100, 6)
+        with serving(*options) as server:
+            texts = [text_of(reply) for reply in Flood(server, bodies).wait()]
+        with serving(*options, env=env) as server:
+            base, worker = warm_up(server), server.worker_pid
+            found: Counter[str] = Counter()
+            while num_repeated(server) < num_faults:
+                replies = Flood(server, bodies).wait()
+                found["requests without a complete answer"] += sum(reply.ending != "done" for reply in replies)
+                found["answers changed"] += num_changed(replies, texts)
+            found["restarts of the worker"] += server.worker_pid != worker
+            figures.append(Figure(f"{prefix}steps that ran out of memory", num_repeated(server), at_least=num_faults))
+            figures += [*counted(prefix, found), *left_over(server, base, prefix=prefix)]
     return figures
 
 
 # R27: a request that crashes the worker
 
 
-def crash(server: Server, number: int) -> dict[str, float]:
+def crash(server: Server, number: int) -> Counter[str]:
     """Send a request that crashes the worker while two others run. Returns the problems."""
     before = server.worker_pid
     bystanders = Flood(server, [chat_body(f"Bystander {number}-{i}", 3000) for i in range(2)])
     bystanders.wait_flowing()
     (reply,) = Flood(server, [chat_body(f"Crash {number}", 50, stream=number % 2 == 0, seed=CRASH)]).wait()
     others = bystanders.wait()
-    eventually(lambda: _is_served(server), "another request is served")
-    is_named = _is_logged(server, reply)
-    after = server.worker_pid
-    return {
-        "unanswered": sum(one.ending != "error" for one in (reply, *others)),
-        "unnamed": not is_named,
-        "not replaced": before == after,
-        "retryable": reply.headers.get("x-should-retry") == "true",
-    }
-
-
-def _is_served(server: Server) -> bool:
-    return server.chat(max_tokens=4).status == 200
-
-
-def _is_logged(server: Server, reply: Reply) -> bool:
-    wanted = re.compile(rf"request_id={re.escape(reply.headers['x-request-id'])} .* error=died")
-    return bool(eventually(lambda: wanted.search("".join(list(server.stderr))), "the log names the request", 30.0))
+    eventually(lambda: server.chat(max_tokens=4).status == 200, "another request is served")
+    named = re.compile(rf"request_id={re.escape(reply.headers['x-request-id'])} .* error=died")
+    eventually(lambda: named.search("".join(list(server.stderr))), "the log names the request")
+    return Counter(
+        {
+            "crashing and other running requests that got no error": sum(
+                one.ending != "error" for one in (reply, *others)
+            ),
+            "crashing requests whose answer asks for a retry": reply.headers.get("x-should-retry") == "true",
+            "workers not replaced": before == server.worker_pid,
+        }
+    )
 
 
 def run_crash(gauntlet: Gauntlet) -> Sequence[Figure]:
-    num_crashes = gauntlet.size(10, 2)
     figures: list[Figure] = []
-    parts: list[tuple[str, tuple[str, ...], int]] = [("", (str(gauntlet.tiny), *FAKE), num_crashes)]
-    if not gauntlet.is_quick:
-        parts.append(("real model: ", (gauntlet.model, "--num-blocks", "400"), 2))
-    for prefix, options, count in parts:
-        with serving(*options, env=hooked(gauntlet.folder / "hooks")) as server:
-            warm_up(server)
-            base = idle_base(server)
-            assert server.chat(response_format=SHAPE, ignore_eos=False, max_tokens=60).status == 200
-            faults = [crash(server, number) for number in range(count)]
+    env = hooked(gauntlet.folder / "hooks")
+    for prefix, options in gauntlet.models(*FAKE, real=("--num-blocks", "400")):
+        count = 2 if prefix else gauntlet.size(10, 2)
+        with serving(*options, env=env) as server:
+            base = warm_up(server)
+            found: Counter[str] = Counter()
+            for number in range(count):
+                found.update(crash(server, number))
             num_starts = sum("is ready again" in line for line in list(server.stderr))
-            figures += [
-                exactly(f"{prefix}restarts of the worker after {count} crashing requests", num_starts, count),
-                exactly(
-                    f"{prefix}crashing and other running requests that got no error",
-                    sum(one["unanswered"] for one in faults),
-                ),
-                exactly(f"{prefix}crashing requests that the log does not name", sum(one["unnamed"] for one in faults)),
-                exactly(
-                    f"{prefix}crashing requests whose answer asks for a retry", sum(one["retryable"] for one in faults)
-                ),
-                exactly(f"{prefix}workers not replaced", sum(one["not replaced"] for one in faults)),
-                *left_over(server, base, prefix=prefix),
-            ]
+            figures.append(exactly(f"{prefix}restarts of the worker after {count} crashes", num_starts, count))
+            figures += [*counted(prefix, found), *left_over(server, base, prefix=prefix)]
     return figures
+
+
+# R16: a worker that is killed, stopped or has no memory
+
+HANG_LIMIT_S = 8  # of the server; with the default, which is longer, a stopped worker would be noticed later
+ENDLESS = 3900
+SHOWN = {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped", None: "out of memory"}
+Fault = signal.Signals | None  # None: its allocations fail
+MAX_S = {
+    "time until /health is 503": 10.0,
+    "time from the 503 until streams end": 2.0,
+    "time from the 503 until requests are served": 30.0,
+}
+
+
+def strike(pid: int, fault: Fault, *, spare: int = -ALLOCATION // 2) -> None:
+    """Kill or stop a process, or limit its address space."""
+    if fault is not None:
+        os.kill(pid, fault)
+        return
+    process, sizes = psutil.Process(pid), []
+    for _ in range(20):  # the smallest size is that without short allocations
+        sizes.append(int(process.memory_info().vms))
+        time.sleep(0.003)
+    _, most = resource.prlimit(pid, resource.RLIMIT_AS)
+    limit = min(sizes) + spare
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
+
+
+def num_zombies(server: Server) -> int:
+    def found() -> list[int]:
+        return [one.pid for one in family(server)[1:] if one.status() == psutil.STATUS_ZOMBIE]
+
+    with contextlib.suppress(AssertionError, psutil.NoSuchProcess):
+        eventually(lambda: not found(), "no zombie", 30.0)
+    return len(found())
+
+
+def lose_worker(server: Server, fault: Fault, longest_s: dict[str, float], found: Counter[str]) -> None:
+    pid = server.worker_pid
+    with health_watched(server) as health:
+        # The first four requests run. The others wait, and the next worker runs them.
+        lengths = [ENDLESS] * 4 + [60] * 12
+        flood = Flood(server, [chat_body(f"{i}", count, stream=i % 4 < 3) for i, count in enumerate(lengths)])
+        flood.wait_flowing(2)
+        begin_s = time.monotonic()
+        strike(pid, fault)
+        replies = flood.wait()
+        eventually(lambda: health.first_s(503, begin_s), "the fault is noticed")
+        noticed_s = health.first_s(503, begin_s) or begin_s
+        back_s = eventually(lambda: health.first_s(200, noticed_s), "serving again") or begin_s
+    # A request that had not begun is run by the next worker. The others end with an error.
+    failed_s = [flood.ended_s[index] for index, reply in enumerate(replies) if reply.ending == "error"]
+    times_s = (noticed_s - begin_s, max([noticed_s, *failed_s]) - noticed_s, back_s - noticed_s)
+    longest_s.update({name: max(one_s, longest_s[name]) for name, one_s in zip(MAX_S, times_s, strict=True)})
+    found["requests without an answer"] += sum(reply.ending == "broken" for reply in replies)
+    found["failed requests afterwards"] += sum(server.chat().status != 200 for _ in range(3))
+    found["zombie processes"] += num_zombies(server) + psutil.pid_exists(pid)
+
+
+def lose_workers(gauntlet: Gauntlet) -> list[Figure]:
+    env = hooked(gauntlet.folder / "hooks", **{MEMORY: "allocate"})
+    options = ("--max-num-seqs", "4", "--hang-limit", str(HANG_LIMIT_S), "--num-blocks")
+    figures: list[Figure] = []
+    for prefix, model in gauntlet.models("--device", "5ms", *options, "2500", real=(*options, "400")):
+        with serving(*model, env=env) as server:
+            base = warm_up(server)
+            # In the quick run only kills: other faults are noticed only after seconds.
+            for fault in (signal.SIGKILL,) if gauntlet.is_quick else SHOWN:
+                what = f"{prefix}worker {SHOWN[fault]}: "
+                longest_s, found = dict.fromkeys(MAX_S, 0.0), Counter[str]()
+                for _ in range(1 if prefix else gauntlet.size(10, 1)):
+                    lose_worker(server, fault, longest_s, found)
+                figures += [timed(f"{what}{name}", longest_s[name], bar) for name, bar in MAX_S.items()]
+                figures += counted(what, found)
+            figures += left_over(server, base, prefix=f"{prefix}worker: ")
+    return figures
+
+
+def starve_front(gauntlet: Gauntlet) -> list[Figure]:
+    """Requests whose bodies do not fit in memory fail. All other requests, during the fault and later, are answered."""
+    where, found = "HTTP process out of memory: ", Counter[str]()
+    large = b'{"messages": [{"role": "user", "content": "' + b"x" * (24 << 20) + b'"}]}'
+    with serving(str(gauntlet.tiny), "--backend", "fake", *FAKE) as server:
+        base, pid = warm_up(server), server.process.pid
+        for _ in range(10):
+            flood = Flood(server, [chat_body(f"Stream {i}", 300, seed=i) for i in range(3)])
+            flood.wait_flowing()
+            strike(pid, None, spare=16 << 20)
+            for _ in range(2):
+                with contextlib.suppress(OSError):
+                    answer = server.post("/v1/chat/completions", data=large)
+                    found["large requests answered with 200"] += answer.status == 200
+            found["other streams that failed"] += sum(reply.ending != "done" for reply in flood.wait())
+            _, most = resource.prlimit(pid, resource.RLIMIT_AS)
+            resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+            found["failed requests afterwards"] += server.chat().status != 200
+        return [*counted(where, found), *left_over(server, base, prefix=where)]
+
+
+def run_lost_processes(gauntlet: Gauntlet) -> Sequence[Figure]:
+    figures = lose_workers(gauntlet)
+    return figures if gauntlet.is_quick else [*figures, *starve_front(gauntlet)]
 
 
 ROWS = (
     Row("R15", "An exception in one request does not affect other requests", run_isolation, 300),
+    Row("R16", "A worker that is killed, stopped or out of memory is replaced", run_lost_processes, 900),
     Row("R18", "A step that runs out of memory is repeated and loses no request", run_starvation, 300),
-    Row(
-        "R27",
-        "A request that crashes the worker gets an error, is named in the log and is not run again",
-        run_crash,
-        300,
-    ),
+    Row("R27", "A request that crashes the worker gets an error and is not run again", run_crash, 300),
 )

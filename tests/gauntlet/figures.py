@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +47,16 @@ def exactly(name: str, value: float, expected: float = 0, unit: str = "") -> Fig
     return Figure(name, value, unit, at_most=expected, at_least=expected)
 
 
+def counted(prefix: str, counts: Mapping[str, float]) -> list[Figure]:
+    """Figures of faults, each of which must be 0."""
+    return [exactly(f"{prefix}{name}", count) for name, count in counts.items()]
+
+
+def timed(name: str, value: float, at_most: float, unit: str = "s") -> Figure:
+    """A figure that depends on the speed of the machine."""
+    return Figure(name, value, unit, at_most=at_most, is_timed=True)
+
+
 def show(value: float, unit: str) -> str:
     number = f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
     return f"{number} {unit}".strip()
@@ -77,6 +87,13 @@ class Gauntlet:
     def size(self, full: int, quick: int) -> int:
         return quick if self.is_quick else full
 
+    def models(self, *fake: str, real: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Options of servers, with prefixes for their figures: the fake backend and, in a full run, the real model."""
+        yield "", (str(self.tiny), "--backend", "fake", *fake)
+        if not self.is_quick:
+            self.say("the real model")
+            yield "real model: ", (self.model, "--served-model-name", "tiny", *real)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -86,7 +103,6 @@ class Row:
     title: str
     run: Callable[[Gauntlet], Sequence[Figure]]
     limit_s: float  # after this time, the row is ended and fails
-    is_quick: bool = True  # is a part of the quick run too
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,9 @@ import numpy as np
 
 from quire.backends.base import BackendOptions
 from quire.backends.native.runner import NativeRunner, make_runner
-from quire.engine.levels.block_file import DamagedBlock
-from quire.engine.levels.disk_store import DiskStore
 from quire.errors import InvalidRequest, LoadFailed, ModelFileError, ModelNotFound, TemplateError
 from quire.text.chat_template import COMPILE_LIMIT_S, Renderer
 from quire.weights.opening import open_checkpoint
-from tests.engine.levels.contents import FACTS, make_content, make_payload, read_back
-from tests.engine.levels.test_damage import Damager
 from tests.gauntlet import hand_made
 from tests.text import family_templates, tool_templates
 from tests.weights.fuzz_child import (
@@ -42,43 +38,20 @@ from tests.weights.fuzz_child import (
     mutate_json,
     mutate_value,
     open_and_read_all,
-    read_packed_too,
 )
 from tests.weights.fuzz_child import TARGETS as MODEL_TARGETS
-from tests.weights.layouts import LAYOUTS, Stored, mixed_safetensors, quantize_arrays
-from tests.weights.makers import config, llama_arrays, safetensors_bytes, tiny_gguf, write_folder
+from tests.weights.layouts import Stored, mixed_safetensors
+from tests.weights.makers import config, llama_arrays, tiny_gguf, write_folder
 
 MEMORY_BYTES = 1 << 30  # beside the interpreter with its modules
 HAND_MADE, EVERY = "hand-made", "every"  # instead of a target: a case for each seed, and all targets in turn
 HANG_S = 60.0  # a mutant that takes longer counts as a fault, also on a busy machine
-REFUSALS = (ModelFileError, TemplateError, DamagedBlock)
+REFUSALS = (ModelFileError, TemplateError)
 # A model that opens and does not fit the options is refused by the loader with these.
 LOAD_REFUSALS = (InvalidRequest, LoadFailed, ModelNotFound)
 
 
-# Quantised safetensors: every layout, and MXFP4
-
-
-@cache
-def _quantized(name: str) -> dict[str, Stored]:
-    return quantize_arrays(LAYOUTS[name], llama_arrays())[0]
-
-
-def make_layout_mutant(rng: random.Random, folder: Path) -> Path:
-    name = rng.choice(list(LAYOUTS))
-    tensors = dict(_quantized(name))
-    settings = config(quantization_config=LAYOUTS[name].config)
-    kind = rng.randrange(4)
-    if kind == 0:
-        settings["quantization_config"] = mutate_value(rng, LAYOUTS[name].config)
-    elif kind == 1:
-        _spoil_tensor(rng, tensors, [one for one in tensors if "_proj." in one])
-    data = mixed_safetensors(tensors)
-    (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "model.safetensors").write_bytes(mutate_bytes(rng, data, 8000) if kind == 2 else data)
-    if kind == 3:
-        mutate_json(rng, folder / "config.json")
-    return folder
+# Quantised safetensors: MXFP4
 
 
 def _spoil_tensor(rng: random.Random, tensors: dict[str, Stored], names: list[str]) -> None:
@@ -229,71 +202,13 @@ def render(path: Path) -> None:
     renderer.check({"messages": messages, "add_generation_prompt": True, "bos_token": "<s>"})
 
 
-# Adapters, which quire does not read: every folder of an adapter is refused
-
-
-def make_adapter_mutant(rng: random.Random, folder: Path) -> Path:
-    kinds = ("LORA", "DORA", "VERA", "IA3", "ADALORA", "LOHA", "LOKR", "PREFIX_TUNING", "PROMPT_TUNING", "OFT")
-    settings: dict[str, Any] = {
-        "peft_type": rng.choice(kinds),
-        "r": 8,
-        "lora_alpha": 16,
-        "base_model_name_or_path": "x",
-    }
-    settings["target_modules"] = ["q_proj", "v_proj"]
-    (folder / "adapter_config.json").write_text(json.dumps(mutate_value(rng, settings)))
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    data = safetensors_bytes({name: np.zeros((8, 64), np.float32)})
-    (folder / "adapter_model.safetensors").write_bytes(mutate_bytes(rng, data, 200))
-    if rng.random() < 0.3:  # merged by hand: the model's weights are missing
-        (folder / "config.json").write_text(json.dumps(mutate_value(rng, config())))
-    if rng.random() < 0.1:  # the old form, which is a pickle
-        (folder / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/adapter-canary'\ntR.")
-    return folder
-
-
-# Files of the disk cache
-
-
-def make_kv_mutant(rng: random.Random, folder: Path) -> Path:
-    store = DiskStore(folder, FACTS, 1 << 30)
-    content = make_content(rng.randrange(1000))
-    store.write(content, make_payload(content))
-    path = Path(store.space.file(content.kind, content.key))
-    damager = Damager(store, rng.randrange(1 << 30))
-    ways = (damager.flip_bits, damager.flip_payload, damager.truncate, damager.extend, damager.cut_out, damager.zero)
-    more = (damager.zero_page, damager.randomize, damager.change_version)
-    way = rng.randrange(12)
-    if way < 9:
-        data = bytearray(path.read_bytes())
-        (*ways, *more)[way](data)
-        path.write_bytes(data)
-    elif way == 9:
-        damager.write_other(str(path), content)
-    elif way == 10:
-        damager.replace(str(path), str(path) + ".x")
-    (folder / "number").write_text(str(int.from_bytes(content.parent_key, "big")))
-    return folder
-
-
-def read_kv(folder: Path) -> None:
-    """Read a file as the engine does after a restart. A file that is read has the contents that were written."""
-    store = DiskStore(folder, FACTS, 1 << 30)
-    content = make_content(int((folder / "number").read_text()))
-    list(store.scan())
-    assert read_back(store, content), "wrong contents were accepted"
-
-
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         *MODEL_TARGETS,
-        Target("safetensors of every quantised layout", make_layout_mutant, read_packed_too),
         Target("safetensors of MXFP4", make_mxfp4_mutant, open_and_read_all),
         Target("model that is computed with", make_served_mutant, serve),
         Target("chat template", make_template_mutant, render),
-        Target("adapter", make_adapter_mutant, open_and_read_all),
-        Target("KV file of the disk cache", make_kv_mutant, read_kv),
     )
 }
 
@@ -363,7 +278,6 @@ def main(name: str, first: int, count: int, progress: Path) -> None:
     import gguf  # noqa: F401  # so that the import does not count for a mutant
 
     signal.signal(signal.SIGALRM, _hangs)
-    setattr(os, "fsync", lambda _: None)  # noqa: B010  # files of the disk cache are not synced: nothing here outlives the process
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "mutant"
         run(lambda seed: choose(name, seed), first, 1, scratch, progress)  # imports and caches

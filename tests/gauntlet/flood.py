@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.gauntlet.watch import Base, idle_base
 from tests.server.corpus import CHAT
 from tests.server.rig import Reply, Server, ask_async
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, eventually, repeating
 
 
 def chat_body(text: str, max_tokens: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
@@ -28,6 +28,11 @@ def text_of(reply: Reply) -> str:
         return str(reply.json["choices"][0]["message"]["content"])
     choices = [choice for _, data in reply.events if data != "[DONE]" for choice in data.get("choices", ())]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def num_changed(replies: Sequence[Reply], texts: Sequence[str]) -> int:
+    """Number of complete answers that differ from those without a fault."""
+    return sum(reply.ending == "done" and text_of(reply) != text for reply, text in zip(replies, texts, strict=True))
 
 
 class Flood:
@@ -66,6 +71,16 @@ class Flood:
             self.ended_s[index] = time.monotonic()
 
 
+SHAPE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "[a-z]{20,40}"}}}
+
+
+def warm_up(server: Server) -> Base:
+    """Start threads, and the child that tries grammars. Returns the base of the idle server."""
+    assert server.chat(response_format=SHAPE, ignore_eos=False, max_tokens=60).status == 200
+    assert all(reply.ending == "done" for reply in Flood(server, [chat_body(f"{i}", 4) for i in range(16)]).wait())
+    return idle_base(server)
+
+
 @dataclass
 class HealthLog:
     """Changes of /health: (monotonic time, status)."""
@@ -79,25 +94,15 @@ class HealthLog:
 @contextlib.contextmanager
 def health_watched(server: Server) -> Iterator[HealthLog]:
     """Poll /health in the background. Status 0: no answer."""
-    log, is_over = HealthLog(), threading.Event()
+    log = HealthLog()
 
-    def look() -> int:
-        try:
-            return server.get("/health", timeout_s=60.0).status
-        except OSError:
-            return 0
+    def look() -> None:
+        begin_s, status = time.monotonic(), 0
+        with contextlib.suppress(OSError):
+            status = server.get("/health", timeout_s=60.0).status
+        if not log.changes or log.changes[-1][1] != status:
+            # A failure counts from the end of the request that found it, a recovery from the beginning of one.
+            log.changes.append((begin_s if status == 200 else time.monotonic(), status))
 
-    def watch() -> None:
-        while not is_over.wait(0.02):
-            begin_s, status = time.monotonic(), look()
-            if not log.changes or log.changes[-1][1] != status:
-                # A failure counts from the end of the request that found it, a recovery from the beginning of one.
-                log.changes.append((begin_s if status == 200 else time.monotonic(), status))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
+    with repeating(look, pause_s=0.02):
         yield log
-    finally:
-        is_over.set()
-        thread.join()

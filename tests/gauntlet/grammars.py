@@ -6,18 +6,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from quire.errors import TemplateError
-from quire.text.chat_template import Renderer
 from tests.gauntlet.crowds import CHAT, memory_of, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.streams import Streams, streaming
 from tests.gauntlet.watch import family, left_over, percentile
 from tests.server.rig import FAKE, Server, ask_async, serving
-from tests.text.test_rendering import HELLO
 from tests.text.test_rendering import HOSTILE as TEMPLATES
 from tests.text.test_schemas import HOSTILE as SCHEMAS
 from tests.text.test_schemas import PRODUCTS
@@ -99,7 +95,7 @@ def _requests(template_step: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def run(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures = [*_templates(gauntlet)]
+    figures: list[Figure] = []
     requests = list(_requests(gauntlet.size(1, 6)))[:: gauntlet.size(1, 4)]
     ordinary: list[tuple[str, dict[str, Any]]] = [("ordinary", {"user": f"{i}"}) for i in range(gauntlet.size(200, 8))]
     if gauntlet.is_quick:
@@ -125,24 +121,6 @@ def run(gauntlet: Gauntlet) -> Sequence[Figure]:
             *left_over(server, base),
         ]
     return [*figures, *_unique_schemas(gauntlet)]
-
-
-def _templates(gauntlet: Gauntlet) -> Iterator[Figure]:
-    """Hostile templates of a model: each is refused when it is tried."""
-    times_s, num_passed = [], 0
-    for source in list(TEMPLATES.values())[:: gauntlet.size(1, 6)]:
-        begin = time.monotonic()
-        with closing(Renderer(source)) as renderer:
-            try:
-                renderer.check(HELLO)
-                num_passed += 1
-            except TemplateError:
-                times_s.append(time.monotonic() - begin)
-    yield Figure("hostile model templates refused", len(times_s), at_least=gauntlet.size(20, 4))
-    yield exactly("hostile model templates accepted", num_passed)
-    yield Figure(
-        "longest trial of a hostile model template", max(times_s, default=0), "s", at_most=MAX_ANSWER_S, is_timed=True
-    )
 
 
 async def _send(gauntlet: Gauntlet, server: Server, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:

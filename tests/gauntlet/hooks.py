@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FAULTS, MEMORY, CLOCK = "GAUNTLET_FAULTS", "GAUNTLET_MEMORY", "GAUNTLET_CLOCK"
+FAULTS, MEMORY, CLOCK, LOG = "GAUNTLET_FAULTS", "GAUNTLET_MEMORY", "GAUNTLET_CLOCK", "GAUNTLET_LOG"
 SAMPLER, GRAMMAR, DETOKENISER, START, SINK, CRASH = range(100_001, 100_007)  # seeds
 TEMPLATE = "the template of this request raises"
 ALLOCATION = 64 << 20  # of each step, where GAUNTLET_MEMORY is "allocate"
@@ -34,6 +34,8 @@ def install() -> None:
         return
     if CLOCK in os.environ:
         _move_clock(Path(os.environ[CLOCK]))
+    if LOG in os.environ:
+        os.dup2(os.open(os.environ[LOG], os.O_WRONLY), 2)  # standard error
     _break_worker()
     _break_server()
 

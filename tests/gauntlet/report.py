@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
-
 from tests.gauntlet.figures import Result, show
 
 
@@ -66,14 +64,6 @@ def write_report(path: Path, results: Sequence[Result], *, is_quick: bool, soak_
     about = {"machine": machine(), "python": platform.python_version(), "is_quick": is_quick, "soak_s": soak_s}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-
-
-def read_report(path: Path) -> list[Result]:
-    return msgspec.json.decode(path.read_bytes(), type=_Report).rows
-
-
-class _Report(msgspec.Struct):
-    rows: list[Result]
 
 
 def total(results: Sequence[Result], *, is_quick: bool) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
 import socket
-import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,8 @@ from quire.server.routes import Access
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.watch import family, idle_base, left_over
 from tests.server import corpus
-from tests.server.rig import FAKE, Server, put_away, serving, spawn, status_of
-from tests.server.test_access import NO_KEYS, OPEN, TRICKS, path_of
-from tests.test_layers import SOURCES, unsafe_uses
+from tests.server.rig import FAKE, Server, serving, status_of
+from tests.server.test_access import OPEN, path_of
 from tests.waiting import eventually
 
 PROMPT = "prompt-canary-41c7"
@@ -95,38 +92,27 @@ def hits(text: str, secrets: Sequence[str] = SECRETS) -> int:
     return sum(text.count(secret) for secret in secrets)
 
 
-def process_list(server: Server) -> str:
-    """What `ps` shows of the server's processes: command lines and names."""
-    found = []
-    for process in family(server):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(" ".join((process.name(), *process.cmdline())))
-    return "\n".join(found)
-
-
-def seen_by_others(server: Server, crash: Callable[[], None]) -> str:
+def seen_by_others(server: Server) -> str:
     """The reports that another key can read while a request with a canary runs, and after its worker crashed."""
     other = {"authorization": f"Bearer {OTHER_KEY}"}
     body = {"messages": [{"role": "user", "content": f"{PROMPT} tell a long story"}], "max_tokens": 400}
     with server.begin({**body, "stream": True, "ignore_eos": True}):
         texts = [server.get(path, headers=other).body.decode() for path in REPORTED]
-        crash()
+        os.kill(server.worker_pid, signal.SIGSEGV)
     eventually(lambda: server.chat().status == 200, "a new worker answers")
     texts += [server.get(path, headers=other).body.decode() for path in REPORTED]
     return "\n".join(texts)
 
 
-def _crash(server: Server) -> Callable[[], None]:
-    return lambda: os.kill(server.worker_pid, signal.SIGSEGV)
-
-
-def _listing(server: Server) -> tuple[str, int]:
-    """The process list, and how many processes below the server have an API key in their environment."""
-    num_keys = 0
-    for process in family(server)[1:]:
+def shown_to_others(server: Server) -> tuple[int, int]:
+    """Secrets in the names and command lines of the server's processes, and API keys in the environment of children."""
+    num_shown = num_keys = 0
+    for process in family(server):
         with contextlib.suppress(psutil.NoSuchProcess):
-            num_keys += hits("\n".join(process.environ().values()), (KEY, OTHER_KEY))
-    return process_list(server), num_keys
+            num_shown += hits(" ".join((process.name(), *process.cmdline())))
+            is_child = process.pid != server.process.pid
+            num_keys += hits("\n".join(process.environ().values()), (KEY, OTHER_KEY)) if is_child else 0
+    return num_shown, num_keys
 
 
 def secrets(gauntlet: Gauntlet) -> Sequence[Figure]:
@@ -139,14 +125,14 @@ def secrets(gauntlet: Gauntlet) -> Sequence[Figure]:
         base = idle_base(server)
         errors = send_canaries(server, name)
         left = left_over(server, base, spare_files=8)
-        shown, num_keys = _listing(server)
-        others = seen_by_others(server, _crash(server))
+        num_shown, num_keys = shown_to_others(server)
+        others = seen_by_others(server)
         metrics = server.get("/metrics").body.decode()
         server.stop()
         log = server.log
     with serving(*options, key=KEY, env={**ENVIRONMENT, "QUIRE_API_KEY": KEY}) as server:
         server.chat()
-        from_environment, more_keys = _listing(server)
+        from_environment, more_keys = shown_to_others(server)
     assert "SIGSEGV" in log, "the crash is not in the log"
     return [
         Figure("requests with canaries that were refused", len(errors), at_least=100),
@@ -154,8 +140,8 @@ def secrets(gauntlet: Gauntlet) -> Sequence[Figure]:
         exactly("secrets in logs, which include a crash", hits(log)),
         exactly("secrets in metrics", hits(metrics)),
         exactly("secrets in reports that another key can read", hits(others)),
-        exactly("secrets in the process list, with keys as options", hits(shown)),
-        exactly("secrets in the process list, with keys in the environment", hits(from_environment)),
+        exactly("secrets in the process list, with keys as options", num_shown),
+        exactly("secrets in the process list, with keys in the environment", from_environment),
         exactly("API keys in the environment of child processes", num_keys + more_keys),
         *left,
     ]
@@ -213,19 +199,6 @@ def canary_site() -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
-def foreign_connections(server: Server) -> list[str]:
-    """Connections of the server's processes to other addresses than loopback, or as a client."""
-    port = server.address[1]
-    found = []
-    for process in family(server):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for one in process.net_connections("inet"):
-                is_served = one.laddr.port == port and one.laddr.ip in ("127.0.0.1", "::1")
-                if one.raddr and not is_served:
-                    found.append(f"{process.pid}: {one.laddr} -> {one.raddr}")
-    return found
-
-
 def ask_with_urls(server: Server, url: str) -> None:
     """Requests that name a URL in every place where another server would fetch it."""
     schema = {"type": "object", "properties": {"x": {"$ref": f"{url}/schema.json#/x"}}}
@@ -278,39 +251,23 @@ HOSTS = (("evil.example",), ("localhost/health?",), ("localhost", "localhost"), 
 
 
 def without_a_key(server: Server, step: int) -> tuple[int, list[str]]:
-    """Ask every route in every way without a valid key. Returns the number of requests and those that were answered."""
-    asked = 0
-    passed: list[str] = []
+    """Ask every route without a key, with odd paths and hosts. Returns the number of requests, and those answered.
 
-    def note(status: int, what: str, *, is_open: bool = False) -> None:
-        nonlocal asked
-        asked += 1
-        # 400: the bytes are no HTTP request, or the Host is missing or sent twice.
-        if status not in ((200, 401, 400, 404, 405) if is_open else (401, 400)):
-            passed.append(f"{what}: {status}")
-
-    methods = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE")
-    ways: list[tuple[Any, ...]] = []
+    Other keys, methods and the paths of `TRICKS` are those of tests/server/test_access.py.
+    """
+    ways: list[tuple[str, str, Sequence[str], bool]] = []
     for endpoint in ENDPOINTS:
         path = path_of(endpoint)
-        is_open = endpoint.access is Access.PUBLIC
-        ways += [("key", endpoint.method, path, name, is_open) for name in NO_KEYS]
-        ways += [("method", method, path, None, path in OPEN) for method in methods]
-        ways += [
-            ("path", method, other, ("localhost",), False) for other in raw_paths(path) for method in ("GET", "POST")
-        ]
-        ways += [("host", endpoint.method, path, hosts, is_open) for hosts in HOSTS]
-    ways += [("path", method, path, ("localhost",), False) for path in TRICKS for method in methods]
-    for kind, method, path, more, is_open in ways[::step]:
-        what = f"{method} {path} ({kind} {more})"
-        if kind == "key":
-            note(server.ask(method, path, headers=NO_KEYS[more]).status, what, is_open=is_open)
-        elif kind == "method":
-            note(server.ask(method, path, headers=NO_KEYS["none"]).status, what, is_open=is_open)
-        else:
-            is_page = _names_open(path, method)
-            note(raw_status(server, method, path, more), what, is_open=is_open or is_page)
-    return asked, passed
+        ways += [(method, other, ("localhost",), False) for other in raw_paths(path) for method in ("GET", "POST")]
+        ways += [(endpoint.method, path, hosts, endpoint.access is Access.PUBLIC) for hosts in HOSTS]
+    passed: list[str] = []
+    for method, path, hosts, is_open in ways[::step]:
+        status = raw_status(server, method, path, hosts)
+        # 400: the bytes are no HTTP request, or the Host is missing or sent twice.
+        is_public = is_open or _names_open(path, method)
+        if status not in ((200, 401, 400, 404, 405) if is_public else (401, 400)):
+            passed.append(f"{method} {path} ({hosts}): {status}")
+    return len(ways[::step]), passed
 
 
 def _names_open(target: str, method: str) -> bool:
@@ -320,75 +277,36 @@ def _names_open(target: str, method: str) -> bool:
     return (path in OPEN or is_page) and method in ("GET", "HEAD")
 
 
-def starts_without_a_key(gauntlet: Gauntlet) -> int:
-    """Start servers on addresses that others can reach, without a key. Returns how many started."""
-    num_started = 0
-    for host in ("0.0.0.0", "::", "192.0.2.1", "*")[: gauntlet.size(4, 1)]:
-        server = spawn(str(gauntlet.tiny), *FAKE, "--host", host)
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.process.wait(120)
-            num_started += server.process.returncode in (None, 0)
-        finally:
-            put_away(server)
-    return num_started
-
-
-def send_pickles(server: Server, folder: Path) -> int:
-    """Send pickles that make a file to the server's socket. Returns how many ran."""
-    canary = folder / "pickle-canary"
-    text = f"cposix\nsystem\n(S'touch {canary}'\ntR.".encode()
-    for data in (text, len(text).to_bytes(4, "big") + text, b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
-                 b"authorization: Bearer " + KEY.encode() + b"\r\ncontent-type: application/octet-stream\r\n"
-                 b"content-length: %d\r\n\r\n" % len(text) + text):  # fmt: skip
-        with contextlib.closing(socket.create_connection(server.address, timeout=60)) as sock:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(65536):
-                pass
-    return int(canary.exists())
-
-
-def _listening(server: Server) -> tuple[list[str], int]:
-    """The addresses that the server's processes listen on, and how many Unix sockets have a path."""
+def listening(server: Server) -> list[str]:
+    """What the server's processes listen on: addresses, and paths of Unix sockets."""
     found: list[str] = []
-    num_unix = 0
     for process in family(server):
         found += [one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
         found += [one.laddr.ip for one in process.net_connections("udp")]
-        num_unix += sum(bool(one.laddr) for one in process.net_connections("unix"))
-    return found, num_unix
+        found += [one.laddr for one in process.net_connections("unix") if one.laddr]
+    return found
 
 
 def attack_surface(gauntlet: Gauntlet) -> Sequence[Figure]:
     options = (str(gauntlet.tiny), *FAKE) if gauntlet.is_quick else (gauntlet.model,)
-    uses = [f"{path.name}: {use}" for path in SOURCES for use in unsafe_uses(path)]
-    connections: list[str] = []
     with audited(gauntlet.folder) as (env, report), canary_site() as (url, asked), serving(
         *options, "--api-key", KEY, key=KEY, env={**env, "HF_HUB_OFFLINE": ""}
     ) as server:  # fmt: skip
         ask_with_urls(server, url)  # starts the process that tries schemas
         base = idle_base(server)
-        sockets, num_unix = _listening(server)
+        sockets = listening(server)
         num_asked, passed = without_a_key(server, gauntlet.size(1, 19))
         ask_with_urls(server, url)
-        connections += foreign_connections(server)
-        num_pickles = send_pickles(server, gauntlet.folder)
         left = left_over(server, base, spare_files=8)
         calls = [line for line in report.read_text().splitlines() if not _is_own(line)]
-    for line in itertools.chain(uses, passed[:10], connections, calls[:10]):
+    for line in (*passed[:10], *calls[:10]):
         gauntlet.say(line)
     return [
-        Figure("source files searched for unsafe code", len(SOURCES), at_least=100),
-        exactly("uses of pickle, eval, exec, torch.load, shells and model code in the source", len(uses)),
-        exactly("listening sockets", len(sockets), 1),
-        exactly("listening sockets that are not on loopback", sum(ip not in ("127.0.0.1", "::1") for ip in sockets)),
-        exactly("Unix sockets with a path", num_unix),
-        Figure("requests without a valid key", num_asked, at_least=gauntlet.size(3_000, 100)),
+        exactly("sockets that it listens on", len(sockets), 1),
+        exactly("sockets that are not on loopback", sum(ip not in ("127.0.0.1", "::1") for ip in sockets)),
+        Figure("requests without a valid key", num_asked, at_least=gauntlet.size(2_000, 100)),
         exactly("requests without a valid key that were answered", len(passed)),
-        exactly("servers without a key that start on other addresses than loopback", starts_without_a_key(gauntlet)),
-        exactly("pickles in requests that ran", num_pickles),
-        exactly("outgoing connections", len(connections) + len(calls)),
+        exactly("outgoing connections", len(calls)),
         exactly("requests of the server to URLs that clients send", len(asked)),
         *left,
     ]
@@ -403,7 +321,7 @@ ROWS: tuple[Row, ...] = (
     Row("R20", "Logs, errors, metrics, reports to other keys and process lists contain no secret", secrets, 300),
     Row(
         "R21",
-        "The server has one socket, guards every route, uses no unsafe code and opens no connection",
+        "The server has one socket, guards every route and opens no connection",
         attack_surface,
         300,
     ),

@@ -4,54 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
+from tests.gauntlet.flood import chat_body
+from tests.server.corpus import CHAT
 from tests.server.rig import Server, ask_async
-from tests.waiting import HANG_S, eventually
-
-BODY: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
+from tests.waiting import eventually, repeating
 
 
-class Streams(threading.Thread):
-    """Keeps `count` streams open, starts a new one after each, and measures the times between their tokens."""
+class Streams:
+    """Streams one after the other in each of several threads, and the times between the tokens of a stream."""
 
-    def __init__(self, server: Server, count: int) -> None:
-        super().__init__(daemon=True)
+    def __init__(self, server: Server) -> None:
         self._server = server
-        self._count = count
-        self._is_over = threading.Event()
         self._gaps_s: list[float] = []
-        self.num_whole = 0
         self.problems: list[str] = []
 
-    def run(self) -> None:
-        asyncio.run(self._run())
+    def read(self) -> None:
+        times_s: list[float] = []
 
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for number in range(self._count):
-                group.create_task(self._stream(number))
+        def note(_: bytes) -> None:
+            times_s.append(time.perf_counter())
+            self._gaps_s += [times_s[-1] - one_s for one_s in times_s[-2:-1]]
 
-    async def _stream(self, number: int) -> None:
-        body = {**BODY, "messages": [{"role": "user", "content": f"Tell me about the number {number}."}]}
-        while not self._is_over.is_set():
-            last_s: list[float] = []
-
-            def note(_: bytes, last_s: list[float] = last_s) -> None:
-                now_s = time.perf_counter()
-                if last_s:
-                    self._gaps_s.append(now_s - last_s.pop())
-                last_s.append(now_s)
-
-            reply = await ask_async(self._server, "/v1/chat/completions", body, on_data=note)
-            if reply.ending == "done":
-                self.num_whole += 1
-            else:
-                self.problems.append(f"{reply.status} {reply.body[-300:]!r}")
-                return
+        body = chat_body("Tell me about the number seven.", 200)
+        reply = asyncio.run(ask_async(self._server, CHAT, body, on_data=note))
+        if reply.ending != "done":
+            self.problems.append(f"{reply.status} {reply.body[-300:]!r}")
 
     def wait(self, count: int) -> None:
         """Wait for `count` more tokens."""
@@ -63,16 +43,9 @@ class Streams(threading.Thread):
         found, self._gaps_s = self._gaps_s, []
         return found
 
-    def finish(self) -> None:
-        self._is_over.set()
-        self.join(HANG_S)
-
 
 @contextlib.contextmanager
 def streaming(server: Server, count: int) -> Iterator[Streams]:
-    streams = Streams(server, count)
-    streams.start()
-    try:
+    streams = Streams(server)
+    with repeating(streams.read, num_threads=count):
         yield streams
-    finally:
-        streams.finish()

@@ -7,15 +7,18 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import Base, idle_base, left_over, wait_for_a_place
+from openai import OpenAIError
+
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
+from tests.gauntlet.flood import chat_body
+from tests.gauntlet.watch import idle_base, left_over, wait_for_a_place
 from tests.server.rig import Server, serving
+from tests.server.test_batches import client_of, line, submit, upload
 from tests.waiting import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -27,7 +30,10 @@ STEP_S = 0.005
 MAX_DELAY = 100  # steps, half a second: the attacker's whole queue would take longer
 MIB = 1 << 20
 WORDS = "The quick brown fox jumps over the lazy dog. "
-Attack = Callable[["Attacker"], AbstractContextManager[None]]
+Attack = Callable[["Attacker"], None]
+
+
+WITH_REAL_MODEL = ("queue places", "many samples (n)", "tokenisation", "batch jobs")
 
 
 @dataclass
@@ -36,7 +42,8 @@ class Attacker:
 
     server: Server
     num: int  # size of the attack; each uses a multiple of it
-    sockets: list[socket.socket]
+    sockets: list[socket.socket] = field(default_factory=list)
+    batch_id: str = ""
 
     def send(self, body: object, path: str = CHAT) -> socket.socket:
         sock = self.server.send_request(body, path)
@@ -56,18 +63,18 @@ class Attacker:
         for sock in self.sockets:
             sock.close()
         self.sockets.clear()
+        if self.batch_id:
+            self.server.post(f"/v1/batches/{self.batch_id}/cancel")
 
 
 def chat_of(text: str, num_tokens: int, **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": text}]
-    return {"messages": messages, "max_tokens": num_tokens, "ignore_eos": True, **fields}
+    return chat_body(text, num_tokens, stream=False, **fields)
 
 
-# The attacks: each has begun when its context is entered
+# The attacks: each has begun when its function returns, and lasts until the attacker closes
 
 
-@contextmanager
-def queue_places(attacker: Attacker) -> Iterator[None]:
+def queue_places(attacker: Attacker) -> None:
     def is_full() -> bool:
         """On a busy machine the first requests may have ended when the last ones are sent: then it sends more."""
         for _ in range(4 * MAX_QUEUE):
@@ -80,46 +87,36 @@ def queue_places(attacker: Attacker) -> Iterator[None]:
     for _ in range(3 * MAX_QUEUE):
         attacker.send(chat_of("Hi", 40))
     eventually(is_full, "the queue is full")
-    yield
 
 
-@contextmanager
-def samples(attacker: Attacker) -> Iterator[None]:
+def samples(attacker: Attacker) -> None:
     for _ in range(8):
         attacker.send(chat_of("Hi", 40, n=16, temperature=1))
     eventually(lambda: attacker.server.stats()["num_running"] >= MAX_SEQS, "the samples run")
-    yield
 
 
-@contextmanager
-def long_prompts(attacker: Attacker) -> Iterator[None]:
+def long_prompts(attacker: Attacker) -> None:
     for number in range(MAX_QUEUE):
         attacker.send({"prompt": [number + 10, *[20] * 3000], "max_tokens": 2}, COMPLETIONS)
     eventually(lambda: attacker.server.stats()["num_running"] > 0, "a prompt is being computed")
-    yield
 
 
-@contextmanager
-def blocks(attacker: Attacker) -> Iterator[None]:
+def blocks(attacker: Attacker) -> None:
     """Answers that grow until the pool is full."""
     for number in range(2 * MAX_SEQS):
         attacker.send({"prompt": [number + 10, *[20] * 2000], "max_tokens": 200, "ignore_eos": True}, COMPLETIONS)
     eventually(lambda: attacker.server.stats()["num_in_use"] > 200, "blocks are held")
-    yield
 
 
-@contextmanager
-def pins(attacker: Attacker) -> Iterator[None]:
+def pins(attacker: Attacker) -> None:
     for number in range(16):
         text = f"{number} " + WORDS * 60
         body = chat_of(text, 1, prompt_cache_key=f"pin-{number}", prompt_cache_retention="24h")
         assert attacker.server.post(CHAT, body).status == 200
     assert attacker.server.stats()["num_pinned"] > 0
-    yield
 
 
-@contextmanager
-def grammars(attacker: Attacker) -> Iterator[None]:
+def grammars(attacker: Attacker) -> None:
     """Grammars that take long to compile, each different."""
     for number in range(4 * attacker.num):
         names = [f"n{number}_{index}" for index in range(400)]
@@ -128,37 +125,29 @@ def grammars(attacker: Attacker) -> Iterator[None]:
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         attacker.send({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "response_format": wanted})
     eventually(lambda: attacker.server.get("/v1/requests").json["data"], "grammars are being compiled")
-    yield
 
 
-@contextmanager
-def tokenisation(attacker: Attacker) -> Iterator[None]:
+def tokenisation(attacker: Attacker) -> None:
     """Prompts that are slow to tokenise, and then too long."""
     text = WORDS * (60_000 // len(WORDS))
     for number in range(12 * attacker.num):
         attacker.send({"prompt": f"{number} {text}"}, "/tokenize")
-    yield
 
 
-@contextmanager
-def bodies(attacker: Attacker) -> Iterator[None]:
+def bodies(attacker: Attacker) -> None:
     """Bodies whose last byte is never sent: 256 MiB may be read at once."""
     data = b" " * (16 * MIB - 100)
     for _ in range(17):
         attacker.begin(CHAT, "application/json", 16 * MIB - 10, data)
-    yield
 
 
-@contextmanager
-def half_requests(attacker: Attacker) -> Iterator[None]:
+def half_requests(attacker: Attacker) -> None:
     for _ in range(MAX_CONNECTIONS):
         attacker.begin(CHAT, "application/json", 1000, b"{")
     wait_for_a_place(attacker.server)
-    yield
 
 
-@contextmanager
-def idle_connections(attacker: Attacker) -> Iterator[None]:
+def idle_connections(attacker: Attacker) -> None:
     for _ in range(MAX_CONNECTIONS):
         sock = attacker.server.raw()
         attacker.sockets.append(sock)
@@ -166,57 +155,31 @@ def idle_connections(attacker: Attacker) -> Iterator[None]:
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             sock.recv(1024)
     wait_for_a_place(attacker.server)
-    yield
 
 
-@contextmanager
-def watchers(attacker: Attacker) -> Iterator[None]:
+def watchers(attacker: Attacker) -> None:
     for _ in range(32):
         sock = attacker.server.raw()
         attacker.sockets.append(sock)
         head = f"GET /v1/watch?interval_ms=100 HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ATTACKER}\r\n\r\n"
         sock.sendall(head.encode())
-    yield
 
 
-@contextmanager
-def uploads(attacker: Attacker) -> Iterator[None]:
+def uploads(attacker: Attacker) -> None:
     head = b'--quire\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
     for _ in range(32):
         attacker.begin("/v1/files", "multipart/form-data; boundary=quire", 1 << 20, head)
-    yield
 
 
-@contextmanager
-def batch_jobs(attacker: Attacker) -> Iterator[None]:
-    batch_id = start_batch(attacker.server, 300)
+def batch_jobs(attacker: Attacker) -> None:
     server = attacker.server
-    eventually(lambda: server.get(f"/v1/batches/{batch_id}").json["status"] == "in_progress", "the batch runs")
-    yield
-    server.post(f"/v1/batches/{batch_id}/cancel")
+    attacker.batch_id = start_batch(server, 300)
+    eventually(lambda: server.get(f"/v1/batches/{attacker.batch_id}").json["status"] == "in_progress", "the batch runs")
 
 
 def start_batch(server: Server, num_lines: int) -> str:
-    lines = [
-        json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": chat_of(f"{number}", 20)})
-        for number in range(num_lines)
-    ]
-    file_id = upload(server, "\n".join(lines).encode())
-    about = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
-    answer = server.post("/v1/batches", about)
-    assert answer.status == 200, answer.body
-    return str(answer.json["id"])
-
-
-def upload(server: Server, data: bytes) -> str:
-    parts = b'--quire\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    parts += (
-        b'--quire\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n' + data + b"\r\n--quire--\r\n"
-    )
-    form = {"content-type": "multipart/form-data; boundary=quire"}
-    answer = server.ask("POST", "/v1/files", data=parts, headers=form)
-    assert answer.status == 200, answer.body
-    return str(answer.json["id"])
+    with client_of(server, server.key or "") as client:
+        return str(submit(client, *(line(f"{number}", max_tokens=20) for number in range(num_lines))).id)
 
 
 # Requests of the victim during an attack. Each returns a status or raises
@@ -247,10 +210,11 @@ def ask_watch(victim: Server) -> int:
 
 
 def ask_upload(victim: Server) -> int:
-    try:
-        upload(victim, b"{}")
-    except AssertionError:
-        return 529
+    with client_of(victim, victim.key or "") as client:
+        try:
+            upload(client, "{}")
+        except OpenAIError as error:
+            return getattr(error, "status_code", 0)
     return 200
 
 
@@ -289,41 +253,30 @@ ATTACKS: tuple[tuple[str, Attack, Callable[[Server], int]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    num_failed: int
-    seconds: float  # median
-
-
-def timed(ask: Callable[[Server], int], victim: Server, count: int) -> Outcome:
+def ask_often(ask: Callable[[Server], int], victim: Server, count: int) -> tuple[float, int]:
+    """The median time of a request, and how many failed."""
     times: list[float] = []
     num_failed = 0
     for _ in range(count):
-        began_s = time.perf_counter()
-        try:
+        began_s, status = time.perf_counter(), 0
+        with contextlib.suppress(OSError):
             status = ask(victim)
-        except OSError:
-            status = 0
         times.append(time.perf_counter() - began_s)
         num_failed += status != 200
-    return Outcome(num_failed, statistics.median(times))
+    return statistics.median(times), num_failed
 
 
-def attacked(
-    server: Server, attack: Attack, ask: Callable[[Server], int], count: int, base: Base
-) -> tuple[Outcome, Outcome, list[Figure]]:
-    """The victim's requests before and during the attack, and the resources that are not released after it."""
-    victim, attacker = replace(server, key=VICTIM), Attacker(replace(server, key=ATTACKER), count, [])
-    quiet = Outcome(0, 0.0)
-    if ask is not ask_batch:
-        quiet = timed(ask, victim, count)
+def attacked(server: Server, attack: Attack, ask: Callable[[Server], int], count: int) -> tuple[float, int]:
+    """By how many steps an attack delays the victim's requests, and how many of them fail."""
+    victim, attacker = replace(server, key=VICTIM), Attacker(replace(server, key=ATTACKER), count)
+    quiet_s = 0.0 if ask is ask_batch else ask_often(ask, victim, count)[0]
     try:
-        with attack(attacker):
-            during = timed(ask, victim, 1 if ask is ask_batch else count)
+        attack(attacker)
+        during_s, num_failed = ask_often(ask, victim, 1 if ask is ask_batch else count)
     finally:
         attacker.close()
     server.post("/v1/cache/clear")
-    return quiet, during, left_over(server, base, spare_files=4)
+    return max(0.0, during_s - quiet_s) / STEP_S if quiet_s else 0.0, num_failed
 
 
 def warm_up(server: Server) -> None:
@@ -332,66 +285,30 @@ def warm_up(server: Server) -> None:
         for ask in (ask_schema, ask_long_chat, ask_upload):
             list(pool.map(ask, [server] * 16))
     ask_watch(server)
-    attacker = Attacker(server, 1, [])
-    with grammars(attacker):  # slow ones, so that both threads are needed
-        ask_schema(server)
+    attacker = Attacker(server, 1)
+    grammars(attacker)  # slow ones, so that both threads are needed
+    ask_schema(server)
     attacker.close()
 
 
-@contextmanager
-def contested(gauntlet: Gauntlet, *options: str, model: str | None = None) -> Iterator[Server]:
+def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
     keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
     limits = ("--max-num-seqs", str(MAX_SEQS), "--max-queue", str(MAX_QUEUE), "--max-connections", str(MAX_CONNECTIONS))
-    with serving(model or str(gauntlet.tiny), *keys, *limits, *options, key=ADMIN) as server:
-        yield server
-
-
-def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
-    fake = ("--backend", "fake", "--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
-    figures = shares_of(gauntlet, ATTACKS, gauntlet.size(10, 1), *fake)
-    if not gauntlet.is_quick:
-        some = [one for one in ATTACKS if one[0] in ("queue places", "many samples (n)", "tokenisation", "batch jobs")]
-        found = shares_of(gauntlet, some, 3, model=gauntlet.model)
-        figures += [
-            replace(figure, name=f"real model: {figure.name}") for figure in found if "delay" not in figure.name
-        ]
-    return figures
-
-
-def shares_of(
-    gauntlet: Gauntlet,
-    attacks: Sequence[tuple[str, Attack, Callable[[Server], int]]],
-    count: int,
-    *options: str,
-    model: str | None = None,
-) -> list[Figure]:
+    fake = ("--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
     figures: list[Figure] = []
-    left: list[Figure] = []
-    with contested(gauntlet, *options, model=model) as server:
-        warm_up(server)
-        base = idle_base(server)
-        for name, attack, ask in attacks:
-            began_s = time.monotonic()
-            quiet, during, left = attacked(server, attack, ask, count, base)
-            figures.append(exactly(f"{name}: requests of the other key that failed", during.num_failed))
-            if quiet.seconds:
-                ratio = (during.seconds - quiet.seconds) / STEP_S
-                delay = Figure(
-                    f"{name}: delay of the other key's requests",
-                    max(0.0, ratio),
-                    "steps",
-                    at_most=MAX_DELAY,
-                    is_timed=True,
-                )
-                figures.append(delay)
-            missed = [
-                replace(figure, name=f"{name}: {figure.name}") for figure in left if not figure.is_held(is_quick=True)
-            ]
-            figures += missed
-            gauntlet.say(
-                f"{name}: {time.monotonic() - began_s:.1f} s, {during.num_failed} failed {missed or ''}".rstrip()
-            )
-        figures += left
+    for prefix, options in gauntlet.models(*keys, *limits, *fake, real=(*keys, *limits)):
+        with serving(*options, key=ADMIN) as server:
+            warm_up(server)
+            base = idle_base(server)
+            for name, attack, ask in ATTACKS:
+                if prefix and name not in WITH_REAL_MODEL:
+                    continue
+                delay, num_failed = attacked(server, attack, ask, 3 if prefix else gauntlet.size(10, 1))
+                figures.append(exactly(f"{prefix}{name}: requests of the other key that failed", num_failed))
+                if not prefix:  # the steps of the fake backend are equally long
+                    figures.append(timed(f"{name}: delay of the other key's requests", delay, MAX_DELAY, "steps"))
+                figures += left_over(server, base, prefix=f"{prefix}{name}: ", spare_files=4)
+                gauntlet.say(f"{name}: {delay:.1f} steps, {num_failed} failed")
     return figures
 
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
 import re
-import stat
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
 from quire.server.app import ENDPOINTS
-from quire.server.limits import Key
-from quire.server.models import ModelService
 from quire.server.routes import Access
-from tests.engine.subscriber import Subscriber, routed
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.watch import idle_base, left_over
 from tests.server.rig import FAKE, Answer, Server, serving
+from tests.server.test_batches import client_of, line, upload
 from tests.tiny import write_tiny_model
-from tests.waiting import HANG_S, eventually
+from tests.waiting import eventually
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
 KEYS = """
@@ -46,17 +40,11 @@ CANARIES = {
         ("prompt", "system", "tool", "schema", "metadata", "user", "session", "filename", "batch", "salt", "request")
     )
 }
-Ask = Callable[[Sequence[int]], Any]
-
-
-def as_key(server: Server, key: str | None) -> Server:
-    """The same server with another key for requests."""
-    return replace(server, key=key)
 
 
 @contextmanager
 def keyed(gauntlet: Gauntlet, *options: str, model: str | Path | None = None) -> Iterator[Server]:
-    """A server with three keys of different tiers. Requests use the admin key unless `as_key` is used."""
+    """A server with three keys of different tiers. Requests use the admin key unless it is replaced."""
     gauntlet.folder.mkdir(parents=True, exist_ok=True)
     path = gauntlet.folder / "keys.yaml"
     path.write_text(KEYS)
@@ -67,74 +55,14 @@ def keyed(gauntlet: Gauntlet, *options: str, model: str | Path | None = None) ->
 # R5: no sharing of the cache
 
 
-def same_block_keys(num_pairs: int, chosen: random.Random) -> int:
-    """Number of different (key, salt, tokens) with the same chain key as another one, among `num_pairs`."""
-    secret = chosen.randbytes(16)
-    seen: set[bytes] = set()
-    num_made = 0
-    for number in itertools.count():
-        group = set(near_collisions(number, chosen))
-        for namespace, salt, tokens in group:
-            key = root_key(secret, _salt_for(namespace, salt))
-            for start in range(0, len(tokens), BLOCK):
-                key = hash_block_tokens(key, pack_tokens(tokens[start : start + BLOCK]))
-            seen.add(key)
-        num_made += len(group)
-        if num_made >= num_pairs:
-            return num_made - len(seen)
-    return num_made
-
-
-def near_collisions(number: int, chosen: random.Random) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Namespaces, salts and tokens that differ in as little as possible. No two groups have the same one."""
-    name, salt = f"key:{chosen.getrandbits(24):x}", f"{chosen.getrandbits(24):x}"
-    tokens = (number % 2**31, *(chosen.randrange(50_000) for _ in range(BLOCK - 1)))
-    place = chosen.randrange(1, BLOCK - 1)
-    yield name, salt, tokens
-    yield name, "", tokens
-    yield "", salt, tokens
-    yield "", "", tokens
-    yield salt, name, tokens
-    yield f"{name}:{salt}", "", tokens  # the same text, divided elsewhere
-    yield name[:-1], name[-1] + salt, tokens
-    yield name, f"{salt}\0", tokens
-    yield name, f" {salt}", tokens
-    yield f"{len(name)}:{name}", salt, tokens
-    yield name, salt, (*tokens[:place], tokens[place] ^ 1, *tokens[place + 1 :])
-    yield name, salt, (*tokens[:place], tokens[place] ^ 1 << 24, *tokens[place + 1 :])
-    yield name, salt, (tokens[0], *reversed(tokens[1:]))
-    yield name, salt, (*tokens, *tokens)
-    yield name, salt, (*tokens, *[0] * BLOCK)
-    yield name, salt, tokens[:-1]  # as in a partial block
-
-
-def _salt_for(namespace: str, salt: str) -> str:
-    """The server's salt of a key and a `cache_salt`. The method uses nothing of the service."""
-    return ModelService.salt_for(cast("ModelService", None), Key("k", namespace=namespace), salt)
-
-
-class Spy:
-    """Sends prompts of token ids on one connection and measures the time to the first token."""
-
-    def __init__(self, server: Server, key: str) -> None:
-        self._connection = HTTPConnection(*server.address, timeout=HANG_S)
-        self._headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-
-    def ask(self, tokens: Sequence[int], **fields: Any) -> tuple[float, int]:
-        """Return the time to the first token and the number of cached tokens."""
-        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True, **fields}
-        data = json.dumps(body).encode()
-        began_s = time.perf_counter()
-        self._connection.request("POST", COMPLETIONS, data, self._headers)
-        response = self._connection.getresponse()
-        answer = json.loads(response.read())
-        took_s = time.perf_counter() - began_s
-        if response.status != 200:
-            raise AssertionError(f"{response.status}: {answer}")
-        return took_s, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    def close(self) -> None:
-        self._connection.close()
+def first_token(server: Server, tokens: Sequence[int]) -> tuple[float, int]:
+    """Send a prompt. Returns the time to the first token, and the number of cached tokens."""
+    began_s = time.perf_counter()
+    body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    answer = server.post(COMPLETIONS, body)
+    took_s = time.perf_counter() - began_s
+    assert answer.status == 200, answer
+    return took_s, answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def random_prompt(chosen: random.Random, num_tokens: int = NUM_TOKENS) -> tuple[int, ...]:
@@ -142,7 +70,7 @@ def random_prompt(chosen: random.Random, num_tokens: int = NUM_TOKENS) -> tuple[
 
 
 def guesses(
-    owner: Spy, spy: Spy, count: int, chosen: random.Random, num_tokens: int
+    owner: Server, spy: Server, count: int, chosen: random.Random, num_tokens: int
 ) -> tuple[list[float], list[float], int]:
     """Times of right and wrong guesses of prompts that `owner` has just sent, and all cached tokens of the spy."""
     right: list[float] = []
@@ -153,8 +81,8 @@ def guesses(
         # Both are made before the owner's request, so that the pause between the two requests is the same.
         prompt, other = random_prompt(chosen, num_tokens), random_prompt(chosen, num_tokens)
         asked = prompt if is_right else other
-        owner.ask(prompt)
-        took_s, cached = spy.ask(asked)
+        first_token(owner, prompt)
+        took_s, cached = first_token(spy, asked)
         (right if is_right else wrong).append(took_s)
         num_cached += cached if asked[:cached] not in own else 0
         own |= {asked[:length] for length in range(8)}
@@ -163,36 +91,21 @@ def guesses(
 
 def mann_whitney(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
     """Two-sided p value that both samples have one distribution (normal approximation), and the area under the ROC."""
-    values = sorted([(value, True) for value in ones] + [(value, False) for value in others])
-    rank_sum = ties = 0.0
-    start = 0
-    while start < len(values):
-        end = start
-        while end < len(values) and values[end][0] == values[start][0]:
-            end += 1
-        rank_sum += (start + 1 + end) / 2 * sum(is_one for _, is_one in values[start:end])
-        ties += (end - start) ** 3 - (end - start)
-        start = end
-    num, num_others, num_all = len(ones), len(others), len(values)
-    wins = rank_sum - num * (num + 1) / 2
-    spread = math.sqrt(num * num_others / 12 * (num_all + 1 - ties / (num_all * (num_all - 1))))
-    score = (wins - num * num_others / 2) / spread if spread else 0.0
-    return math.erfc(abs(score) / math.sqrt(2)), wins / (num * num_others)
+    num_pairs = len(ones) * len(others)
+    num_greater = sum(one > other for one in ones for other in others)  # times of a fine clock have no ties
+    score = (num_greater - num_pairs / 2) / math.sqrt(num_pairs * (len(ones) + len(others) + 1) / 12)
+    return math.erfc(abs(score) / math.sqrt(2)), num_greater / num_pairs
 
 
 def timing_figures(
     server: Server, num_guesses: int, num_controls: int, chosen: random.Random, num_tokens: int, label: str
 ) -> list[Figure]:
-    owner, spy = Spy(server, ALICE), Spy(server, BOB)
-    try:
-        for _ in range(4):  # the first requests of a connection and a worker are slower
-            owner.ask(random_prompt(chosen, num_tokens))
-            spy.ask([1, *random_prompt(chosen, num_tokens - 1)])
-        right, wrong, num_cached = guesses(owner, spy, num_guesses, chosen, num_tokens)
-        own_right, own_wrong, own_cached = guesses(owner, owner, num_controls, chosen, num_tokens)
-    finally:
-        owner.close()
-        spy.close()
+    owner, spy = replace(server, key=ALICE), replace(server, key=BOB)
+    for _ in range(4):  # the first requests of a worker are slower
+        first_token(owner, random_prompt(chosen, num_tokens))
+        first_token(spy, [1, *random_prompt(chosen, num_tokens - 1)])
+    right, wrong, num_cached = guesses(owner, spy, num_guesses, chosen, num_tokens)
+    own_right, own_wrong, own_cached = guesses(owner, owner, num_controls, chosen, num_tokens)
     chance, area = mann_whitney(right, wrong)
     _, own_area = mann_whitney(own_wrong, own_right)
     return [
@@ -212,24 +125,15 @@ def timing_figures(
 
 
 def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
-    chosen = gauntlet.random
-    num_pairs = gauntlet.size(1_000_000, 20_000)
-    gauntlet.say(f"{num_pairs:,} pairs of salts and tokens")
-    figures = [
-        exactly(
-            f"equal block keys of {num_pairs:,} different prompts, keys or salts", same_block_keys(num_pairs, chosen)
-        )
-    ]
+    chosen, figures = gauntlet.random, []
     wide = write_tiny_model(gauntlet.folder / "wide", max_model_len=2 * NUM_TOKENS)
     # The time of a step and its number of tokens are fixed, so the time to the first token tells how many were cached.
     fake = ("--backend", "fake", "--num-blocks", "3000", "--device", "1ms", "--max-num-batched-tokens", "512")
     with keyed(gauntlet, *fake, model=wide) as server:
         server.chat()
         base = idle_base(server)
-        num_tokens = gauntlet.size(NUM_TOKENS, NUM_TOKENS)
-        figures += timing_figures(
-            server, gauntlet.size(200, 4), gauntlet.size(20, 2), chosen, num_tokens, "fake backend"
-        )
+        counts = (gauntlet.size(200, 4), gauntlet.size(20, 2))
+        figures += timing_figures(server, *counts, chosen, NUM_TOKENS, "fake backend")
         figures += left_over(server, base)
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
@@ -292,11 +196,8 @@ def secrets_of(alice: Server) -> Iterator[dict[str, str]]:
     assert alice.post(CHAT, {"messages": chat_body()["messages"], "response_format": wanted}).status == 200
     stored = alice.post("/v1/responses", {"input": CANARIES["prompt"], "max_output_tokens": 4}).json
     ids["response"] = stored["id"]
-    line = {"custom_id": CANARIES["batch"], "method": "POST", "url": CHAT, "body": chat_body(tools=None)}
-    form = {"content-type": "multipart/form-data; boundary=quire"}
-    parts = '--quire\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--quire\r\ncontent-disposition: '
-    parts += f'form-data; name="file"; filename="{CANARIES["filename"]}"\r\n\r\n{json.dumps(line)}\r\n--quire--\r\n'
-    ids["file"] = alice.ask("POST", "/v1/files", data=parts.encode(), headers=form).json["id"]
+    with client_of(alice, ALICE) as client:
+        ids["file"] = upload(client, line(CANARIES["batch"], **chat_body(tools=None)), name=CANARIES["filename"])
     about = {"input_file_id": ids["file"], "endpoint": CHAT, "completion_window": "24h"}
     ids["batch"] = alice.post("/v1/batches", about).json["id"]
     ended = eventually(
@@ -355,23 +256,11 @@ def explained_facts(bob: Server) -> int:
     return int(sum(known[name] != unknown[name] for name in known if name not in text) + known["matched_tokens"])
 
 
-def lengths_in_totals(server: Server, count: int, chosen: random.Random) -> int:
-    """Number of prompts whose length (to one token) another key reads from `/v1/cache/stats` on an idle server."""
-    alice, bob = as_key(server, ALICE), as_key(server, BOB)
-    num_right = 0
-    for _ in range(count):
-        before = bob.stats()["num_queried_tokens"]
-        length = chosen.randrange(40, 200)
-        alice.post(COMPLETIONS, {"prompt": list(random_prompt(chosen, length)), "max_tokens": 1})
-        num_right += abs(bob.stats()["num_queried_tokens"] - before - length) <= 1
-    return num_right
-
-
 def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
     """HTTP routes, ids, errors, logs and metrics of one server."""
     device = ("--device", "5ms")  # the stream lasts longer than the measurement
     with keyed(gauntlet, *FAKE, *device, "--log-format", "json") as server:
-        alice, bob = as_key(server, ALICE), as_key(server, BOB)
+        alice, bob = replace(server, key=ALICE), replace(server, key=BOB)
         with secrets_of(alice):  # starts the processes and threads for grammars and batches
             pass
         base = idle_base(server)
@@ -393,7 +282,6 @@ def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
         logged.look("log", server.log)
         metrics = server.get("/metrics").body.decode()
         num_named = len(re.findall(r"alicename|bobname|bossname", metrics))
-        num_lengths = lengths_in_totals(server, 10, gauntlet.random)
     for one in (*leaks.found, *logged.found):
         gauntlet.say(f"leaked: {one}")
     return [
@@ -405,7 +293,6 @@ def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
         exactly("cached_tokens of another key's prompt", num_cached),
         exactly("secrets in the log", len(logged.found)),
         exactly("key names in /metrics", num_named),
-        Figure("prompt lengths, of 10, that /v1/cache/stats shows on an idle server (documented)", num_lengths),
         *figures,
     ]  # fmt: skip
 
@@ -415,7 +302,7 @@ def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
     count = gauntlet.size(40, 2)
     times: dict[str, list[float]] = {"known": [], "new": [], "own": []}
     with keyed(gauntlet, *FAKE) as server:
-        spies = {name: as_key(server, key) for name, key in (("alice", ALICE), ("bob", BOB))}
+        spies = {name: replace(server, key=key) for name, key in (("alice", ALICE), ("bob", BOB))}
 
         def ask(who: str, number: int) -> float:
             names = [f"field_{number}_{index}" for index in range(40)]
@@ -443,68 +330,10 @@ def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
     ]
 
 
-def events_and_disk(gauntlet: Gauntlet) -> list[Figure]:
-    """KV events, and the disk cache with another key after a restart."""
-    folder = gauntlet.folder / "kv"
-    fake = ("--backend", "fake", "--device", "100ms", "--num-blocks", "400")
-    events = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
-    options = (*fake, *events, "--disk-cache", "10M", "--cache-dir", str(folder))
-    prompt, later = ([first, *random_prompt(gauntlet.random, 20 * BLOCK)] for first in (1, 2))
-
-    def cached(server: Server, prompt: Sequence[int]) -> int:
-        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-        return int(server.post(COMPLETIONS, body).json["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-    with keyed(gauntlet, *options) as server:
-        alice, bob = as_key(server, ALICE), as_key(server, BOB)
-        cached(alice, prompt)
-        cached(alice, later)
-        eventually(lambda: server.stats()["tiers"][-1]["num_pieces"] >= 40, "both prompts are saved")
-        found = server.get("/version").json["kv_events"]
-        with Subscriber(found["endpoint"], found["replay_endpoint"]) as subscriber:
-            num_announced = routed(subscriber.replay(), BLOCK).num_matched(tuple(prompt))
-        num_before = cached(bob, prompt)
-    with keyed(gauntlet, *options) as server:
-        num_after = cached(as_key(server, BOB), later)
-        num_own = cached(as_key(server, ALICE), later)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    num_open = sum(bool(stat.S_IMODE(path.stat().st_mode) & 0o077) for path in files)
-    packed = pack_tokens(prompt[:BLOCK])
-    return [
-        exactly("tokens in KV events of prompts that were sent with a key", num_announced),
-        exactly("cached tokens from another key's disk cache", num_before),
-        exactly("cached tokens from another key's disk cache after a restart", num_after),
-        Figure("cached tokens of the own key after a restart (control)", num_own, at_least=10 * BLOCK),
-        exactly(f"cache files, of {len(files)}, that other users of the machine can read", num_open),
-        Figure("cache files that contain token ids (documented)", sum(packed in path.read_bytes() for path in files)),
-    ]
-
-
-def real_channels(gauntlet: Gauntlet) -> list[Figure]:
-    with keyed(gauntlet, model=gauntlet.model) as server:
-        alice, bob = as_key(server, ALICE), as_key(server, BOB)
-        assert alice.post(CHAT, chat_body()).status == 200
-        num_facts = explained_facts(bob)
-        cached = [
-            one.post(CHAT, chat_body()).json["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (bob, alice)
-        ]
-    return [
-        exactly("real model: fields of /v1/cache/explain that depend on another key's prompt", num_facts),
-        exactly("real model: cached_tokens of another key's prompt", cached[0]),
-        Figure("real model: cached_tokens of the own key's prompt (control)", cached[1], at_least=BLOCK),
-    ]
-
-
 def no_channel(gauntlet: Gauntlet) -> Sequence[Figure]:
     figures = visible_channels(gauntlet)
     gauntlet.say("grammars")
-    figures += grammar_timing(gauntlet)
-    gauntlet.say("KV events and the disk cache")
-    figures += events_and_disk(gauntlet)
-    if not gauntlet.is_quick:
-        gauntlet.say("the real model")
-        figures += real_channels(gauntlet)
-    return figures
+    return figures + grammar_timing(gauntlet)
 
 
 ROWS = (

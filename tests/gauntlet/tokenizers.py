@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.gauntlet.crowds import memory_of
-from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, timed
+from tests.gauntlet.files import answer_of_good, load_hostile, two_models
 from tests.gauntlet.watch import idle_base, left_over
-from tests.server.rig import Answer, Server, serving
+from tests.server.rig import Answer, Server
 from tests.text.test_hostile_tokenizers import REFUSED, TRIED, Edit, cut, framed, normalized, replace, split
 from tests.text.vocabularies import byte_level_json
-from tests.tiny import write_tiny_model
-from tests.waiting import HANG_S
+from tests.waiting import repeating
 
 MAX_HEALTH_S = 2.0
 MAX_GROWTH_MB = 256.0
@@ -35,114 +33,82 @@ LOADED: dict[str, tuple[Edit, str]] = {
 
 
 @dataclass
-class Witness(threading.Thread):
-    """Asks for /health and for an answer of the good model, one after the other, until it is told to stop."""
+class Witness:
+    """Asks for /health and for an answer of the good model, one after the other."""
 
     server: Server
     expected: Any
     slowest_s: float = 0.0
     num_asked: int = 0
     num_wrong: int = 0
-    is_over: threading.Event = field(default_factory=threading.Event)
 
-    def __post_init__(self) -> None:
-        super().__init__(daemon=True)
-
-    __hash__ = threading.Thread.__hash__
-
-    def run(self) -> None:
-        while not self.is_over.wait(0.01):
-            self.num_asked += 1
-            try:
-                begin_s = time.monotonic()
-                is_healthy = self.server.get("/health").status == 200
-                self.slowest_s = max(self.slowest_s, time.monotonic() - begin_s)
-                answer = self.server.chat(model="good", temperature=0).json["choices"]
-                self.num_wrong += not is_healthy or answer != self.expected
-            except (OSError, ValueError, KeyError):
-                self.num_wrong += 1
+    def ask(self) -> None:
+        self.num_asked += 1
+        try:
+            begin_s = time.monotonic()
+            is_healthy = self.server.get("/health").status == 200
+            self.slowest_s = max(self.slowest_s, time.monotonic() - begin_s)
+            answer = answer_of_good(self.server)
+            self.num_wrong += not is_healthy or answer != self.expected
+        except (OSError, ValueError, KeyError):
+            self.num_wrong += 1
 
 
-@contextlib.contextmanager
-def witnessed(server: Server) -> Iterator[Witness]:
-    witness = Witness(server, server.chat(model="good", temperature=0).json["choices"])
-    witness.start()
-    try:
-        yield witness
-    finally:
-        witness.is_over.set()
-        witness.join(HANG_S)
-
-
-def write_tokenizer(folder: Path, edit: Edit) -> None:
+def load(server: Server, folder: Path, edit: Edit) -> Answer:
+    """Load the hostile model with another tokenizer."""
     spec = byte_level_json()
     edit(spec)
     (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return load_hostile(server)
 
 
-def is_refused(answer: Answer, status: int) -> bool:
-    return status <= answer.status < 500 and "error" in answer.json
+def ask(server: Server, text: str) -> Iterator[Answer]:
+    yield server.chat(text, model="hostile")
+    yield server.post("/v1/completions", {"model": "hostile", "prompt": text, "max_tokens": 4})
+    yield server.post("/tokenize", {"model": "hostile", "prompt": text})
+    yield server.chat("Hi", model="hostile", prediction={"type": "content", "content": text})
+    yield server.chat("Hi", model="hostile", ignore_eos=False, structured_outputs={"choice": [text[:400], "a"]})
 
 
-def load_refused(server: Server, folder: Path, cases: Sequence[tuple[Edit, str]], outcomes: Counter[str]) -> None:
-    for edit, message in cases:
-        write_tokenizer(folder, edit)
-        answer = server.post("/v1/models/load", {"model": "hostile"})
-        is_clear = answer.status >= 400 and message in answer.json.get("error", {}).get("message", "")
-        outcomes["refused" if is_clear else "not refused"] += 1
-        if answer.status == 200:
-            server.post("/v1/models/unload", {"model": "hostile"})
-
-
-def use_loaded(server: Server, folder: Path, cases: Sequence[tuple[Edit, str]], outcomes: Counter[str]) -> None:
-    for edit, text in cases:
-        write_tokenizer(folder, edit)
-        outcomes["loaded" if server.post("/v1/models/load", {"model": "hostile"}).status == 200 else "not loaded"] += 1
-        for answer in (
-            server.chat(text, model="hostile"),
-            server.post("/v1/completions", {"model": "hostile", "prompt": text, "max_tokens": 4}),
-            server.post("/tokenize", {"model": "hostile", "prompt": text}),
-            server.chat("Hi", model="hostile", prediction={"type": "content", "content": text}),
-            server.chat("Hi", model="hostile", ignore_eos=False, structured_outputs={"choice": [text[:400], "a"]}),
-        ):
-            outcomes["answered" if answer.status == 200 else "400" if is_refused(answer, 400) else "other"] += 1
-        outcomes["used"] += server.chat("Hi", model="hostile").status == 200
-        server.post("/v1/models/unload", {"model": "hostile"})
+def outcome(answer: Answer) -> str:
+    if answer.status == 200:
+        return "dangerous texts answered"
+    is_refused = 400 <= answer.status < 500 and "error" in answer.json
+    return "dangerous texts refused with 400" if is_refused else "dangerous texts with another status"
 
 
 def run(gauntlet: Gauntlet) -> Sequence[Figure]:
-    good, folder = gauntlet.tiny, write_tiny_model(gauntlet.folder / "hostile")
-    config = gauntlet.folder / "models.yaml"
-    config.write_text(
-        f"threads: 1\nmemory: 600M\nmodels:\n  - {{model: {good}, name: good, kv_memory: 16M}}\n"
-        f"  - {{model: {folder}, name: hostile, kv_memory: 16M}}\n"
-    )
     refused = [*REFUSED.values(), *TRIED.values()][:: gauntlet.size(1, 5)]
     loaded = [*LOADED.values()][: gauntlet.size(len(LOADED), 2)]
-    outcomes: Counter[str] = Counter()
-    with serving("--config", str(config)) as server:
-        server.post("/v1/models/load", {"model": "hostile"})
-        server.chat(model="hostile")
-        server.post("/v1/models/unload", {"model": "hostile"})
-        server.chat(model="good")
+    texts: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    with two_models(gauntlet) as (server, folder):
         base = idle_base(server)
-        with witnessed(server) as witness, memory_of(server.process.pid) as memory:
-            load_refused(server, folder, refused, outcomes)
-            use_loaded(server, folder, loaded, outcomes)
-        num_deaths = int(server.process.poll() is not None)
+        witness = Witness(server, answer_of_good(server))
+        with repeating(witness.ask, pause_s=0.01), memory_of(server.process.pid) as memory:
+            for edit, message in refused:
+                answer = load(server, folder, edit)
+                is_clear = answer.status >= 400 and message in answer.json.get("error", {}).get("message", "")
+                faults["hostile tokenizers that were not refused when they were loaded"] += not is_clear
+                if answer.status == 200:
+                    server.post("/v1/models/unload", {"model": "hostile"})
+            for edit, text in loaded:
+                faults["tokenizers that do not load"] += load(server, folder, edit).status != 200
+                texts.update(map(outcome, ask(server, text)))
+                is_used = server.chat("Hi", model="hostile").status == 200
+                faults["hostile tokenizers that answer no other text"] += not is_used
+                server.post("/v1/models/unload", {"model": "hostile"})
+        faults["deaths of the server"] += server.process.poll() is not None
         left = left_over(server, base)
-    gauntlet.say(f"{dict(outcomes)}; {witness.num_asked} requests beside them")
+    gauntlet.say(f"{dict(texts)}; {witness.num_asked} requests beside them")
+    faults["dangerous texts with another status"] += texts.pop("dangerous texts with another status", 0)
+    faults["wrong or missing answers of the other model and of /health"] += witness.num_wrong
     return [
-        Figure("hostile tokenizers refused when they are loaded", outcomes["refused"], at_least=len(refused)),
-        Figure("hostile tokenizers that load", outcomes["loaded"], at_least=len(loaded)),
-        Figure("dangerous texts answered", outcomes["answered"]),
-        Figure("dangerous texts refused with 400", outcomes["400"], at_least=1),
-        exactly("dangerous texts with another status", outcomes["other"]),
-        exactly("hostile tokenizers that answer no other text", outcomes["loaded"] - outcomes["used"]),
-        exactly("deaths of the server", num_deaths),
+        Figure("hostile tokenizers", len(refused) + len(loaded), at_least=2),
+        *(Figure(name, count) for name, count in texts.items()),
+        *counted("", faults),
         Figure("requests of the other model and of /health", witness.num_asked, at_least=1),
-        exactly("wrong or missing answers of the other model and of /health", witness.num_wrong),
-        Figure("slowest /health", witness.slowest_s, "s", at_most=MAX_HEALTH_S, is_timed=True),
+        timed("slowest /health", witness.slowest_s, MAX_HEALTH_S),
         Figure("growth of the server's memory", memory.growth_mb, "MB", at_most=MAX_GROWTH_MB),
         *left,
     ]

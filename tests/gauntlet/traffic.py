@@ -7,10 +7,10 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from tests.server.rig import Reply, Server, read_reply, request_bytes
+from tests.server.rig import Reply, read_reply, request_bytes
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 TOOL = {
@@ -64,36 +64,45 @@ WRONG = (
 )
 
 
-@dataclass
-class Tally:
-    """The outcomes of all requests."""
-
-    num_sent: int = 0
-    num_ended: int = 0
-    num_failed: int = 0  # 5xx
-    num_refused: int = 0  # 429: the server has no room for more
-    num_lost: int = 0  # no complete answer, although the client did not disconnect
-    wrong: Counter[str] = field(default_factory=Counter)  # kind and status
+class Tally(Counter[str]):
+    """The outcomes of all requests, by name."""
 
     def take(self, kind: Kind, reply: Reply) -> None:
-        self.num_ended += 1
-        self.num_failed += reply.status >= 500
-        if reply.status == 429:
-            self.num_refused += 1
+        self["ended"] += 1
+        if reply.status >= 500:
+            self["answers with 5xx"] += 1
+        elif reply.status == 429:
+            self["refused"] += 1
         elif not kind.is_cancelled and (not reply.is_whole or reply.ending == "broken"):
-            self.num_lost += 1
+            self["answers lost or incomplete"] += 1
         elif reply.status not in kind.statuses:
-            self.wrong[f"{kind.name} {reply.status}"] += 1
+            self[f"unexpected: {kind.name} {reply.status}"] += 1
+
+    def faults(self) -> dict[str, float]:
+        return {
+            "answers with 5xx": self["answers with 5xx"],
+            "answers lost or incomplete": self["answers lost or incomplete"] + self["sent"] - self["ended"],
+            "answers with an unexpected status": sum(self[name] for name in self if name.startswith("unexpected")),
+        }
 
 
 def sentence(chosen: random.Random) -> str:
     return " ".join(chosen.choices(WORDS, k=chosen.randrange(4, 24)))
 
 
+class Target(Protocol):
+    """What a client needs of a server."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+    @property
+    def key(self) -> str | None: ...
+
+
 class Client:
     """One client with a keep-alive connection, which is opened again after a cancelled or refused request."""
 
-    def __init__(self, server: Server, chosen: random.Random, tally: Tally) -> None:
+    def __init__(self, server: Target, chosen: random.Random, tally: Tally) -> None:
         self._server = server
         self._random = chosen
         self._tally = tally
@@ -101,7 +110,7 @@ class Client:
 
     async def send(self, kind: Kind) -> Reply:
         path, body = kind.make(sentence(self._random))
-        self._tally.num_sent += 1
+        self._tally["sent"] += 1
         if self._streams is not None and self._streams[0].at_eof():
             self.close()  # the server has closed a connection that was idle for long
         if self._streams is None:

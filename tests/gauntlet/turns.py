@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import statistics
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
 from tests.gauntlet.tenant_attacks import ADMIN, ATTACKER, CHAT, COMPLETIONS, VICTIM, WORDS, chat_of
 from tests.gauntlet.watch import idle_base, left_over
 from tests.server.rig import Server, request_bytes, serving, status_of
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, eventually, repeating
 
 NUM_IDS = 250_000  # of /detokenize: a body may have 262,144 values
 MAX_RATIO = 8.0
@@ -60,42 +58,24 @@ def expensive() -> tuple[Expensive, ...]:
 
 
 @dataclass
-class Clients:
-    """Clients of the attacker: each sends the same request again and again, on one connection each time."""
+class Client:
+    """A client of the attacker: sends the same request again and again, on one connection each time."""
 
     server: Server
-    request: Expensive
+    data: bytes
     num_answers: int = 0
     wrong: list[int] = field(default_factory=list)
-    _is_over: threading.Event = field(default_factory=threading.Event)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Runs them until the block ends. Enters when one of them has an answer."""
-        threads = [threading.Thread(target=self._run) for _ in range(self.request.num_clients)]
-        for thread in threads:
-            thread.start()
-        try:
-            eventually(lambda: self.num_answers or self.wrong, f"an answer of {self.request.path}")
-            yield
-        finally:
-            self._is_over.set()
-            for thread in threads:
-                thread.join(HANG_S)
-
-    def _run(self) -> None:
-        one = self.request
-        data = request_bytes(one.path, one.body, key=ATTACKER, method=one.method)
-        while not self._is_over.is_set():
-            status = 0
-            with contextlib.suppress(OSError), socket.create_connection(self.server.address, timeout=HANG_S) as sock:
-                sock.sendall(data)
-                status = status_of(sock.recv(64, socket.MSG_WAITALL))
-                sock.shutdown(socket.SHUT_WR)
-            if status == 200:
-                self.num_answers += 1
-            else:
-                self.wrong.append(status)
+    def send(self) -> None:
+        status = 0
+        with contextlib.suppress(OSError), socket.create_connection(self.server.address, timeout=HANG_S) as sock:
+            sock.sendall(self.data)
+            status = status_of(sock.recv(64, socket.MSG_WAITALL))
+            sock.shutdown(socket.SHUT_WR)
+        if status == 200:
+            self.num_answers += 1
+        else:
+            self.wrong.append(status)
 
 
 def chats_s(victim: Server, count: int) -> tuple[float, int]:
@@ -107,6 +87,15 @@ def chats_s(victim: Server, count: int) -> tuple[float, int]:
         num_failed += victim.chat(f"Hello {number}", max_tokens=4).status != 200
         times.append(time.perf_counter() - began_s)
     return statistics.median(times), num_failed
+
+
+def attacked(victim: Server, one: Expensive, count: int) -> tuple[float, int, Client]:
+    """The time of a chat during an attack, how many failed, and the attacker."""
+    attacker = Client(victim, request_bytes(one.path, one.body, key=ATTACKER, method=one.method))
+    with repeating(attacker.send, num_threads=one.num_clients):
+        eventually(lambda: attacker.num_answers or attacker.wrong, f"an answer of {one.path}")
+        during_s, num_failed = chats_s(victim, count)
+    return during_s, num_failed, attacker
 
 
 def run(gauntlet: Gauntlet) -> Sequence[Figure]:
@@ -121,19 +110,12 @@ def run(gauntlet: Gauntlet) -> Sequence[Figure]:
         count = gauntlet.size(12, 1)
         for one in expensive():
             quiet_s, _ = chats_s(victim, count)
-            clients = Clients(server, one)
-            with clients.running():
-                during_s, failed = chats_s(victim, count)
+            during_s, failed, attacker = attacked(victim, one, count)
             num_failed += failed
-            num_wrong += len(clients.wrong)
+            num_wrong += len(attacker.wrong)
             ratio = during_s / quiet_s
-            figures.append(
-                Figure(f"{one.name}: time of another key's chat", ratio, "x", at_most=MAX_RATIO, is_timed=True)
-            )
-            gauntlet.say(
-                f"{one.name}: {quiet_s:.3f} s, {during_s:.3f} s ({ratio:.1f} x), {clients.num_answers} answers, "
-                f"{clients.wrong[:3]} wrong"
-            )
+            figures.append(timed(f"{one.name}: time of another key's chat", ratio, MAX_RATIO, "x"))
+            gauntlet.say(f"{one.name}: {quiet_s:.3f} s, {during_s:.3f} s ({ratio:.1f} x), wrong: {attacker.wrong[:3]}")
         left = left_over(server, base, spare_files=4)
     return [
         *figures,

@@ -7,89 +7,31 @@ python -m tests.scale.faults --restarts 3
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import os
 import random
 import signal
-import threading
 import time
-from dataclasses import dataclass, field
-from http.client import HTTPConnection
-from typing import Any
 
+from tests.gauntlet.flood import Flood, chat_body
 from tests.scale.rig import Cluster, deployed
-from tests.server.rig import Server
-from tests.waiting import HANG_S, eventually, paused
+from tests.server.corpus import CHAT
+from tests.server.rig import Reply, Server, ask_async
+from tests.waiting import HANG_S, eventually, paused, repeating
 
 
-@dataclass
-class Outcome:
-    """How one stream ended."""
-
-    num_tokens: int = 0
-    finish: str | None = None
-    error: str | None = None  # of the protocol
-    problem: str | None = None  # anything that a client should not see
-    began: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
-def stream(server: Server, text: str, max_tokens: int) -> Outcome:
-    """Start a streamed chat request in a thread."""
-    outcome = Outcome()
-    threading.Thread(target=_read, args=(server, text, max_tokens, outcome), daemon=True).start()
-    return outcome
-
-
-def _read(server: Server, text: str, max_tokens: int, outcome: Outcome) -> None:
-    connection = HTTPConnection(*server.address, timeout=HANG_S)
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "stream": True}
-    try:
-        payload = json.dumps({**body, "temperature": 0, "ignore_eos": True})
-        connection.request("POST", "/v1/chat/completions", payload, {"content-type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            outcome.error = str(json.loads(response.read())["error"]["message"])
-            return
-        is_done = False
-        while line := response.readline():
-            data = line.decode().strip().removeprefix("data: ")
-            if not data or data.startswith(":"):
-                continue
-            if data == "[DONE]":
-                is_done = True
-                continue
-            _take(json.loads(data), outcome)
-        if not is_done and outcome.error is None:
-            outcome.problem = "the stream ended without [DONE] or an error"
-    except Exception as error:
-        outcome.problem = f"{type(error).__name__}: {error}"
-    finally:
-        connection.close()
-        outcome.began.set()
-        outcome.ended.set()
-
-
-def _take(event: dict[str, Any], outcome: Outcome) -> None:
-    if "error" in event:
-        outcome.error = str(event["error"]["message"])
-        return
-    for choice in event["choices"]:
-        if choice["delta"].get("content"):
-            outcome.num_tokens += 1
-            outcome.began.set()
-        outcome.finish = choice["finish_reason"] or outcome.finish
+def ask(server: Server, text: str, num_tokens: int) -> Reply:
+    """Send a streamed chat, and wait for its end."""
+    return asyncio.run(asyncio.wait_for(ask_async(server, CHAT, chat_body(text, num_tokens)), HANG_S))
 
 
 def kill_in_mid_stream(cluster: Cluster, number: int, num_tokens: int) -> tuple[int, int, float]:
     """Kill a replica while every replica answers. Returns the streams that failed and that ended, and the seconds
     until all replicas were back."""
     cluster.wait_replicas(2)
-    outcomes = [
-        stream(cluster, f"Round {number}, story {one}: tell me about the number {one}.", num_tokens) for one in range(6)
-    ]
-    for outcome in outcomes:
-        assert outcome.began.wait(HANG_S)
+    texts = [f"Round {number}, story {one}: tell me about the number {one}." for one in range(6)]
+    flood = Flood(cluster, [chat_body(text, num_tokens) for text in texts])
+    flood.wait_flowing()
     with paused(*cluster.worker_pids()):  # otherwise the streams may end first on a busy machine
         before = {one["name"] for one in cluster.replicas()}
         assert all(one["num_requests"] for one in cluster.replicas()), cluster.replicas()
@@ -97,13 +39,9 @@ def kill_in_mid_stream(cluster: Cluster, number: int, num_tokens: int) -> tuple[
         victim = random.Random(number).choice(cluster.replica_pids() if number % 2 else cluster.worker_pids())
         killed_s = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-    for outcome in outcomes:
-        assert outcome.ended.wait(HANG_S)
-    assert not [one.problem for one in outcomes if one.problem], outcomes
-    failed = [one for one in outcomes if one.error is not None]
-    ended = [one for one in outcomes if one.error is None]
-    assert failed, "no stream noticed"
-    assert all(one.finish == "length" and one.num_tokens > 0 for one in ended), ended
+    endings = [reply.ending for reply in flood.wait()]
+    assert "error" in endings, "no stream noticed"
+    assert set(endings) <= {"done", "error"}
 
     def is_back() -> bool:
         found = cluster.replicas()
@@ -112,33 +50,18 @@ def kill_in_mid_stream(cluster: Cluster, number: int, num_tokens: int) -> tuple[
     eventually(is_back, "the replica is replaced")
     took_s = time.monotonic() - killed_s
     cluster.wait_free()
-    return len(failed), len(ended), took_s
+    return endings.count("error"), endings.count("done"), took_s
 
 
-def restart_under_load(cluster: Cluster, num_clients: int = 4) -> list[Outcome]:
-    """Deploy again while clients send one request after the other. Returns what became of all requests."""
-    outcomes: list[Outcome] = []
-    is_over = threading.Event()
-
-    def send(client: int) -> None:
-        for number in range(10_000):
-            if is_over.is_set():
-                return
-            outcome = stream(cluster, f"Client {client}, question {number}?", 24)
-            outcomes.append(outcome)
-            outcome.ended.wait(HANG_S)
-
-    clients = [threading.Thread(target=send, args=(client,)) for client in range(num_clients)]
-    for client in clients:
-        client.start()
-    before = {one["name"] for one in cluster.replicas()}
-    said = cluster.order(f"deploy {cluster.folder / 'deploy.yaml'}")
-    assert said == {"url": cluster.url}, said  # the front has stayed
-    eventually(lambda: not before & {one["name"] for one in cluster.replicas()}, "all replicas are new")
-    is_over.set()
-    for client in clients:
-        client.join()
-    return outcomes
+def restart_under_load(cluster: Cluster, num_clients: int = 4) -> list[Reply]:
+    """Deploy again while clients send one request after the other. Returns all replies."""
+    replies: list[Reply] = []
+    with repeating(lambda: replies.append(ask(cluster, f"Question {len(replies)}?", 24)), num_threads=num_clients):
+        before = {one["name"] for one in cluster.replicas()}
+        said = cluster.order(f"deploy {cluster.folder / 'deploy.yaml'}")
+        assert said == {"url": cluster.url}, said  # the front has stayed
+        eventually(lambda: not before & {one["name"] for one in cluster.replicas()}, "all replicas are new")
+    return replies
 
 
 def main() -> None:
@@ -147,18 +70,13 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=0)
     options = parser.parse_args()
     with deployed({"num_blocks": 400}) as cluster:
-        num_failed, num_ended = 0, 0
-        waits_s: list[float] = []
         for number in range(options.kills):
             failed, ended, took_s = kill_in_mid_stream(cluster, number, 200)
-            num_failed, num_ended, waits_s = num_failed + failed, num_ended + ended, [*waits_s, took_s]
             print(f"kill {number + 1}: {failed} streams failed, {ended} did not; back in {took_s:.1f} s", flush=True)
-        if waits_s:
-            print(f"{options.kills} kills: {num_failed} failed, {num_ended} did not; all in {max(waits_s):.1f} s")
         for number in range(options.restarts):
-            outcomes = restart_under_load(cluster)
-            lost = [one for one in outcomes if one.problem or one.error]
-            print(f"restart {number + 1}: {len(outcomes)} requests, {len(lost)} lost {lost[:3]}", flush=True)
+            replies = restart_under_load(cluster)
+            lost = [reply for reply in replies if reply.ending != "done"]
+            print(f"restart {number + 1}: {len(replies)} requests, {len(lost)} lost {lost[:3]}", flush=True)
         print(f"blocks held at the end: {cluster.wait_free()['num_in_use']}")
 
 

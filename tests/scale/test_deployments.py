@@ -19,14 +19,14 @@ from quire.engine.composition import EngineConfig
 from quire.errors import InvalidRequest
 from quire.scale.config import Autoscale, DeployConfig, ModelDeployment, Resources
 from quire.server.config import ModelConfig, ServeConfig
+from tests.waiting import until
 
 with warnings.catch_warnings():  # Ray uses old names of pydantic
     warnings.simplefilter("ignore")
     from ray.serve.request_router import RequestRouter
     from ray.serve.schema import ApplicationStatus
 
-    from quire.scale import application, deployments, ray_cluster
-    from quire.scale import application as preflight
+    from quire.scale import application, deployments, ray_cluster, registry
     from quire.scale import transport as registry
     from quire.scale.deployments import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
@@ -40,38 +40,32 @@ class Collected(ModelReplica):
         pass
 
 
-def test_a_replica_that_cannot_start_reports_why_before_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits: list[int] = []
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The calls of `os._exit`, which do not end this process."""
+    found: list[int] = []
     monkeypatch.setattr(deployments, "EXIT_DELAY_S", 0.0)
-    monkeypatch.setattr(os, "_exit", exits.append)
-
-    async def main() -> None:
-        replica: Any = object.__new__(Collected)
-        with pytest.raises(RuntimeError, match=r"m: .*no-such-model"):
-            await replica.__init__("m", str(tmp_path / "no-such-model"), EngineConfig(backend="fake"), b"", 1)
-        await asyncio.sleep(0.1)
-        assert not exits
-        await ModelReplica.__del__(replica)
-
-    asyncio.run(main())
+    monkeypatch.setattr(os, "_exit", found.append)
+    return found
 
 
-def test_a_replica_whose_worker_ends_later_ends_its_process(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exits: list[int] = []
-    monkeypatch.setattr(deployments, "EXIT_DELAY_S", 0.0)
-    monkeypatch.setattr(os, "_exit", exits.append)
+@pytest.mark.anyio
+async def test_a_replica_that_cannot_start_reports_why_before_it_ends(tmp_path: Path, exits: list[int]) -> None:
+    replica: Any = object.__new__(Collected)
+    with pytest.raises(RuntimeError, match=r"m: .*no-such-model"):
+        await replica.__init__("m", str(tmp_path / "no-such-model"), EngineConfig(backend="fake"), b"", 1)
+    await asyncio.sleep(0.1)
+    assert not exits
+    await ModelReplica.__del__(replica)
 
-    async def main() -> None:
-        replica: Any = object.__new__(Collected)
-        await replica.__init__("m", str(tiny_model), EngineConfig(backend="fake", num_blocks=100), b"", 1)
-        replica._replica.process.end("was ended by a test")
-        while not exits:
-            await asyncio.sleep(0.01)
-        await ModelReplica.__del__(replica)
 
-    asyncio.run(main())
+@pytest.mark.anyio
+async def test_a_replica_whose_worker_ends_later_ends_its_process(tiny_model: Path, exits: list[int]) -> None:
+    replica: Any = object.__new__(Collected)
+    await replica.__init__("m", str(tiny_model), EngineConfig(backend="fake", num_blocks=100), b"", 1)
+    replica._replica.process.end("was ended by a test")
+    await until(lambda: exits, "its process ends")
+    await ModelReplica.__del__(replica)
 
 
 @pytest.mark.parametrize(
@@ -249,21 +243,21 @@ def test_the_reason_in_messages(messages: list[str], reason: str) -> None:
 
 
 def test_an_address_that_the_head_cannot_use() -> None:
-    assert preflight.find_problem("127.0.0.1", 0) is None
-    assert preflight.find_problem("", 0) is None
-    assert preflight.find_problem("no-such-host.invalid", 0)
+    assert application.find_problem("127.0.0.1", 0) is None
+    assert application.find_problem("", 0) is None
+    assert application.find_problem("no-such-host.invalid", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert preflight.find_problem("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
+        assert application.find_problem("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
 
 
 def test_room_for_new_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of what the first replicas need, also of resources that no machine has."""
     monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 4.0, "memory": 10.0})
     two = ModelDeployment(replicas=2, resources=Resources(cpus=1.5))
-    assert preflight.has_room([two, ModelDeployment(resources=Resources(cpus=1, memory=10))])
-    assert not preflight.has_room([two, two])
-    assert preflight.has_room([ModelDeployment(autoscale=Autoscale(max=9), resources=Resources(cpus=4))])
-    assert not preflight.has_room([ModelDeployment(resources=Resources(custom={"label": 0.5}))])
+    assert application.has_room([two, ModelDeployment(resources=Resources(cpus=1, memory=10))])
+    assert not application.has_room([two, two])
+    assert application.has_room([ModelDeployment(autoscale=Autoscale(max=9), resources=Resources(cpus=4))])
+    assert not application.has_room([ModelDeployment(resources=Resources(custom={"label": 0.5}))])
 
 
 def test_the_fingerprint_of_a_model(tmp_path: Path) -> None:

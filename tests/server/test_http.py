@@ -13,7 +13,6 @@ from uvicorn.server import ServerState
 
 from quire.engine.outputs import Delta
 from quire.errors import InvalidRequest
-from quire.server import http as open_connections
 from quire.server.errors import ApiError, Kind
 from quire.server.http import (
     FREE_BYTES,
@@ -205,7 +204,7 @@ def test_at_the_limit_the_oldest_silent_connection_is_evicted(
     others: OpenConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del others
-    monkeypatch.setattr(open_connections, "GRACE_S", 0.0)
+    monkeypatch.setattr(server_module, "GRACE_S", 0.0)
     monkeypatch.setattr(HttpProtocol, "max_connections", 2)
     state = ServerState()
     served = Connection(state)

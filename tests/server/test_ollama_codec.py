@@ -17,7 +17,7 @@ from quire.core.values import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
-from quire.server import catalog as pull
+from quire.server import catalog
 from quire.server.catalog import API_VERSION, NEVER
 from quire.server.errors import ApiError, Kind
 from quire.server.models import ActiveRequest, InferenceRequest, Models
@@ -582,14 +582,14 @@ def test_apply_template_returns_the_prompt_of_a_chat(server: Server) -> None:
 def pulled(
     monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., object], name: str = "smollm2"
 ) -> list[dict[str, Any]]:
-    monkeypatch.setattr(pull, "pull", fetch)
+    monkeypatch.setattr(catalog, "pull", fetch)
 
     async def read() -> bytes:
-        assert pull._is_pulling.acquire(blocking=False)
-        return b"".join([line async for line in pull._lines(pull.Pulling(name).progress())])
+        assert catalog._is_pulling.acquire(blocking=False)
+        return b"".join([line async for line in catalog._lines(catalog.Pulling(name).progress())])
 
     data = asyncio.run(read())
-    assert eventually(lambda: not pull._is_pulling.locked(), "the next one may begin")
+    assert eventually(lambda: not catalog._is_pulling.locked(), "the next one may begin")
     return [json.loads(line) for line in data.splitlines()]
 
 

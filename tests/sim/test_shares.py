@@ -44,6 +44,18 @@ def test_a_request_starts_within_the_service_bound(seeds: range) -> None:
             assert one.total <= bound, f"seed {seed}: {one.request!r} waited for {one.total} tokens of at most {bound}"
 
 
+@pytest.mark.parametrize("patience_s", [None, 0.02, 0.1])  # None: the fair policy
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_low_waits_no_longer_than_its_bound(seeds: range, patience_s: float | None) -> None:
+    """Under endless load of HIGH. Requests that still wait count too."""
+    for seed in seeds:
+        contest = Contest(seed, [Load(HIGH, num_waiting=ENDLESS), Load(LOW, num_waiting=3)], patience_s=patience_s)
+        while contest.num_steps < 300 or not any(one.request.priority is LOW for one in contest.started):
+            contest.step()
+        ratios = contest.wait_ratios(LOW) if patience_s is None else contest.overtaken_ratios(LOW)
+        assert max(ratios) <= 1, f"seed {seed}"
+
+
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_high_starts_within_two_steps_next_to_a_permanent_low_backlog(seeds: range) -> None:
     for seed in seeds:

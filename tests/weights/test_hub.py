@@ -18,7 +18,6 @@ import pytest
 
 from quire.errors import DownloadFailed, ModelNotFound
 from quire.weights import hub
-from quire.weights import hub as wheel
 from quire.weights.hub import HubName, KnownModel, is_whole
 from tests.weights.makers import tiny_gguf, write_folder
 
@@ -145,7 +144,7 @@ def test_a_folder_that_pip_removes_while_its_size_is_looked_at_is_no_error(
         return look(path)
 
     monkeypatch.setattr("os.scandir", remove_first)
-    assert wheel._largest(tmp_path) == 3
+    assert hub._largest(tmp_path) == 3
 
 
 KILLED = """
@@ -173,7 +172,7 @@ def test_a_pull_killed_half_way_leaves_nothing_trusted(known: KnownModel, tmp_pa
     with pytest.raises(ModelNotFound):
         hub.resolve("tiny")
     (left,) = (tmp_path / "cache" / "models").iterdir()
-    os.utime(left, (time.time() - 2 * wheel.STALE_S,) * 2)
+    os.utime(left, (time.time() - 2 * hub.STALE_S,) * 2)
     assert hub.pull("tiny").read_bytes() == DATA
     assert cached(tmp_path) == [FILE]  # leftovers are removed a day later
 

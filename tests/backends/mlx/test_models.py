@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from quire.backends.mlx import model as attention
+from quire.backends.mlx import model as model_module
 from quire.backends.mlx import paged_cache
 from quire.backends.mlx.batch import BatchMode
 from quire.backends.mlx.kernel_check import gather_reference
@@ -192,13 +192,13 @@ def test_large_groups_of_decodes_are_divided(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(paged_cache, "GATHER_BYTES", 3 * 64 * 2 * 2 * 16 * 4)  # three rows of two blocks
     rig = Rig(folder, **SETTINGS)
     sizes = []
-    real = attention._attend_group
+    real = model_module._attend_group
 
     def recorded(queries: mx.array, layer: Any, group: Any, *rest: Any) -> mx.array:
         sizes.append(group.num_seqs)
         return real(queries, layer, group, *rest)
 
-    monkeypatch.setattr(attention, "_attend_group", recorded)
+    monkeypatch.setattr(model_module, "_attend_group", recorded)
     reference, contract = DenseReference(folder), Contract()
     prompts = [random_prompt(50 + number, 40 + number) for number in range(8)]
     ids = [rig.start(prompt, 4) for prompt in prompts]

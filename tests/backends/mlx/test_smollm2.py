@@ -32,8 +32,8 @@ def test_greedy_answers_alone_and_in_company(num_prompts: int, tmp_path: Path) -
     """`make equality BACKEND=mlx` does the same with the default model, which takes long on a CPU."""
     rig = Rig(write_model(tmp_path / "m", "llama"), backend="mlx", dtype="float32", num_blocks=1500, max_num_seqs=16)
     prompts = [tuple(random_prompt(number, 3 + number % 45)) for number in range(num_prompts)]
-    alone = answer_alone(rig, prompts, lambda _: None, NUM_TOKENS)
-    outcomes = [compare(rig, alone, condition, lambda _: None) for condition in CONDITIONS]
+    alone = answer_alone(rig, prompts, NUM_TOKENS)
+    outcomes = [compare(rig, alone, condition) for condition in CONDITIONS]
     outcomes.append(compare_on_hits(rig, alone))
     for outcome in outcomes:
         assert not outcome.differences, outcome

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends import kv_memory as kv_division
+from quire.backends import kv_memory
 from quire.backends.block_io import model_key
 from quire.backends.kv_memory import LayerKV
 from quire.backends.native.runner import NativeRunner
@@ -92,7 +92,7 @@ def test_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"max_model_len": 20},
     ]
     layouts = [plain, *(layout_of(tmp_path / "a", **other) for other in others), layout_of(tmp_path / "b")]
-    monkeypatch.setattr(kv_division, "HAS_WINDOWS", False)
+    monkeypatch.setattr(kv_memory, "HAS_WINDOWS", False)
     layouts.append(layout_of(tmp_path / "a"))
     assert len(set(layouts)) == len(layouts)
 

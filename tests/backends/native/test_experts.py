@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.native import packing as expert_memory
+from quire.backends.native import packing
 from quire.backends.native.library import Engine, Floats
 from quire.backends.native.model import NativeModel
 from quire.backends.native.packing import PackedModel, pack_model
@@ -198,7 +198,7 @@ def test_experts_in_a_file(stacked: Checkpoint, monkeypatch: pytest.MonkeyPatch,
     prompt = random_prompt(2, 30)
     prompt = [token % VOCAB for token in prompt]
     expected = model_of(stacked).logits(prompt)
-    monkeypatch.setattr(expert_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     packed = pack_model(stacked, 2)
     assert packed.has_experts_on_disk
@@ -211,15 +211,15 @@ def test_experts_in_a_file(stacked: Checkpoint, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_dense_models_need_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_memory, "available_bytes", lambda: 1000)
-    assert not expert_memory.ExpertMemory({}, other_bytes=10_000).is_file
+    monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
+    assert not packing.ExpertMemory({}, other_bytes=10_000).is_file
 
 
 @pytest.mark.parametrize(("other_bytes", "is_file"), [(700, False), (701, True)])
 def test_the_share_of_memory(other_bytes: int, is_file: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(expert_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    memory = expert_memory.ExpertMemory({"a": 30, "b": 36}, other_bytes=other_bytes - 28)
+    memory = packing.ExpertMemory({"a": 30, "b": 36}, other_bytes=other_bytes - 28)
     assert memory.is_file == is_file
     memory["a"][:], memory["b"][:] = 1, 2
     assert (memory["a"].size, memory["b"].size, memory["a"].sum(), memory["b"].sum()) == (30, 36, 30, 72)
@@ -227,5 +227,5 @@ def test_the_share_of_memory(other_bytes: int, is_file: bool, monkeypatch: pytes
 
 def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="QUIRE_CACHE"):
-        expert_memory.map_new_file(tmp_path, 1 << 60)
+        packing.map_new_file(tmp_path, 1 << 60)
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.backends import kv_memory as kv_division
+from quire.backends import kv_memory
 from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import SeqSlice, StateSnapshot
@@ -174,7 +174,7 @@ def test_other_kernels(case: Case, kernels: str, precision: str) -> None:
 @pytest.mark.kept("qwen3_5_moe", "lfm2_moe", "mistral", "gemma3", "shared layers")
 def test_random_requests(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared prefixes, snapshots, forks, preemption and cancellation: each answer has the bits of the request alone."""
-    monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)
+    monkeypatch.setattr(kv_memory, "HAS_WINDOWS", True)
     rng = Random(seed)
     RoundedReference(name, tmp_path, seed)
     sizes = {"max_num_seqs": rng.choice((2, 5, 8)), "max_chunk_tokens": rng.choice((5, 16, 64))}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends import kv_memory as kv_division
+from quire.backends import kv_memory
 from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeRunner]:
-    monkeypatch.setattr(kv_division, "HAS_WINDOWS", True)
+    monkeypatch.setattr(kv_memory, "HAS_WINDOWS", True)
     runner = open_runner(folder, block_size=BLOCK_SIZE, num_blocks=2 * NUM_BLOCKS)
     assert runner.capacity().num_window_blocks >= 2 * NUM_BLOCKS
     assert 0 < runner.capacity().window < 40
@@ -45,7 +45,7 @@ def runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeRunn
 @pytest.fixture
 def expected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Floats]:
     """Logits of every position of the prompt, from a runner with one pool."""
-    monkeypatch.setattr(kv_division, "HAS_WINDOWS", False)
+    monkeypatch.setattr(kv_memory, "HAS_WINDOWS", False)
     runner = open_runner(folder, block_size=BLOCK_SIZE, num_blocks=2 * NUM_BLOCKS)
     assert runner.capacity().num_window_blocks == 0
     yield runner.model.logits(PROMPT)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from quire.backends.sampling import BROKEN
-from quire.backends.torch import attention_work as work
-from quire.backends.torch import cuda, fused_linear, graphs, inputs
+from quire.backends.torch import attention_work, cuda, fused_linear, graphs, inputs
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import SeqSlice, StepPlan
 from tests.backends.torch.families import EVERY_FAMILY, MORE_FAMILIES, STATE_FAMILIES, Reference
@@ -94,8 +93,8 @@ def watch_siblings(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int,
     """Return a list that receives the rows, first and last key of all groups that are found."""
     found: list[list[tuple[int, int, int]]] = []
 
-    def find_siblings(*args: Any) -> work.Grouping | None:
-        grouping = work.find_siblings(*args)
+    def find_siblings(*args: Any) -> attention_work.Grouping | None:
+        grouping = attention_work.find_siblings(*args)
         groups = () if grouping is None else grouping.siblings
         found.append([(group.last - group.first, group.low, group.high) for group in groups])
         return grouping
@@ -109,7 +108,7 @@ def watch_siblings(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int,
 @pytest.mark.kept("1024-True")
 def test_drafts(llama: Reference, has_graphs: bool, min_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that are right up to some token, with a context that is read once for all of them, and without."""
-    monkeypatch.setattr(work, "MIN_DRAFT_KEYS", min_keys)
+    monkeypatch.setattr(attention_work, "MIN_DRAFT_KEYS", min_keys)
     prompts = [prompt(40, 1), prompt(70, 2)]
     rig = FusedRig(llama.path, max_num_seqs=16)
     expected = [rig.answer(tokens, 10).tokens for tokens in prompts]
@@ -139,7 +138,7 @@ def test_nested_siblings_and_strangers(llama: Reference, has_graphs: bool, monke
 
     They end at different times, so that groups lose members while others run.
     """
-    monkeypatch.setattr(work, "MIN_SHARED", 64)
+    monkeypatch.setattr(attention_work, "MIN_SHARED", 64)
     found = watch_siblings(monkeypatch)
     rig = FusedRig(llama.path, max_num_seqs=16)
     monkeypatch.setattr(graphs, "MAX_MISSES", 2 if has_graphs else 1000)

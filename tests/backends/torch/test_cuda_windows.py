@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.backends.torch import attention_work as work
-from quire.backends.torch import graphs
+from quire.backends.torch import attention_work, graphs
 from quire.backends.torch.cuda import CudaRunner, _halves
 from quire.backends.torch.fused_linear import FusedLinear
 from quire.backends.torch.kv_store import KVStore
@@ -77,7 +76,7 @@ STEPS = [
 def test_only_blocks_within_the_window_are_read(
     make_runner: Make, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "MIN_CHUNK", 16)  # so that rows have parts
+    monkeypatch.setattr(attention_work, "MIN_CHUNK", 16)  # so that rows have parts
     monkeypatch.setattr(graphs, "MAX_MISSES", 1 if has_graphs else 1000)
     tokens = [random_tokens(90, seed) for seed in range(3)]
     whole = Driver(make_runner(is_reference=True), tokens)
@@ -98,7 +97,7 @@ def test_only_blocks_within_the_window_are_read(
 
 def test_siblings_do_not_share_window_blocks(make_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four requests share the blocks of their prefix in layers with whole contexts, and no window blocks."""
-    monkeypatch.setattr(work, "MIN_SHARED", 16)
+    monkeypatch.setattr(attention_work, "MIN_SHARED", 16)
     head = random_tokens(40, 0)
     tokens = [head + random_tokens(20, seed) for seed in range(4)]
     whole = Driver(make_runner(is_reference=True), tokens)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
 from quire.backends.sampling import BROKEN
-from quire.backends.torch import attention_work as work
-from quire.backends.torch import graphs
+from quire.backends.torch import attention_work, graphs
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import BlockCopy
@@ -92,7 +91,7 @@ def test_chunks_batches_and_cached_prefixes_change_nothing(name: str, tmp_path: 
 def test_siblings_and_graphs(has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Siblings read a shared prefix in wide items; forks copy codes and scales of their last block."""
     small("llama", tmp_path, num_hidden_layers=1)
-    monkeypatch.setattr(work, "MIN_SHARED", 64)
+    monkeypatch.setattr(attention_work, "MIN_SHARED", 64)
     rig = FusedRig(tmp_path, is_fp8=True)
     monkeypatch.setattr(graphs, "MAX_MISSES", 2 if has_graphs else 1000)
     if has_graphs:

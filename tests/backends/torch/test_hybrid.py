@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.backends import kv_memory as kv_division
+from quire.backends import kv_memory
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.runner import TorchRunner
 from quire.core.kv_cache import KVCacheManager
@@ -29,7 +29,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return KVCacheManager(*args, **{"window": WINDOW, "num_window_blocks": 24, **settings})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_division, "HAS_WINDOWS", True)
+        patch.setattr(kv_memory, "HAS_WINDOWS", True)
         patch.setattr(composition, "KVCacheManager", make_cache)
         rig = Rig(folder, max_chunk_tokens=128, num_blocks=80)
         runner = rig.engine.runner

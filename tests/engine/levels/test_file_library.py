@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from quire.engine.levels import block_file
-from quire.engine.levels import block_file as file_library
 from quire.engine.levels.block_file import (
     BlockRead,
     Fault,
@@ -120,10 +119,10 @@ def test_the_library_accepts_only_the_expected_header(tmp_path: Path) -> None:
 def test_a_library_that_cannot_be_loaded_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / file_library._NAME
+    path = tmp_path / block_file._NAME
     with pytest.raises(OSError, match="quire_files"):
         FileLibrary(path)
-    monkeypatch.setattr(file_library, "__file__", str(tmp_path / "file_library.py"))
+    monkeypatch.setattr(block_file, "__file__", str(tmp_path / "file_library.py"))
     assert load_library.__wrapped__() is None  # there is none, as after an install without a compiler
     assert not caplog.records
     path.write_bytes(b"not a library")

@@ -1,6 +1,6 @@
 """The real model with a disk cache: answers after a restart, with damaged files, and with other weights or settings.
 
-`python -m tests.restart` does the same with hundreds of prompts and kills.
+`python -m tests.restart` does the same with hundreds of prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from quire.engine.levels.disk_store import DiskStore
 from quire.engine.model_text import ModelText
 from tests.engine.levels.contents import all_files
 from tests.restart import Answer, Case, answer_again, answer_in_batches, compare, make_cases, open_engine
-from tests.restart_kills import run_kills
 
 NUM_CASES = 16
 
@@ -33,10 +32,6 @@ class Stored(NamedTuple):
     num_files: int
     cases: list[Case]
     answers: list[Answer]
-
-
-def quiet(_: str) -> None:
-    pass
 
 
 def disk_stats(engine: Engine) -> LevelStats:
@@ -60,7 +55,7 @@ def stored(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Sto
     assert len({len(case.prompt) for case in cases}) > 10
     assert len({case.salt for case in cases}) == 4
     engine = open_engine(default_model, folder, threads=1)
-    answers = answer_in_batches(engine, cases, quiet)
+    answers = answer_in_batches(engine, cases)
     assert any(answer.cache.num_tokens for answer in answers)  # some share prefixes
     engine.close()
     return Stored(folder, len(all_files(folder)), cases, answers)
@@ -78,7 +73,7 @@ def copied(stored: Stored, tmp_path: Path) -> Iterator[Path]:
 def test_answers_after_a_restart(default_model: Path, stored: Stored) -> None:
     engine = open_engine(default_model, stored.folder, threads=1)
     assert disk_stats(engine).num_pieces == stored.num_files > 50
-    outcome = compare(stored.cases, stored.answers, answer_again(engine, stored.cases, quiet))
+    outcome = compare(stored.cases, stored.answers, answer_again(engine, stored.cases))
     stats, faults = disk_stats(engine), store_of(engine).faults
     engine.close()
     assert outcome.problems == []
@@ -108,7 +103,7 @@ def test_a_flipped_bit_in_every_file(default_model: Path, stored: Stored, copied
     store = store_of(engine)
     num_in_headers = sum(store.faults.values())
     assert disk_stats(engine).num_pieces == len(files) - num_in_headers
-    answers = answer_again(engine, stored.cases, quiet)
+    answers = answer_again(engine, stored.cases)
     stats, faults = disk_stats(engine), store.faults
     engine.close()
     for answer, expected in zip(answers, stored.answers, strict=True):
@@ -145,17 +140,9 @@ def test_other_weights_or_settings_use_nothing_of_the_folder(
     engine = open_engine(path, stored.folder, threads=1, **OTHERS[name])
     assert disk_stats(engine).num_pieces == 0
     shortest = sorted(stored.cases, key=lambda case: len(case.prompt))[:2]
-    answers = answer_in_batches(engine, shortest, quiet)
+    answers = answer_in_batches(engine, shortest)
     engine.close()
     assert [answer.cache.num_tokens for answer in answers] == [0, 0]
     assert before < {file.path for file in all_files(stored.folder)}  # its own files are elsewhere
     if name == "weights":
         path.unlink()  # pytest would keep it
-
-
-@pytest.mark.nightly
-def test_kills_during_saves(default_model: Path, tmp_path: Path) -> None:
-    outcome = run_kills(default_model, tmp_path / "kv", 1, quiet, threads=1)
-    assert outcome.problems == []
-    assert (outcome.num_kills, outcome.num_answers, outcome.num_equal) == (1, 6, 6)
-    assert (outcome.num_torn, outcome.num_restored) == (0, outcome.num_whole)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch import fused_linear as fused_packed_linear
+from quire.backends.torch import fused_linear
 from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.kernels import packed_products
 from quire.backends.torch.kernels.elementwise import add_norm, add_norm_in_fp8, gated, norm
@@ -133,7 +133,7 @@ def test_a_large_matrix_is_expanded_for_many_rows_only(name: str, monkeypatch: p
     """A decoded head would take gigabytes, so it is decoded in strips, and not at all for few rows."""
     linear = FusedPackedLinear(random_weight(300, 256, FORMATS[name]))
     exact = exact_weight(linear.packed)
-    monkeypatch.setattr(fused_packed_linear, "MAX_EXPANDED", 300 * 256 - 1)
+    monkeypatch.setattr(fused_linear, "MAX_EXPANDED", 300 * 256 - 1)
     monkeypatch.setattr(packed_products, "MAX_EXPANDED", 300 * 256 - 1)
     expand = packed_products.expanded
     sizes: list[int] = []
