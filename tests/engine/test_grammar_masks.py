@@ -9,8 +9,6 @@ from typing import Any
 
 import llguidance
 import pytest
-from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured import trial
 
 from quire.core.values import FinishReason
 from quire.engine import grammars as grammars_module
@@ -45,7 +43,7 @@ class Vocabulary:
         self.grammars = Grammars(lambda: (tokenizer, eos_token_ids), tokenizer.vocab_size)
         adapter = grammars_module.VocabularyAdapter(
             tokenizer,
-            trial.Vocabulary(
+            grammars_module.Vocabulary(
                 tokens=[tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],
                 eos_token_ids=eos_token_ids,
                 special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),

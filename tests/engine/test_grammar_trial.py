@@ -14,11 +14,8 @@ from random import Random
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from quire.engine.structured import grammars as grammars_module
-from quire.engine.structured import trial
 
 from quire.engine import grammars as grammars_module
-from quire.engine import grammars as trial
 from quire.engine.grammars import OF_ALL, OF_OWNER, PATIENCE_S, Grammars, NormalTime
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.child_process import Interrupted
@@ -90,7 +87,7 @@ def test_a_worker_starts_the_child_before_the_first_grammar(tiny_model: Path) ->
 
 
 def test_a_killed_child_is_started_again_without_a_request(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "MIN_LIFE_S", 0.0)
+    monkeypatch.setattr(grammars_module, "MIN_LIFE_S", 0.0)
     grammars.prepare()
     grammars.compile(regex_grammar("before"))
     (child,) = trial_children()
@@ -142,15 +139,15 @@ def test_the_vocabulary_is_opened_at_normal_priority(tokenizer: Tokenizer, *, is
 
 
 def test_a_slow_grammar_does_not_delay_another_one(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "COMPILE_LIMIT_S", ENDLESS_S)
+    monkeypatch.setattr(grammars_module, "COMPILE_LIMIT_S", ENDLESS_S)
     slow = grammars.submit(SLOW, "greedy")
     grammars.submit(regex_grammar("fast"), "patient").result(HANG_S)
     assert not slow.done()
 
 
 def test_a_trial_ends_at_its_time_limit(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "COMPILE_LIMIT_S", ENDLESS_S)
-    monkeypatch.setattr(trial, "WAIT_LIMIT_S", 0.5)
+    monkeypatch.setattr(grammars_module, "COMPILE_LIMIT_S", ENDLESS_S)
+    monkeypatch.setattr(grammars_module, "WAIT_LIMIT_S", 0.5)
     with pytest.raises(InvalidRequest, match=r"does not finish within 0\.5 s"):
         grammars.compile(SLOW)
     (child,) = trial_children()
@@ -161,7 +158,7 @@ def test_a_trial_ends_at_its_time_limit(grammars: Grammars, monkeypatch: pytest.
 def test_a_fork_that_was_killed_or_stopped_is_replaced_once(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, *, is_stopped: bool
 ) -> None:
-    monkeypatch.setattr(trial, "COMPILE_LIMIT_S", ENDLESS_S)
+    monkeypatch.setattr(grammars_module, "COMPILE_LIMIT_S", ENDLESS_S)
     job = grammars.submit(SLOW)
     (child,) = eventually(trial_children, "the child is started")
     for _ in range(2):
@@ -174,7 +171,7 @@ def test_a_fork_that_was_killed_or_stopped_is_replaced_once(
 
 
 def test_forks_end_with_the_child(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "COMPILE_LIMIT_S", ENDLESS_S)
+    monkeypatch.setattr(grammars_module, "COMPILE_LIMIT_S", ENDLESS_S)
     job = grammars.submit(SLOW)
     (child,) = eventually(trial_children, "the child is started")
     fork = fork_of(child)
@@ -191,7 +188,7 @@ def test_forks_end_with_the_child(grammars: Grammars, monkeypatch: pytest.Monkey
 def test_a_trial_begins_at_normal_priority_and_goes_on_at_a_low_one(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "COMPILE_LIMIT_S", ENDLESS_S)
+    monkeypatch.setattr(grammars_module, "COMPILE_LIMIT_S", ENDLESS_S)
     compiler = grammars._open()
     source = compiler.translate(SLOW)
     for patience_s, expected in ((HANG_S, psutil.Process().nice()), (PATIENCE_S, LOW), (0.0, LOW)):
@@ -222,7 +219,7 @@ def test_hostile_grammars_use_up_the_time_of_their_owner_only(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also grammars that are refused: the rule is on time that was used, not on answers."""
-    monkeypatch.setattr(trial, "COMPILE_LIMIT_S", 0.3)
+    monkeypatch.setattr(grammars_module, "COMPILE_LIMIT_S", 0.3)
     grammars._normal_time = NormalTime(clock=lambda: 0.0)
     for number in range(6):
         hostile = Grammar(GrammarKind.JSON_SCHEMA, SLOW.source.replace("}", " " * number + "}"))

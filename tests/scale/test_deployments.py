@@ -26,8 +26,7 @@ with warnings.catch_warnings():  # Ray uses old names of pydantic
     from ray.serve.request_router import RequestRouter
     from ray.serve.schema import ApplicationStatus
 
-    from quire.scale import application, deployments, ray_cluster, registry
-    from quire.scale import transport as registry
+    from quire.scale import application, deployments, ray_cluster, transport
     from quire.scale.deployments import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
     from quire.scale.ray_serve import PrefixAwareRouter
@@ -279,8 +278,8 @@ def test_the_router_keeps_replicas_that_are_being_stopped_while_the_front_uses_t
 ) -> None:
     used = {"a"}
     chooser: Any = SimpleNamespace(set_replicas=lambda _: None, uses=used.__contains__)
-    monkeypatch.setitem(registry.choosers, "app", chooser)
-    monkeypatch.setitem(registry.routers, "app", None)
+    monkeypatch.setitem(transport.choosers, "app", chooser)
+    monkeypatch.setitem(transport.routers, "app", None)
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
     router: Any = object.__new__(PrefixAwareRouter)
     router.initialize_state("app")

@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 
 from quire.engine.outputs import Delta
 from quire.errors import InvalidRequest
+from quire.server import http
 from quire.server.errors import ApiError, Kind
 from quire.server.http import (
     FREE_BYTES,
@@ -204,7 +205,7 @@ def test_at_the_limit_the_oldest_silent_connection_is_evicted(
     others: OpenConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del others
-    monkeypatch.setattr(server_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(http, "GRACE_S", 0.0)
     monkeypatch.setattr(HttpProtocol, "max_connections", 2)
     state = ServerState()
     served = Connection(state)
