@@ -25,7 +25,8 @@ from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import EngineClient, WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Gone, Stepped, Working, from_worker, pack, to_worker
-from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, StepEstimator, Work, Worker
+from quire.engine.worker.step_estimate import StepEstimator, Work
+from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 from tests.engine.serving import SLOW, client, collect, request, run, until, usage
 from tests.waiting import HANG_S, eventually, num_switches
