@@ -32,7 +32,7 @@ import harness
 from quire.engine.engine import EngineOutput
 from quire.engine.llm import LLM
 from quire.engine.params import GenerationParams
-from quire.engine.worker.worker import NO_WORK, StepEstimator, work_of
+from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, work_of
 from quire.text.grammar import Grammar, GrammarKind
 
 SIDES = ("plain", "drafted")

@@ -29,7 +29,7 @@ from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.kernel_compilation import Compiling
 from quire.backends.torch.kernels import quantized_experts
 from quire.backends.torch.kernels.experts import Routing, route
-from quire.backends.torch.kernels.routed_experts import row_counts, run_experts
+from quire.backends.torch.kernels.routed_experts import expert_calls, run_experts
 from quire.backends.torch.layers import Fp8Product, Fp8Rows, Inputs, Linear, Outputs
 from quire.backends.torch.packed import PackedFormat, PackedStack, PackedWeight, Stack, multiplies_in_fp8
 from quire.weights.packed import CodeType
@@ -233,14 +233,12 @@ class Experts:
             else PackedStack.empty(*shape, format, torch.bfloat16, "meta")
             for shape in self.shapes
         ]
-
-        def step(num_rows: int) -> None:
-            logits = torch.empty(num_rows, self.num_experts, device="meta")
-            x = torch.empty(num_rows, self.inputs, dtype=torch.bfloat16, device="meta")
-            routing = route(logits, self.num_chosen, renormalizes=True, scale=1.0)
-            run_experts(x, stacks[0], stacks[1], routing, Activation.SILU)
-
-        return [partial(step, count) for count in row_counts(stacks[0], stacks[1], self.num_chosen, max(rows))]
+        return list(
+            expert_calls(
+                *stacks, num_chosen=self.num_chosen, activation=Activation.SILU, renormalizes=True, scale=1.0,
+                logits_dtype=torch.float32, max_rows=max(rows),
+            )
+        )  # fmt: skip
 
     def dense(self) -> list[Any]:
         return [

@@ -17,7 +17,15 @@ from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.graphs import graph_sizes, mixed_sizes
-from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls
+from quire.backends.torch.kernel_compilation import (
+    Compiling,
+    first_calls,
+    later_calls,
+    launch,
+    packed_calls,
+    routed_calls,
+    state_calls,
+)
 from quire.backends.torch.kernels.delta_net import is_supported
 from quire.backends.torch.loading import expert_formats, packed_format
 from quire.backends.torch.models.decoder import layer_weights
@@ -52,10 +60,13 @@ def start_compiling(
     if spec.family == OTHER:  # the shapes of its kernels are known only when it is loaded
         return Compiling([], [], target)
     is_fp8 = options.kv_cache_dtype == "fp8"
-    format, experts = packed_format(checkpoint, options.quantize), expert_formats(checkpoint, options.quantize)
-    step_tokens = default_step_tokens(layer_weights(spec))
-    first = first_calls(spec, dtype, block_size, step_tokens, format, experts, has_fp8_kv=is_fp8)
-    return Compiling(first, later_calls(spec, dtype, block_size, format, experts, has_fp8_kv=is_fp8), target)
+    first = first_calls(spec, dtype, block_size, torch.device("meta"), has_fp8_kv=is_fp8)
+    formats = expert_formats(checkpoint, options.quantize)
+    first += routed_calls(spec, dtype, default_step_tokens(layer_weights(spec)), formats)
+    first += state_calls(spec, dtype)
+    format = packed_format(checkpoint, options.quantize)
+    first += packed_calls(spec, dtype, format)
+    return Compiling(first, later_calls(spec, dtype, block_size, format, has_fp8_kv=is_fp8), target)
 
 
 def make_cuda_runner(
@@ -76,6 +87,10 @@ def make_cuda_runner(
     )
     clock.append(time.monotonic())
     compiling.wait_first()
+    clock.append(time.monotonic())
+    if model.spec.family != OTHER:
+        kv_type = options.kv_cache_dtype
+        launch(first_calls(model.spec, dtype, options.block_size, device, has_fp8_kv=kv_type == "fp8"), device)
     clock.append(time.monotonic())
     step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.num_layer_weights), max_num_seqs)
     graph_tokens = min(_num_tokens_within(LAUNCH_S, model.num_layer_weights), MAX_GRAPH_TOKENS, step_tokens)
@@ -99,7 +114,7 @@ def make_cuda_runner(
     free, total = torch.cuda.mem_get_info(device)
     memory = request.divide(free - reserved, free - reserved - int(MARGIN * total))
     clock.append(time.monotonic())
-    log.info("seconds: weights %.2f, compiled %.2f, measured %.2f", *map(sub, clock[1:], clock))
+    log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
     log.info("a prompt token takes %.2f us in a large step", 1e6 * token_s)
     log.info("a step needs up to %.2f GB, with graphs and rarer requests %.2f GB", needed / 1e9, reserved / 1e9)
     store, states = make_stores(model, kv_spec, memory, options.block_size, dtype)

@@ -2,24 +2,26 @@
 
 Triton compiles a kernel when it is first launched: half a second each, in sequence. Threads halve that time, but most
 of it is Python, which blocks everything else in this process. Forked child processes therefore compile into Triton's
-disk cache, and never touch the GPU. They run steps of the model with tensors that have only shapes, in which nothing is
-launched. If a child fails, its kernels are compiled later.
+disk cache, with tensors that have only shapes, and never touch the GPU. Then this process launches each kernel once
+with no work (padding rows, empty items), which loads it from the cache. If a child fails, its kernel is compiled later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
 import select
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,45 +32,62 @@ from triton.backends.nvidia.driver import CudaLauncher
 from quire.backends import kv_memory
 from quire.backends.kv_memory import KVSpec
 from quire.backends.machine import usable_cores
-from quire.backends.torch.experts import Experts
-from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
-from quire.backends.torch.inputs import Layout, StateLayout, WindowLayout
-from quire.backends.torch.kernels.attention import Parts
+from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
-from quire.backends.torch.kernels.delta_net import MAX_FEW
-from quire.backends.torch.kernels.routed_experts import row_counts
+from quire.backends.torch.kernels.chaining import MAX_EARLY_ROWS
+from quire.backends.torch.kernels.convolution import short_conv_calls
+from quire.backends.torch.kernels.delta_net import delta_net_calls, is_supported, projected_size
+from quire.backends.torch.kernels.elementwise import (
+    add_norm,
+    add_norm_in_fp8,
+    embed,
+    gate_output,
+    gated,
+    norm,
+    norm_columns,
+)
+from quire.backends.torch.kernels.linear import PARTS, is_single, is_small
+from quire.backends.torch.kernels.packed_linear import MAX_ROWS as MAX_PACKED_ROWS
+from quire.backends.torch.kernels.packed_products import is_fp8, is_unscaled
+from quire.backends.torch.kernels.rope import rope_store
+from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
-from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.layers import Inputs, Linear, plain
-from quire.backends.torch.loading import NORM_DTYPE, ExpertFormats, WeightLoader, is_quantized
-from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
-from quire.backends.torch.packed import Mxfp4Stack, PackedFormat, PackedStack, PackedWeight, Stack
-from quire.backends.torch.state_store import StateStore
+from quire.backends.torch.layers import Fp8Inputs, Fp8Product, Linear, Outputs
+from quire.backends.torch.loading import NORM_DTYPE, ExpertFormats, has_expert_kernels, qkv_rows
+from quire.backends.torch.packed import Mxfp4Stack, PackedFormat, PackedLinear, PackedStack, PackedWeight, Stack
 from quire.weights.checkpoint import TensorType
-from quire.weights.spec import AttentionSpec, LayerSpec, ModelSpec
-from quire.weights.tensors import expected_tensors
+from quire.weights.spec import (
+    Activation,
+    AttentionSpec,
+    DeltaNetSpec,
+    MlpSpec,
+    ModelSpec,
+    QKNorm,
+    QueryScaling,
+    RopeSpec,
+    ShortConvSpec,
+)
 
-META = torch.device("meta")
 MAX_PROCESSES = 12
 PATIENCE_S = 60
 LATER_NICE = 19
 
 log = logging.getLogger(__name__)
 
-Call = Callable[[], object]  # launches kernels in the forms that a step uses, with no work
+Calls = list[Callable[[], object]]  # each launches a kernel in the form a step uses, with no work
 
 
 class Compiling:
     """Compilation in child processes, started at once. All calls use tensors on the device "meta".
 
-    Each child makes all calls and compiles its share of the kernels that they launch: first those of the first calls,
-    which it reports, then those of the later calls at a low priority: a server is ready by then, and the children must
-    not take the cores from it. They are forked only once, because a fork of a process with a GPU takes 8 ms.
+    Each child compiles its share of the first calls, reports that, and continues with the later calls at a low
+    priority: a server is ready by then, and the children must not take the cores from it. They are forked only once,
+    because a fork of a process with a GPU takes 8 ms.
     """
 
-    def __init__(self, first: Iterable[Call], later: Iterable[Call], target: GPUTarget) -> None:
-        count = min(usable_cores(), MAX_PROCESSES) if first or later else 0
+    def __init__(self, first: Calls, later: Calls, target: GPUTarget) -> None:
+        count = min(max(len(first), len(later)), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
         self._reports, report = os.pipe()
         with _no_collection(), warnings.catch_warnings():
@@ -76,7 +95,7 @@ class Compiling:
             self._children = [
                 context.Process(
                     target=_compile_shares,
-                    args=(first, later, Compiler(target, number, count), report),
+                    args=(first[number::count], later[number::count], target, report),
                     daemon=True,
                 )
                 for number in range(count)
@@ -127,6 +146,14 @@ class Compiling:
         self._close_reports()
 
 
+def launch(calls: Calls, device: torch.device) -> None:
+    """Load the compiled kernels, in parallel."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for future in [pool.submit(_launch, call, device) for call in calls]:
+            if (error := future.exception()) is not None:
+                log.warning("a kernel was not compiled in advance: %s: %s", type(error).__name__, error)
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Disable garbage collection in children forked here: freeing tensors of the parent would abort them."""
@@ -155,234 +182,218 @@ class _NoDevice:
         return self._target
 
 
-def _compile_shares(first: Iterable[Call], later: Iterable[Call], compiler: Compiler, report: int) -> None:
+def _compile_shares(first: Calls, later: Calls, target: GPUTarget, report: int) -> None:
     """Compile in a child process. Sends one byte to `report` after the first calls."""
     os.closerange(3, report)  # the parent's open files must close with the parent
     os.closerange(report + 1, 4096)
-    compiler.run(first)
+    _compile(first, target)
     os.write(report, b"!")
     os.close(report)
     os.nice(LATER_NICE)
-    compiler.run(later)
+    _compile(later, target)
 
 
-class Compiler:
-    """Compiles the kernels that calls launch, once in each form. Of `count` processes, each compiles its share."""
+def _compile(calls: Calls, target: GPUTarget, launcher: Callable[..., object] = CudaLauncher) -> None:
+    """Compile: every launch stops after the compilation."""
+    jit: Any = triton.JITFunction
+    launch = jit.run
 
-    def __init__(
-        self, target: GPUTarget, number: int = 0, count: int = 1, launcher: Callable[..., object] = CudaLauncher
-    ) -> None:
-        self._target = target
-        self._number, self._count = number, count
-        self._launcher = launcher
-        self._forms: set[object] = set()
+    def compile_only(self: object, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        del warmup
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        with contextlib.suppress(Exception):  # compile the C stub that passes the arguments here as well
+            launcher(kernel.src, kernel.metadata)
+        return kernel
 
-    def run(self, calls: Iterable[Call]) -> list[Exception]:
-        """Make calls: every launch stops after the compilation. Returns the errors."""
-        jit: Any = triton.JITFunction
-        launch = jit.run
-        errors: list[Exception] = []
-
-        def compile_only(kernel: Any, *args: object, grid: object, warmup: bool, **options: object) -> None:
-            del warmup
-            form = (kernel, *map(_form, args), *((name, _form(value, value)) for name, value in options.items()))
-            if form in self._forms:
-                return
-            is_mine = len(self._forms) % self._count == self._number
-            self._forms.add(form)
-            try:
-                compiled = launch(kernel, *args, grid=grid, warmup=True, **options) if is_mine else None
-            except Exception as error:  # a kernel that is not compiled now is compiled when it is first launched
-                errors.append(error)
-                return
-            if compiled is not None:
-                with contextlib.suppress(Exception):  # compile the C stub that passes the arguments here as well
-                    self._launcher(compiled.src, compiled.metadata)
-
-        jit.run = compile_only
-        triton.runtime.driver.set_active(_NoDevice(self._target))
-        with torch.inference_mode():
-            remaining = iter(calls)
-            while True:
-                try:
-                    next(remaining)()
-                except StopIteration:
-                    break
-                except Exception as error:
-                    errors.append(error)
-        jit.run = launch
-        return errors
+    jit.run = compile_only
+    triton.runtime.driver.set_active(_NoDevice(target))
+    with torch.inference_mode():
+        for call in calls:
+            with contextlib.suppress(Exception):
+                call()
+    jit.run = launch
 
 
-def _form(value: object, constant: object = None) -> object:
-    """Return what a kernel is compiled for: the type of a tensor, whether a number is 1, a multiple of 16, or large."""
-    if isinstance(value, Tensor):
-        return value.dtype
-    if constant is not None:
-        return constant
-    if type(value) is int:
-        return value == 1, value % 16 == 0, value.bit_length() > 31
-    return type(value)
-
-
-# What is compiled
-
-
-class ShapeLoader(WeightLoader):
-    """Makes the matrices of a model with shapes only, in the formats that they have in memory.
-
-    `packed_format`: of the matrices that are packed; `experts`: of the two matrices of packed experts.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        packed_format: PackedFormat | None = None,
-        experts: ExpertFormats | None = None,
-    ) -> None:
-        self.spec, self.device, self.linear_class = spec, META, FusedLinear
-        self.num_saved, self.packed_types = 0, set()
-        self._dtype, self._format, self._experts = dtype, packed_format, experts
-        self._shapes = expected_tensors(spec)
-
-    def matrix(self, name: str) -> Tensor:
-        rows, *others = self._shapes[name]
-        return self._empty(min(rows, 2) if name.endswith("embedding.weight") else rows, *others)  # any row of a table
-
-    def vector(self, name: str) -> Tensor:
-        return self._empty(*self._shapes[name], kind=NORM_DTYPE)
-
-    def norm(self, name: str) -> Tensor:
-        return self.vector(name)
-
-    def number(self, name: str) -> float:
-        del name
-        return 0.5  # only whether a factor is 1 matters
-
-    def linear(self, prefix: str, *roles: str, has_bias: bool = False) -> Linear:
-        shapes = [self._shapes[f"{prefix}{role}.weight"] for role in roles]
-        num_outputs, num_inputs = sum(shape[0] for shape in shapes), shapes[0][1]
-        bias = self._empty(num_outputs) if has_bias else None
-        if self._format is not None and is_quantized(roles[0]) and self._format.fits(num_inputs):
-            packed = PackedWeight.empty(num_outputs, num_inputs, self._format, self._dtype, META)
-            return FusedPackedLinear(packed, bias)
-        return FusedLinear(self._empty(num_outputs, num_inputs), bias)
-
-    def experts(self, gate_up: list[list[str]], down: list[list[str]], *, may_pack: bool) -> tuple[Stack, Stack]:
-        formats = self._experts if may_pack and self._experts is not None else (None, None)
-        first, second = (self._stacked(names, format) for names, format in zip((gate_up, down), formats, strict=True))
-        return first, second
-
-    def biases(self, groups: list[list[str]]) -> Tensor:
-        return self._empty(len(groups), sum(self._shapes[f"{name}.weight"][0] for name in groups[0]))
-
-    def _stacked(self, groups: list[list[str]], format: PackedFormat | None) -> Stack:
-        shapes = [self._shapes[f"{name}.weight"] for name in groups[0]]
-        shape = (len(groups), sum(one[0] for one in shapes), shapes[0][1])
-        if self.spec.quantization == TensorType.MXFP4:
-            return Mxfp4Stack.empty(*shape, self._dtype, META)
-        return self._empty(*shape) if format is None else PackedStack.empty(*shape, format, self._dtype, META)
-
-    def _empty(self, *shape: int, kind: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=kind or self._dtype, device=META)
-
-
-def _kinds_of_layers(spec: ModelSpec) -> ModelSpec:
-    """Return a model with one layer of each kind. Per-layer embeddings are as wide as the number of layers."""
-    if spec.ple_size:
-        return spec
-    found: dict[LayerSpec, int] = {}
-    for layer in spec.layers:
-        kind, mixer = layer, layer.mixer
-        if isinstance(mixer, AttentionSpec) and mixer.shared_with is not None:
-            owner = found[spec.layers[mixer.shared_with]]
-            kind = replace(layer, mixer=replace(mixer, shared_with=owner))
-        found.setdefault(kind, len(found))
-    return replace(spec, layers=tuple(found))
-
-
-class ShapePass:
-    """Runs steps of a model with shapes only: every kernel of such a step is launched, in the form that it uses.
-
-    A step has decodes and prompts, and rows whose contexts are split.
-    """
-
-    def __init__(self, loader: ShapeLoader, dtype: torch.dtype, block_size: int, *, has_fp8_kv: bool = False) -> None:
-        self._model = DecoderModel(loader, 2)
-        kv_spec = replace(self._model.kv_spec, is_fp8=has_fp8_kv)
-        device, num_windows = loader.device, 2 if kv_memory.HAS_WINDOWS and kv_spec.window else 0
-        num_heads = max(layer.num_kv_heads * layer.num_groups for layer in kv_spec.kv_layers)
-        tables = torch.empty(2, 16, dtype=torch.int32, device=device)
-        self._state = DeviceState(
-            store=KVStore(kv_spec, 2, block_size, dtype, device, num_windows),
-            tables=tables,
-            window_tables=tables,
-            last_samples=tables[0],
-            parts=Parts.empty(1, num_heads, max(layer.head_size for layer in kv_spec.kv_layers), device),
-            states=StateStore(kv_spec, 2, dtype, device) if kv_spec.has_states else None,
-        )
-
-    def expert_rows(self, max_rows: int) -> list[int]:
-        """Return numbers of rows whose steps together use all kernels of experts."""
-        mlps = [one for layer in self._model.layers for one in (layer.mlp, layer.parallel and layer.parallel.mlp)]
-        return [
-            num_rows
-            for mlp in mlps
-            if isinstance(mlp, RoutedMlp) and not mlp.experts.has_sigmoid
-            for num_rows in row_counts(mlp.experts.gate_up, mlp.experts.down, mlp.experts.num_chosen, max_rows)
-        ]
-
-    def copy_blocks(self) -> None:
-        ints = _meta(1, kind=torch.int32)
-        for _, pool in self._state.store.all_pools():
-            copy_blocks(pool, ints, ints)
-
-    def run(self, num_rows: int, work: StateLayout, *, is_graph: bool = False) -> None:
-        window = WindowLayout(1, 1) if self._state.store.num_window_blocks else None
-        layout = Layout(num_rows, 1, 1, window, work if self._state.states is not None else None)
-        inputs = layout.carve(torch.empty(layout.size, dtype=torch.int32, device=META))
-        self._model.forward(_Pass(inputs, self._state, num_merged=1, is_graph=is_graph))
-
-
-class _Pass(FusedPass):
-    def route(self, x: Inputs, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
-        if not experts.has_sigmoid:
-            return super().route(x, router, experts, router_input)
-        self.project(x, router)
-        return plain(x)  # the plain version computes these experts, which needs numbers
-
-
-PACKED_ROWS = (64, 256, 1024)  # with packed matrices, steps of so many rows have other kernels
-GRAPH_ROWS = (1, 2, 4, 16, 32, 64, 128)
-BOTH_KINDS = StateLayout(1, 1, 1)  # a decode and a prompt
+@torch.inference_mode()
+def _launch(call: Callable[[], object], device: torch.device) -> None:
+    with torch.cuda.device(device):
+        call()
 
 
 def first_calls(
+    spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device, *, has_fp8_kv: bool = False
+) -> Calls:
+    """Return launches of the kernels that every step needs."""
+
+    def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    ints = zeros(16, kind=torch.int32)
+    rows, padding = ints[:2], torch.full((2,), -1, dtype=torch.int32, device=device)
+    tables = zeros(2, 16, kind=torch.int32)
+    x, weight = zeros(2, spec.hidden_size), zeros(spec.hidden_size, kind=NORM_DTYPE)
+    logits, params = zeros(2, spec.vocab_size), zeros(2, NUM_PARAMS, kind=torch.float32)
+    out, scratch = zeros(2, 2, kind=torch.int32), Scratch.empty(2, spec.vocab_size, device)
+    factors = _scales(spec)
+    calls: Calls = [
+        lambda: choose(
+            logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=False, is_changed=False
+        ),
+        lambda: add_norm(x, None, weight, spec.norm_eps),
+        *(partial(_add_norm, x, weight, spec.norm_eps, factor) for factor in factors),
+        *_embed_calls(spec, rows, padding, ints, zeros),
+        lambda: update_tables(tables, ints[:1], ints[:1]),
+        lambda: choose(
+            logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=True, is_changed=False
+        ),
+    ]
+    for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
+        if isinstance(mlp, MlpSpec):
+            calls.append(partial(gated, zeros(2, 2 * mlp.size), mlp.activation))
+    for attention in _kinds_of_attention(spec):
+        calls += _attention_calls(attention, spec, dtype, block_size, device, has_fp8_kv=has_fp8_kv)
+    return calls
+
+
+def _add_norm(x: Tensor, weight: Tensor, eps: float, factors: tuple[float, float]) -> object:
+    return add_norm(x.clone(), x.clone(), weight, eps, *factors)
+
+
+def _scales(spec: ModelSpec) -> dict[tuple[float, float], None]:
+    """Return one of each kind of factors that sums of residuals have. Only whether a factor is 1 matters."""
+    scales = {(layer.residual_scale, 1.0): None for layer in spec.layers}
+    return scales | {(layer.residual_scale, 0.5): None for layer in spec.layers if layer.has_output_scale}
+
+
+def _embed_calls(spec: ModelSpec, rows: Tensor, padding: Tensor, ints: Tensor, zeros: Callable[..., Tensor]) -> Calls:
+    tables = [(zeros(2, spec.hidden_size), spec.embedding_scale)]
+    if spec.ple_size:
+        tables.append((zeros(2, spec.num_layers * spec.ple_size), spec.ple_size**0.5))
+    return [partial(embed, rows, padding, ints, table, scale) for table, scale in tables]
+
+
+def _kinds_of_attention(spec: ModelSpec) -> list[AttentionSpec]:
+    """Return one of each kind that needs its own kernels: the size of a window and of the angles does not matter."""
+    kinds = {
+        replace(
+            one,
+            window=min(one.window, 1),
+            rope=one.rope and RopeSpec(1.0, one.rope.rotary_size),
+            query_scaling=one.query_scaling and QueryScaling(1.0, 1),
+            is_key_value=False,
+            shared_with=None if one.shared_with is None else 0,
+        ): None
+        for one in (layer.mixer for layer in spec.layers)
+        if isinstance(one, AttentionSpec)
+    }
+    return list(kinds)
+
+
+def may_share_rows(spec: ModelSpec) -> bool:
+    """Return whether a step may compute tokens whose keys are in shared blocks: for a window, or for a state."""
+    kv_spec = KVSpec.of(spec)
+    return kv_spec.has_states or (kv_memory.HAS_WINDOWS and kv_spec.window > 0)
+
+
+def _attention_calls(
+    attention: AttentionSpec,
     spec: ModelSpec,
     dtype: torch.dtype,
     block_size: int,
-    max_rows: int,
-    packed_format: PackedFormat | None = None,
-    experts: Sequence[ExpertFormats] = (),
+    device: torch.device,
     *,
-    has_fp8_kv: bool = False,
-) -> Iterator[Call]:
-    """Yield steps, with shapes only, that launch what steps without graphs need, and the kernels around them.
+    has_fp8_kv: bool,
+) -> Calls:
+    def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
 
-    `experts`: the formats of packed experts, all that the layers have. The model is made when its first step is asked
-    for, in a child: the first operation with shapes only imports a large part of PyTorch.
+    num_heads, num_kv_heads, head_size = attention.num_heads, attention.num_kv_heads, attention.head_size
+    ints = zeros(16, kind=torch.int32)
+    rows, padding = ints[:2], torch.full((2,), -1, dtype=torch.int32, device=device)
+    tables, items = zeros(2, 16, kind=torch.int32), zeros(1, 6, kind=torch.int32)
+    qkv = zeros(2, qkv_rows(attention))
+    layer = zeros(2, 2, num_kv_heads, block_size, head_size, kind=torch.uint8 if has_fp8_kv else dtype)
+    scales = zeros(2, 2, num_kv_heads, block_size, kind=torch.bfloat16) if has_fp8_kv else None
+    angles = None
+    if attention.rope is not None:
+        angles = zeros(16, attention.rope.rotary_size // 2, kind=torch.float32)
+    is_normed = attention.qk_norm is QKNorm.HEAD
+    norm_weight = zeros(head_size, kind=NORM_DTYPE) if is_normed else None
+    factors = zeros(16, kind=torch.float32) if attention.query_scaling else None
+    sinks = zeros(num_heads, kind=torch.float32) if attention.has_sinks else None
+    q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
+    store = partial(rope_store, qkv, rows, padding, tables, angles, angles, layer, num_heads, norm_weight, norm_weight)
+    rounds_first = is_normed and spec.rounds_norms_first
+    kept = padding if may_share_rows(spec) and not (kv_memory.HAS_WINDOWS and attention.window) else None
+    calls: Calls = [
+        partial(
+            store,
+            spec.norm_eps if is_normed else 0.0,
+            rounds_first=rounds_first,
+            query_factors=factors,
+            has_value_norm=attention.has_value_norm,
+            is_shared=attention.shared_with is not None,
+            kept=kept,
+            scales=scales,
+        ),
+        partial(merge, parts, ints[:3], q, sinks),
+    ]
+    if attention.qk_norm is QKNorm.WIDTH:
+        wide = zeros(attention.q_size, kind=NORM_DTYPE)
+        calls.append(partial(norm_columns, qkv, 0, attention.q_size, wide, spec.norm_eps))
+        calls.append(partial(norm_columns, qkv, attention.q_size, attention.kv_size, wide, spec.norm_eps))
+    run = partial(attend, q, layer, tables, rows, items, ints[:3], parts, q, sinks=sinks, scales=scales)
+    calls += [
+        partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap)
+        for tiling in tilings(head_size, dtype.itemsize, is_fp8=has_fp8_kv)
+    ]
+    return calls
+
+
+def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int, formats: Sequence[ExpertFormats] = ()) -> Calls:
+    """Return launches, with shapes only, of the kernels of routed experts for steps of up to `max_rows` rows.
+
+    `formats`: of packed experts, all that the layers have.
     """
-    kinds = _kinds_of_layers(spec)
-    yield from _sampling_calls(spec, dtype)
-    for formats in experts or (None,):
-        step = ShapePass(ShapeLoader(kinds, dtype, packed_format, formats), dtype, block_size, has_fp8_kv=has_fp8_kv)
-        rows = dict.fromkeys(
-            [2, *((*PACKED_ROWS, max_rows) if packed_format is not None else ()), *step.expert_rows(max_rows)]
-        )
-        yield from (partial(step.run, num_rows, BOTH_KINDS) for num_rows in rows)
-        if KVSpec.of(spec).has_states:
-            yield partial(step.run, 2, StateLayout(0, 1, MAX_FEW))  # many prompts
+    calls: Calls = []
+
+    def meta(shape: tuple[int, int, int], format: PackedFormat | None) -> Stack:
+        if spec.quantization == TensorType.MXFP4:
+            return Mxfp4Stack.empty(*shape, dtype, "meta")
+        if format is not None:
+            return PackedStack.empty(*shape, format, dtype, "meta")
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    pairs: Sequence[tuple[PackedFormat | None, PackedFormat | None]] = formats or [(None, None)]
+    for experts, (gate_up, down) in itertools.product(dict.fromkeys(layer.experts for layer in spec.layers), pairs):
+        if experts is not None and has_expert_kernels(experts):
+            calls += expert_calls(
+                meta((experts.num_experts, 2 * experts.size, spec.hidden_size), gate_up),
+                meta((experts.num_experts, spec.hidden_size, experts.size), down),
+                num_chosen=experts.num_chosen,
+                activation=experts.activation,
+                renormalizes=experts.renormalizes,
+                scale=experts.scale,
+                logits_dtype=dtype,
+                max_rows=max_rows,
+                has_bias=experts.has_bias,
+                has_expert_scales=experts.has_expert_scales,
+            )
+    return calls
+
+
+def state_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+    """Return launches, with shapes only, of the kernels of layers with recurrent states."""
+    calls: Calls = []
+    for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
+        if isinstance(mixer, DeltaNetSpec) and is_supported(mixer):
+            calls += delta_net_calls(mixer, dtype)
+        elif isinstance(mixer, ShortConvSpec):
+            calls += short_conv_calls(spec.hidden_size, mixer.num_taps, dtype, has_bias=mixer.has_bias)
+        elif isinstance(mixer, AttentionSpec) and mixer.has_gate:
+            out = torch.empty(2, mixer.q_size, dtype=dtype, device="meta")
+            calls.append(partial(gate_output, out, out))
+    return calls
 
 
 def later_calls(
@@ -390,40 +401,184 @@ def later_calls(
     dtype: torch.dtype,
     block_size: int,
     packed_format: PackedFormat | None = None,
-    experts: Sequence[ExpertFormats] = (),
     *,
     has_fp8_kv: bool = False,
-) -> Iterator[Call]:
-    """Yield the same for graphs of few rows and for rarer requests."""
-    loader = ShapeLoader(_kinds_of_layers(spec), dtype, packed_format, next(iter(experts), None))
-    step = ShapePass(loader, dtype, block_size, has_fp8_kv=has_fp8_kv)
-    yield from (partial(step.run, num_rows, StateLayout(1, 0, 0), is_graph=True) for num_rows in GRAPH_ROWS)
-    yield from _rare_calls(spec, dtype)
-    yield step.copy_blocks
+) -> Calls:
+    """Return launches, with shapes only, of the kernels for graphs of few rows and for rarer requests.
 
+    `packed_format`: of the matrices that are packed.
+    """
 
-def _sampling_calls(spec: ModelSpec, dtype: torch.dtype) -> list[Call]:
-    """Return the kernels before and after the layers of every step."""
-    ints, logits = _meta(2, kind=torch.int32), _meta(2, spec.vocab_size, kind=dtype)
-    params, out = _meta(2, NUM_PARAMS, kind=torch.float32), _meta(2, 2, kind=torch.int32)
-    run = partial(choose, logits, ints, params, ints, ints, out, Scratch.empty(2, spec.vocab_size, META))
-    calls: list[Call] = [partial(run, has_floor=has_floor, is_changed=False) for has_floor in (False, True)]
-    return [*calls, partial(update_tables, _meta(2, 16, kind=torch.int32), ints, ints)]
+    def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
 
-
-def _rare_calls(spec: ModelSpec, dtype: torch.dtype) -> list[Call]:
-    """Return the kernels of requests with penalties, biases or grammars."""
-    ints, altered = _meta(2, kind=torch.int32), _meta(2, spec.vocab_size, kind=torch.float32)
-    params, out = _meta(2, NUM_PARAMS, kind=torch.float32), _meta(2, 2, kind=torch.int32)
-    run = partial(choose, altered, ints, params, ints, ints, out, Scratch.empty(2, spec.vocab_size, META))
-    masks, counts = _meta(2, -(-spec.vocab_size // 8), kind=torch.uint8), _meta(2, spec.vocab_size, kind=torch.int32)
-    penalties, logits = _meta(6, kind=torch.float32), _meta(2, spec.vocab_size, kind=dtype)
-    return [
-        *(partial(run, has_floor=has_floor, is_changed=True) for has_floor in (False, True)),
-        partial(change, logits, ints, counts, ints, penalties, masks, ints),
-        partial(edit, altered, ints, ints, penalties[:2]),
+    calls = _product_calls(spec, dtype, packed_format)
+    calls += _norm_calls(spec, dtype)
+    calls += _fp8_norm_calls(spec, dtype, packed_format, MAX_EARLY_ROWS, is_graph=True)
+    ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
+    out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
+    logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)
+    for has_floor in (False, True):
+        run = partial(choose, altered, ints, params, ints, ints, out, scratch)
+        calls.append(partial(run, has_floor=has_floor, is_changed=True))
+    masks, counts = meta(1, -(-spec.vocab_size // 8), kind=torch.uint8), meta(1, spec.vocab_size, kind=torch.int32)
+    penalties = meta(3, kind=torch.float32)
+    calls += [
+        partial(change, logits, ints[:1], counts, ints[:1], penalties, masks, ints[:1]),
+        partial(edit, altered, ints[:1], ints[:1], penalties[:1]),
     ]
+    for attention in _kinds_of_attention(spec):
+        shape = spec.num_layers, 2, 2, attention.num_kv_heads, block_size, attention.head_size
+        pools = [meta(*shape)]
+        if has_fp8_kv:
+            pools = [meta(*shape, kind=torch.uint8), meta(*shape[:-1], kind=torch.bfloat16)]
+        calls += [partial(copy_blocks, pool, ints[:1], ints[:1]) for pool in pools]
+    return calls
 
 
-def _meta(*shape: int, kind: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=kind, device=META)
+def _norm_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+    """Return the norms of graphs of few rows: after whole products and products in parts, launched early or not."""
+    hidden = spec.hidden_size
+    calls: Calls = []
+    weight = torch.empty(hidden, dtype=NORM_DTYPE, device="meta")
+    has_post_norms = any(layer.has_post_norms for layer in spec.layers)
+    for num_rows in (1, MAX_EARLY_ROWS, 2 * MAX_EARLY_ROWS):
+        row = torch.empty(num_rows, hidden, dtype=dtype, device="meta")
+        parts = torch.empty(PARTS, num_rows, hidden, dtype=torch.float32, device="meta")
+        x = row if num_rows == 1 else parts
+        run = partial(add_norm, x, row, weight, spec.norm_eps, is_graph=True)
+        calls += [partial(run, factor, total if num_rows == 1 else 1.0) for factor, total in _scales(spec)]
+        if num_rows == 1:
+            calls.append(partial(add_norm, row, None, weight, spec.norm_eps, is_graph=True))
+        if has_post_norms:
+            calls.append(partial(norm, x, weight, spec.norm_eps, dtype, is_graph=True))
+    return calls
+
+
+class _Matrices(NamedTuple):
+    """Each kind of matrix of a model once."""
+
+    linears: list[Linear]  # of products with the hidden state
+    backs: list[Linear]  # of products to the hidden size
+    gated: list[tuple[Linear, Activation]]
+
+
+def _matrices(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None) -> _Matrices:
+    def meta(num_outputs: int, num_inputs: int, has_bias: bool, may_be_packed: bool = True) -> Linear:
+        bias = torch.empty(num_outputs, dtype=dtype, device="meta") if has_bias else None
+        if packed_format is not None and may_be_packed and packed_format.fits(num_inputs):
+            packed = PackedWeight.empty(num_outputs, num_inputs, packed_format, dtype, "meta")
+            return FusedPackedLinear(packed, bias)
+        return FusedLinear(torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta"), bias)
+
+    hidden = spec.hidden_size
+    inner: dict[tuple[int, bool, bool], None] = {}  # outputs of the products with the hidden state
+    back: dict[tuple[int, bool, bool], None] = {}  # inputs of those to the hidden size
+    gates: dict[tuple[int, bool, Activation], None] = {}
+    for layer in spec.layers:
+        mlp, mixer = layer.mlp, layer.mixer
+        if isinstance(mixer, AttentionSpec):
+            inner[qkv_rows(mixer), mixer.has_qkv_bias, True] = None
+            back[mixer.q_size, mixer.has_output_bias, True] = None
+        elif isinstance(mixer, DeltaNetSpec):
+            inner[projected_size(mixer), False, True] = None
+            back[mixer.value_size, False, True] = None
+        else:
+            inner[3 * hidden, mixer.has_bias, True] = None
+            back[hidden, mixer.has_bias, True] = None
+        if isinstance(mlp, MlpSpec):
+            back[mlp.size, mlp.has_bias, True] = None
+            gates[mlp.size, mlp.has_bias, mlp.activation] = None
+        if (experts := layer.experts) is not None:
+            inner[experts.num_experts, experts.has_router_bias, False] = None
+            if experts.shared_size:
+                inner[1, False, False] = None  # its gate
+                back[experts.shared_size, False, True] = None
+                gates[experts.shared_size, False, experts.activation] = None
+        if layer.ple_size:
+            inner[layer.ple_size, False, False] = None
+            back[layer.ple_size, False, False] = None
+    if spec.ple_size:
+        inner[spec.num_layers * spec.ple_size, False, False] = None
+    return _Matrices(
+        [meta(size, hidden, *flags) for size, *flags in inner],
+        [meta(hidden, size, *flags) for size, *flags in back],
+        [(meta(2 * size, hidden, has_bias), activation) for size, has_bias, activation in gates],
+    )
+
+
+def packed_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None) -> Calls:
+    """Return launches, with shapes only, of the products of many rows with packed matrices."""
+    linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
+    calls: Calls = []
+    for linear in (*linears, *backs, *(linear for linear, _ in gated_linears)):
+        if isinstance(linear, PackedLinear):
+            for num_rows in (64, 256, 1024):
+                x = torch.empty(num_rows, linear.packed.shape[1], dtype=dtype, device="meta")
+                calls.append(partial(linear, x))
+    for num_rows in (64, 1024):
+        calls += _fp8_norm_calls(spec, dtype, packed_format, num_rows, is_graph=False)
+        for gate_up, activation in gated_linears:
+            reader = next(linear for linear in backs if _num_inputs(linear) == gate_up.num_outputs // 2)
+            if reader.fp8_inputs(num_rows) is not None:
+                x = torch.empty(num_rows, spec.hidden_size, dtype=dtype, device="meta")
+                calls.append(partial(gate_up.gated, x, activation, is_graph=False, reader=reader))
+    return calls
+
+
+def _num_inputs(linear: Linear) -> int:
+    return int((linear.packed if isinstance(linear, PackedLinear) else linear.weight).shape[1])
+
+
+def _fp8_norm_calls(
+    spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None, num_rows: int, *, is_graph: bool
+) -> Calls:
+    """Return the norms that are rounded to FP8, and those that apply the scales of a product in FP8."""
+    linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
+    taken = {linear.fp8_inputs(num_rows) for linear in (*linears, *(one for one, _ in gated_linears))} - {None}
+    x = torch.empty(num_rows, spec.hidden_size, dtype=dtype, device="meta")
+    weight = torch.empty(spec.hidden_size, dtype=NORM_DTYPE, device="meta")
+    has_post_norms = any(layer.has_post_norms for layer in spec.layers)
+    calls: Calls = []
+    added: list[Outputs] = [x]  # what may be added to a residual
+    product = None
+    if any(isinstance(one, PackedLinear) and is_unscaled(num_rows, one.packed, one.bias) for one in backs):
+        product = Fp8Product(x, weight.new_empty(num_rows, 1), weight)
+    if product is not None and has_post_norms:
+        calls.append(partial(norm, product, weight, spec.norm_eps, dtype, is_graph=is_graph))
+    elif product is not None:
+        added.append(product)
+    for one in added:
+        run = partial(add_norm, one, x, weight, spec.norm_eps, is_graph=is_graph)
+        rounded = partial(add_norm_in_fp8, one, x, weight, spec.norm_eps, is_graph=is_graph)
+        for factors in _scales(spec):
+            calls += [partial(run, *factors)] if one is product else []
+            calls += [partial(rounded, *factors, has_groups=kind is Fp8Inputs.PER_GROUP) for kind in taken]
+    first = partial(add_norm_in_fp8, x, None, weight, spec.norm_eps, is_graph=is_graph)
+    calls += [partial(first, has_groups=kind is Fp8Inputs.PER_GROUP) for kind in taken]
+    return calls
+
+
+def _product_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat | None) -> Calls:
+    """Return the products of few rows."""
+    calls: Calls = []
+    linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
+
+    def add(num_rows: int, linear: Linear, call: Callable[..., object], *arguments: object) -> None:
+        weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
+        if isinstance(weight, PackedWeight):
+            has_kernel = num_rows <= MAX_PACKED_ROWS or not is_fp8(weight)
+        else:
+            has_kernel = is_single(num_rows, weight) or is_small(num_rows, weight)
+        if has_kernel and linear.fp8_inputs(num_rows) is None:
+            x = torch.empty(num_rows, weight.shape[1], dtype=dtype, device="meta")
+            calls.append(partial(call, x, *arguments, is_graph=True))
+
+    for num_rows in (1, 2, 4, 16, 32, 64, 128):
+        for linear, activation in gated_linears:
+            add(num_rows, linear, linear.gated, activation)
+        for linear in linears:
+            add(num_rows, linear, linear.project)
+        for linear in backs:
+            add(num_rows, linear, linear.project_back)
+    return calls

@@ -39,7 +39,7 @@ from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
 from quire.weights.opening import DummyCheckpoint
 from quire.weights.packed import PackedMatrix
 from quire.weights.quants import to_float32
-from quire.weights.spec import ExpertsSpec, ModelSpec
+from quire.weights.spec import AttentionSpec, ExpertsSpec, ModelSpec
 from quire.weights.tensors import check_tensors, expected_tensors, is_norm, norm_offset
 
 NORM_DTYPE = torch.float32
@@ -55,6 +55,12 @@ _FACTORS = ("output_scale.weight", "expert_scales.weight")
 _NATIVE = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 
 log = logging.getLogger(__name__)
+
+
+def qkv_rows(attention: AttentionSpec) -> int:
+    """Return the rows of the product that gives queries, keys and values. Raw keys that are also values count twice."""
+    num_gates = attention.q_size if attention.has_gate else 0
+    return attention.q_size + (2 * attention.kv_size if attention.shared_with is None else 0) + num_gates
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +283,6 @@ class WeightLoader:
 
     def vector(self, name: str) -> Tensor:
         return self._stack([name], NORM_DTYPE)
-
-    def number(self, name: str) -> float:
-        return float(self.vector(name))
 
     def _stack(self, names: list[str], dtype: torch.dtype | None = None) -> Tensor:
         shapes = [self._checkpoint.tensors[name].shape for name in names]

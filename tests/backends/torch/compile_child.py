@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,17 +16,23 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from quire.backends.torch.fused_linear import FusedPackedLinear
-from quire.backends.torch.kernel_compilation import Call, Compiler, first_calls, later_calls
+from quire.backends.torch.kernel_compilation import (
+    Calls,
+    _compile,
+    first_calls,
+    later_calls,
+    packed_calls,
+    routed_calls,
+    state_calls,
+)
 from quire.backends.torch.kernels.blocks import PieceTable, gather_pieces, scatter_pieces
-from quire.backends.torch.kernels.convolution import short_conv
-from quire.backends.torch.kernels.delta_net import MAX_FEW, DeltaWeights, delta_net, projected_size
+from quire.backends.torch.kernels.convolution import short_conv_calls
+from quire.backends.torch.kernels.delta_net import delta_net_calls
 from quire.backends.torch.kernels.elementwise import gate_output
-from quire.backends.torch.kernels.experts import route
 from quire.backends.torch.kernels.packed_products import is_fp8
-from quire.backends.torch.kernels.routed_experts import row_counts, run_experts
+from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import count
 from quire.backends.torch.packed import QUANTIZED, PackedFormat, PackedStack, PackedWeight, has_kernels
-from quire.backends.torch.state_store import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation, DeltaNetSpec
@@ -53,48 +60,25 @@ def launcher(_source: object, _metadata: object) -> None:
     """Replaces the stub that passes arguments, which needs a machine with a GPU."""
 
 
-def uncounted(vocab_size: int) -> list[Call]:
+def uncounted(vocab_size: int) -> Calls:
     """Return the kernels that are compiled for the first request with a penalty."""
     ints = torch.empty(16, dtype=torch.int32, device="meta")
     return [partial(count, torch.empty(2, vocab_size, dtype=torch.int32, device="meta"), ints, ints, ints, ints)]
 
 
-def meta(*shape: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=kind, device="meta")
-
-
-def work_of(*counts: int) -> StateWork:
-    fields = (DECODE_FIELDS, CHUNK_FIELDS, SEQUENCE_FIELDS)
-    return StateWork(*(meta(count, size, kind=torch.int32) for count, size in zip(counts, fields, strict=True)))
-
-
-def of_delta_net(spec: DeltaNetSpec) -> list[Call]:
-    heads, channels = spec.num_value_heads, spec.num_channels
-    by_head, norm = meta(heads, kind=torch.float32), meta(spec.value_head_size, kind=torch.float32)
-    weights = DeltaWeights(meta(spec.num_taps, channels), by_head, by_head, norm, 1e-6)
-    conv = meta(2, spec.num_taps - 1, channels)
-    matrices = meta(2, heads, spec.key_head_size, spec.value_head_size, kind=torch.float32)
-    run = partial(delta_net, meta(2, projected_size(spec)), weights, spec, conv, matrices)
-    return [
-        *(partial(run, work_of(*counts)) for counts in ((1, 1, 1), (0, 1, MAX_FEW))),
-        partial(run, work_of(1, 0, 0), is_graph=True),
-    ]
-
-
-def of_states() -> list[Call]:
+def of_states() -> Calls:
     """Return the kernels of layers with recurrent states, and of gated attention, in the sizes of Qwen3.5 and LFM2."""
-    calls: list[Call] = [
-        partial(short_conv, meta(2, 3 * 2048), meta(3, 2048), None, meta(2, 2, 2048), work_of(1, 1, 1)),
-        partial(gate_output, meta(2, 2048), meta(2, 2048)),
-    ]
-    calls += of_delta_net(DeltaNetSpec(16, 16, 128, 128, 4))
-    calls += of_delta_net(DeltaNetSpec(16, 32, 128, 128, 4, is_tiled=True))
-    return calls + of_delta_net(DeltaNetSpec(2, 6, 16, 32, 4))  # smaller than products of 16 bits need
+    calls = short_conv_calls(2048, 3, torch.bfloat16, has_bias=False)
+    calls += delta_net_calls(DeltaNetSpec(16, 16, 128, 128, 4), torch.bfloat16)
+    calls += delta_net_calls(DeltaNetSpec(16, 32, 128, 128, 4, is_tiled=True), torch.bfloat16)
+    calls += delta_net_calls(DeltaNetSpec(2, 6, 16, 32, 4), torch.bfloat16)  # smaller than products of 16 bits need
+    out = torch.empty(2, 2048, dtype=torch.bfloat16, device="meta")
+    return [*calls, partial(gate_output, out, out)]
 
 
-def of_packed() -> list[Call]:
+def of_packed() -> Calls:
     """Return products with packed matrices of every format."""
-    calls: list[Call] = []
+    calls: Calls = []
     for format in FORMATS.values():
         for dtype in (torch.bfloat16, torch.float16):
             linear = FusedPackedLinear(PackedWeight.empty(1024, 512, format, dtype, "meta"))
@@ -109,26 +93,28 @@ def of_packed() -> list[Call]:
     return calls
 
 
-def run_rows(gate_up: PackedStack, down: PackedStack, num_rows: int) -> None:
-    num_experts, size, _ = down.shape
-    routing = route(meta(num_rows, num_experts), 2, renormalizes=True, scale=1.0)
-    run_experts(meta(num_rows, size), gate_up, down, routing, Activation.SILU)
-
-
-def of_experts() -> list[Call]:
+def of_experts() -> Calls:
     """Return all kernels of experts in every format that they may have."""
-    calls: list[Call] = []
+    calls: Calls = []
     for format in FORMATS.values():
         if has_kernels(format):
-            first, second = (PackedStack.empty(*shape, format, torch.bfloat16, "meta") for shape in EXPERT_SHAPES)
-            calls += [partial(run_rows, first, second, num_rows) for num_rows in row_counts(first, second, 2, MAX_ROWS)]
+            stacks = (PackedStack.empty(*shape, format, torch.bfloat16, "meta") for shape in EXPERT_SHAPES)
+            calls += expert_calls(
+                *stacks,
+                num_chosen=2,
+                activation=Activation.SILU,
+                renormalizes=True,
+                scale=1.0,
+                logits_dtype=torch.bfloat16,
+                max_rows=MAX_ROWS,
+            )
     return calls
 
 
-def of_pieces() -> list[Call]:
+def of_pieces() -> Calls:
     """Return the kernels of block I/O, which are compiled when it is first asked for."""
     ints = torch.empty(4, dtype=torch.int32, device="meta")
-    calls: list[Call] = []
+    calls: Calls = []
     for word in (torch.int64, torch.int16):
         table = PieceTable(torch.empty(2, 3, dtype=torch.int64, device="meta"), 2048, 1024, word)
         staging = torch.empty(8192, dtype=word, device="meta")
@@ -136,28 +122,46 @@ def of_pieces() -> list[Call]:
     return calls
 
 
+class Judge:
+    def __init__(self) -> None:
+        self.num_compiled = self.num_failed = 0
+
+    def judged(self, call: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                call()
+                self.num_compiled += 1
+            except Exception:
+                self.num_failed += 1
+                traceback.print_exc()
+
+        return run
+
+
 def main() -> int:
-    calls: list[Call] = []
+    calls: Calls = []
     for folder in sys.argv[1:]:
         spec = open_checkpoint(Path(folder), "dummy").spec
-        calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, MAX_ROWS)
+        calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"))
+        calls += routed_calls(spec, torch.bfloat16, MAX_ROWS)
+        calls += state_calls(spec, torch.bfloat16)
         calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
         calls += uncounted(spec.vocab_size)
         if folder == sys.argv[1]:
             for format in (QUANTIZED[8], PackedFormat(CodeType.FP8, 128, 128)):
-                calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, MAX_ROWS, format)
+                calls += packed_calls(spec, torch.bfloat16, format)
                 calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE, format)
         if folder in sys.argv[1:3]:  # enough for all forms of attention over FP8
-            calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, MAX_ROWS, has_fp8_kv=True)
+            calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"), has_fp8_kv=True)
             calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE, has_fp8_kv=True)
     calls += of_packed()
     calls += of_experts()
     calls += of_states()
     calls += of_pieces()
-    errors = Compiler(TARGET, launcher=launcher).run(calls)
-    for error in errors:
-        traceback.print_exception(error)
-    return int(bool(errors))
+    judge = Judge()
+    _compile([judge.judged(call) for call in calls], TARGET, launcher)
+    print(f"{judge.num_compiled} compiled, {judge.num_failed} failed")
+    return int(judge.num_failed > 0 or judge.num_compiled < len(calls))
 
 
 if __name__ == "__main__":

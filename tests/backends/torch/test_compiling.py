@@ -19,7 +19,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from quire.backends.torch.kernel_compilation import LATER_NICE, Compiling, first_calls, later_calls
+from quire.backends.torch.kernel_compilation import (
+    LATER_NICE,
+    Compiling,
+    first_calls,
+    later_calls,
+    packed_calls,
+    routed_calls,
+)
 from quire.backends.torch.kernels.blocks import copy_blocks
 from quire.backends.torch.loading import expert_formats
 from quire.backends.torch.packed import QUANTIZED
@@ -221,10 +228,14 @@ def test_kernels_of_steps_are_compiled_in_advance(
     formats = expert_formats(open_checkpoint(folder, "dummy"), bits)
     with monkeypatch.context() as patch, torch.inference_mode():
         ahead = Launches(patch)
-        for call in first_calls(spec, dtype, 32, 512, format, formats, has_fp8_kv=is_fp8):
+        for call in first_calls(spec, dtype, 32, torch.device("cpu"), has_fp8_kv=is_fp8):
+            call()
+        for call in routed_calls(spec, dtype, 512, formats):
+            call()
+        for call in packed_calls(spec, dtype, format):
             call()
         first = set(ahead.forms)
-        for call in later_calls(spec, dtype, 32, format, formats, has_fp8_kv=is_fp8):
+        for call in later_calls(spec, dtype, 32, format, has_fp8_kv=is_fp8):
             call()
     launches = Launches(monkeypatch)
     answers = rig.run(rig.start([5] * 5, 2, logprobs=None), rig.start([6] * 4, 2, temperature=1.0, logprobs=None))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from quire.backends.torch.experts import Experts
 from quire.backends.torch.kernels import experts as kernels
 from quire.backends.torch.kernels import mxfp4_experts
 from quire.backends.torch.kernels.mxfp4_experts import Mxfp4Tiling, mxfp4_tiling
-from quire.backends.torch.kernels.routed_experts import mxfp4_in_tiles, row_counts
+from quire.backends.torch.kernels.routed_experts import expert_calls, mxfp4_in_tiles
 from quire.backends.torch.packed import MAX_EXPONENT, Mxfp4Stack, Stack
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.quants import to_float32
@@ -179,20 +177,16 @@ def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest
     biases = torch.empty(32, 128, dtype=dtype, device="meta"), torch.empty(32, 128, dtype=dtype, device="meta")
     settings = {"num_chosen": 4, "activation": Activation.CLAMPED_SWIGLU, "renormalizes": True, "scale": 1.0}
     launches = Launches(monkeypatch)
+    for call in expert_calls(gate_up, down, **settings, logits_dtype=dtype, max_rows=1400, has_bias=True):  # type: ignore[arg-type]
+        call()
+    ahead, launches.forms = launches.forms, set()
     experts = Experts(gate_up, down, **settings, gate_up_bias=biases[0], down_bias=biases[1])  # type: ignore[arg-type]
-
-    def forms(rows: Iterable[int]) -> set[tuple[object, ...]]:
-        launches.forms = set()
-        for num_rows in rows:
-            experts.fused(
-                torch.empty(num_rows, 128, dtype=dtype, device="meta"),
-                torch.empty(num_rows, 32, dtype=dtype, device="meta"),
-            )
-        return launches.forms
-
-    chosen = row_counts(gate_up, down, 4, 1400)
-    assert len(chosen) < 20
-    assert forms(chosen) == forms((1, 2, 3, 17, 96, 97, 192, 193, 300, 600, 1279, 1280, 1400))
+    for num_rows in (1, 2, 3, 17, 96, 97, 192, 193, 300, 600, 1279, 1280, 1400):
+        experts.fused(
+            torch.empty(num_rows, 128, dtype=dtype, device="meta"),
+            torch.empty(num_rows, 32, dtype=dtype, device="meta"),
+        )
+    assert launches.forms == ahead
 
 
 def test_shapes_must_match() -> None:

@@ -7,13 +7,15 @@ read the state. A later launch writes the new state, because it may be in the sl
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.state_store import CHUNK_ROWS, StateWork
+from quire.backends.torch.state_store import CHUNK_FIELDS, CHUNK_ROWS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork
 
 # T rows of the batch, C channels, E hidden size, S slots
 
@@ -201,3 +203,23 @@ def short_conv(projected: Tensor, taps: Tensor, bias: Tensor | None, conv: Tenso
             E=size, TAPS=num_taps, PAD=pad, BLOCK=SHORT_BLOCK, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def empty_work(num_decodes: int, num_chunks: int, num_sequences: int) -> StateWork:
+    """Return work with shapes only, for compilation."""
+    shapes = ((num_decodes, DECODE_FIELDS), (num_chunks, CHUNK_FIELDS), (num_sequences, SEQUENCE_FIELDS))
+    return StateWork(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
+
+
+def short_conv_calls(size: int, num_taps: int, dtype: torch.dtype, *, has_bias: bool) -> list[Callable[[], object]]:
+    """Return launches, with shapes only, of all kernels of `short_conv`."""
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    bias = meta(size) if has_bias else None
+    return [
+        partial(
+            short_conv, meta(2, 3 * size), meta(num_taps, size), bias, meta(2, num_taps - 1, size), empty_work(1, 1, 1)
+        )
+    ]

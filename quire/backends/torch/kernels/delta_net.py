@@ -17,6 +17,8 @@ to the product, in fp32. So the operands of the tensor cores are rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from quire.backends.torch.kernels.convolution import (
     MIN_TAPS,
     ROWS,
     convolve,
+    empty_work,
     old_inputs,
     padded,
     store_inputs,
@@ -494,3 +497,24 @@ def finish(
         projected, chunks, chunked.mixed, chunked.d, chunked.products, chunked.q_factors, chunked.states,
         weights.norm, out, weights.eps, len(projected), M=CHUNK_ROWS, num_warps=8, **_sizes(spec),
     )  # fmt: skip
+
+
+def delta_net_calls(spec: DeltaNetSpec, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Return launches, with shapes only, of all kernels of `delta_net`."""
+
+    def meta(*sizes: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(sizes, dtype=kind, device="meta")
+
+    def floats(size: int) -> Tensor:
+        return meta(size, kind=torch.float32)
+
+    heads, channels = spec.num_value_heads, spec.num_channels
+    weights = DeltaWeights(
+        meta(spec.num_taps, channels), floats(heads), floats(heads), floats(spec.value_head_size), 1e-6
+    )
+    conv = meta(2, spec.num_taps - 1, channels)
+    matrices = meta(2, heads, spec.key_head_size, spec.value_head_size, kind=torch.float32)
+    projected = meta(2, projected_size(spec))
+    run = partial(delta_net, projected, weights, spec, conv, matrices)
+    works = (empty_work(1, 1, 1), empty_work(0, 1, MAX_FEW))  # decodes and one prompt, many prompts
+    return [*(partial(run, work) for work in works), partial(run, empty_work(1, 0, 0), is_graph=True)]

@@ -1,13 +1,15 @@
 """Chooses the kernels of routed experts by their format and by the number of rows of the batch.
 
 The kernels and their shapes are in `experts.py` (matrices of 16 or 32 bits), `mxfp4_experts.py` and
-`quantized_experts.py`.
+`quantized_experts.py`. `expert_calls` lists all that a model may use, for compilation in advance.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from quire.backends.torch.kernels import mxfp4_experts, quantized_experts
@@ -16,11 +18,13 @@ from quire.backends.torch.kernels.experts import (
     SHORT,
     Biases,
     Routing,
+    SortedSlots,
     _padded,
     experts_alone,
     experts_in_tiles,
     grouped_product,
     is_alone,
+    route,
     sort_slots,
     tiling,
     weighted_sum,
@@ -32,6 +36,8 @@ from quire.backends.torch.packed import Mxfp4Stack, PackedStack, Stack
 from quire.weights.spec import Activation
 
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
+
+Calls = list[Callable[[], object]]
 
 
 def run_experts(
@@ -149,22 +155,105 @@ def quantized_in_tiles(
 # Compilation in advance
 
 
-def row_counts(gate_up: Stack, down: Stack, num_chosen: int, max_rows: int) -> list[int]:
-    """Return numbers of rows that together use all kernels of `run_experts` for 1 to `max_rows` rows."""
-    found: dict[object, int] = {}
-    for num_rows in range(1, max_rows + 1):
-        found.setdefault(_kernels(gate_up, down, num_rows, num_chosen), num_rows)
-    slots = [least for least in (SHORT + 1, 2 * SHORT + 1, LONG + 1) if least <= max_rows * num_chosen]
-    return [*found.values(), *(-(-least // num_chosen) for least in slots)]
+def _meta(*shape: int, kind: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=kind, device="meta")
 
 
-def _kernels(gate_up: Stack, down: Stack, num_rows: int, num_chosen: int) -> object:
-    """Return what selects the kernels, for comparison."""
-    num_experts, itemsize = len(down), down.itemsize
-    if is_alone(num_rows, num_experts, num_chosen):
-        return None
-    if isinstance(gate_up, Mxfp4Stack) and not mxfp4_experts.is_expanded(num_rows, num_experts, num_chosen):
-        return mxfp4_tiling(num_rows, num_experts, num_chosen, itemsize)
-    if isinstance(down, PackedStack) and not quantized_experts.is_expanded(down, num_rows, num_chosen):
-        return quantized_tiling(num_rows, num_experts, num_chosen, itemsize, down.format)
-    return "dense", tiling(num_rows, num_experts, num_chosen, itemsize)
+def expert_calls(
+    gate_up: Stack,
+    down: Stack,
+    *,
+    num_chosen: int,
+    activation: Activation,
+    renormalizes: bool,
+    scale: float,
+    logits_dtype: torch.dtype,
+    max_rows: int,
+    has_bias: bool = False,
+    has_expert_scales: bool = False,
+) -> Calls:
+    """Return launches of every kernel that `Experts.fused` uses for 1 to `max_rows` rows.
+
+    All tensors are on the device "meta": launches are only compiled.
+    """
+    meta = partial(_meta, kind=down.dtype)
+    num_experts, size, width = down.shape
+    biases = Biases(meta(num_experts, 2 * width), meta(num_experts, size)) if has_bias else Biases()
+    scales = meta(num_experts, kind=torch.float32) if has_expert_scales else None
+    choose = partial(route, num_chosen=num_chosen, renormalizes=renormalizes, scale=scale, expert_scales=scales)
+    chosen = Routing(meta(1, num_chosen, kind=torch.int32), meta(1, num_chosen, kind=torch.float32))
+    calls: Calls = [
+        partial(choose, meta(1, num_experts, kind=logits_dtype)),
+        partial(run_experts, meta(1, size), gate_up, down, chosen, activation, biases),
+        partial(weighted_sum, meta(num_chosen, size), chosen.weights),
+    ]
+    for least in (1, SHORT + 1, 2 * SHORT + 1, LONG + 1):
+        if least <= max_rows * num_chosen:
+            ids = meta(-(-least // num_chosen), num_chosen, kind=torch.int32)
+            calls.append(partial(sort_slots, ids, num_experts, 16))
+    rows = [one for one in range(2, max_rows + 1) if not is_alone(one, num_experts, num_chosen)]
+    many = [one for one in rows if _is_expanded(down, one, num_chosen)]
+    fewer = [one for one in rows if one not in set(many)]
+    if isinstance(gate_up, Tensor):
+        many, fewer = rows, []
+    elif many:
+        calls += [partial(_expanded, one) for one in (gate_up, down) if not isinstance(one, Tensor)]
+    calls += _packed_calls(gate_up, down, fewer, num_chosen, activation, biases)
+    return calls + _dense_calls(gate_up.shape, down.shape, down.dtype, many, num_chosen, activation, biases)
+
+
+def _is_expanded(stack: Stack, num_rows: int, num_chosen: int) -> bool:
+    if isinstance(stack, PackedStack):
+        return quantized_experts.is_expanded(stack, num_rows, num_chosen)
+    return isinstance(stack, Mxfp4Stack) and mxfp4_experts.is_expanded(num_rows, len(stack), num_chosen)
+
+
+def _one_slot(num_chosen: int) -> SortedSlots:
+    ints = _meta(16, kind=torch.int32)
+    return SortedSlots(ints[:num_chosen], ints, 1)
+
+
+def _packed_calls(
+    gate_up: Stack, down: Stack, rows: list[int], num_chosen: int, activation: Activation, biases: Biases
+) -> Calls:
+    """Return the grouped products of packed experts for these numbers of rows."""
+    num_experts, size, width = down.shape
+    x, hidden = _meta(1, size, kind=down.dtype), _meta(num_chosen, width, kind=down.dtype)
+    slots, kind = _one_slot(num_chosen), KINDS[activation]
+    calls: Calls = []
+    if isinstance(gate_up, Mxfp4Stack) and isinstance(down, Mxfp4Stack):
+        for shape in sorted({mxfp4_tiling(one, num_experts, num_chosen, down.itemsize) for one in rows}):
+            run = partial(mxfp4_experts.mxfp4_product, num_chosen=num_chosen, rows=shape.rows)
+            calls.append(partial(run, x, gate_up, biases.gate_up, *slots, tile=shape.gate_up, kind=kind))
+            calls.append(partial(run, hidden, down, biases.down, *slots, tile=shape.down, kind=None))
+    if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+        for one in sorted({quantized_tiling(one, num_experts, num_chosen, down.itemsize, down.format) for one in rows}):
+            multiply = partial(
+                quantized_experts.quantized_product, num_chosen=num_chosen, rows=one.rows, is_fp8=one.is_fp8
+            )
+            calls.append(partial(multiply, x, gate_up, biases.gate_up, *slots, tile=one.gate_up, kind=kind))
+            calls.append(partial(multiply, hidden, down, biases.down, *slots, tile=one.down, kind=None))
+    return calls
+
+
+def _dense_calls(
+    gate_up: torch.Size,
+    down: torch.Size,
+    dtype: torch.dtype,
+    rows: list[int],
+    num_chosen: int,
+    activation: Activation,
+    biases: Biases,
+) -> Calls:
+    """Return the grouped products of experts of these shapes in 16 or 32 bits, for these numbers of rows."""
+    num_experts, size, width = down
+    meta = partial(_meta, kind=dtype)
+    first, second, slots = meta(*gate_up), meta(*down), _one_slot(num_chosen)
+    calls: Calls = []
+    for tile_rows, *tiles in sorted({tiling(one, num_experts, num_chosen, dtype.itemsize) for one in rows}):
+        product = partial(grouped_product, slots=slots, num_chosen=num_chosen, rows=tile_rows)
+        calls.append(partial(product, meta(1, size), first, tile=tiles[0], activation=activation, bias=biases.gate_up))
+        calls.append(
+            partial(product, meta(num_chosen, width), second, tile=tiles[1], activation=None, bias=biases.down)
+        )
+    return calls

@@ -110,7 +110,7 @@ class ParallelExperts:
     """norm(dense MLP) + norm(experts(norm(residual))). The router reads another norm of the residual."""
 
     def __init__(self, mlp: RoutedMlp, norms: Norms, eps: float) -> None:
-        self.mlp = mlp
+        self._mlp = mlp
         self._post_dense_norm = RMSNorm(norms["post_dense_norm"], eps)
         self._post_experts_norm = RMSNorm(norms["post_experts_norm"], eps)
         self._experts_norm = RMSNorm(norms["experts_norm"], eps)
@@ -120,7 +120,7 @@ class ParallelExperts:
     def __call__(self, dense: Outputs, residual: Tensor, step: Pass) -> Tensor:
         """Return [T, E], given the output of the MLP and the residual, [T, E] each."""
         router_input = step.norm(residual, self._router_norm)
-        routed = self.mlp(step.norm(residual, self._experts_norm), step, router_input)
+        routed = self._mlp(step.norm(residual, self._experts_norm), step, router_input)
         return step.norm(dense, self._post_dense_norm).add_(step.norm(routed, self._post_experts_norm))
 
 
@@ -186,7 +186,7 @@ class DecoderLayer:
         if spec.parallel_experts is not None:
             self.parallel = ParallelExperts(RoutedMlp(loader, spec.parallel_experts, prefix), norms, eps)
         self.ple = PleLayer(loader, spec, prefix, RMSNorm(norms["ple_norm"], eps)) if spec.ple_size else None
-        output_scale = loader.number(f"{prefix}output_scale.weight") if spec.has_output_scale else 1.0
+        output_scale = float(loader.vector(f"{prefix}output_scale.weight")) if spec.has_output_scale else 1.0
         self.scales = (spec.residual_scale, output_scale)  # as `earlier`, for the next layer
         self._earlier = earlier
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.kernels.delta_net import (
+    MAX_FEW,
     DeltaWeights,
     delta_net,
+    delta_net_calls,
     is_supported,
     projected_size,
 )
@@ -18,6 +20,7 @@ from quire.core.step import SeqSlice
 from quire.weights.spec import DeltaNetSpec
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.kernels.states import delta_rows, device_work, error, piece, steps_of, written
+from tests.backends.torch.test_compiling import Launches
 
 SLOTS = 12
 EQUAL = DeltaNetSpec(2, 2, 16, 16, num_taps=4)
@@ -154,6 +157,19 @@ def test_sizes_that_the_kernels_support() -> None:
     assert not is_supported(DeltaNetSpec(16, 48, 96, 128, 4))
     assert not is_supported(DeltaNetSpec(16, 48, 128, 8, 4))
     assert not is_supported(DeltaNetSpec(16, 48, 128, 128, 5))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
+def test_kernels_are_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    for call in delta_net_calls(LARGE, torch.float32):
+        call()
+    ahead, launches.forms = launches.forms, set()
+    layer = Layer(LARGE)
+    many = tuple(piece(2, 0, 1 + number) for number in range(MAX_FEW))  # launches are not run
+    for step in (*STEPS.values(), many):
+        layer.run(layer.inputs(sum(one.length for one in step)), step)
+    assert launches.forms == ahead
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter multiplies the bits of bf16")
