@@ -146,7 +146,8 @@ def _iq4_xs(blocks: Bytes) -> Blocks:
 
 def _mxfp4(blocks: Bytes) -> Blocks:
     codes, scales, _ = BLOCK_LAYOUTS[TensorType.MXFP4].decode(blocks)
-    return Blocks(_E2M1_CODES[codes], scales / 2, -6 * scales)
+    halved = scales * np.float32(0.5)
+    return Blocks(_E2M1_CODES[codes], halved, -12 * halved)
 
 
 def _tq1_0(blocks: Bytes) -> Blocks:

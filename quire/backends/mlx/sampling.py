@@ -61,7 +61,7 @@ class Penalties:
         if not chosen:
             return
         counts = [self._count(rows[index], last_tokens[index]) for index in chosen]
-        num_answered, seen = (mx.stack(parts) for parts in zip(*counts, strict=True))  # [rows, V]
+        num_answered, seen = (mx.stack(list(parts)) for parts in zip(*counts, strict=True))  # [rows, V]
         params = [rows[index].sampling for index in chosen]
         repetition = mx.array([p.repetition_penalty for p in params])[:, None]
         frequency = mx.array([p.frequency_penalty for p in params])[:, None]
@@ -120,8 +120,8 @@ def _edit(logits: mx.array, rows: Sequence[SeqSlice], masks: TokenMasks | None) 
     """Add biases and forbid tokens, in place."""
     edits = {(row, token): value for row, piece in enumerate(rows) for token, value in edits_of(piece).items()}
     if edits:
-        index, token = zip(*edits, strict=True)
-        logits[mx.array(index), mx.array(token)] += mx.array(list(edits.values()), dtype=mx.float32)
+        where, token = zip(*edits, strict=True)
+        logits[mx.array(where), mx.array(token)] += mx.array(list(edits.values()), dtype=mx.float32)
     masked = [index for index, piece in enumerate(rows) if masks and piece.batch_index in masks]
     if masks and masked:
         together = b"".join(masks[rows[index].batch_index] for index in masked)

@@ -25,8 +25,7 @@ from tests.backends.torch.test_compiling import Launches
 SLOTS = 12
 EQUAL = DeltaNetSpec(2, 2, 16, 16, num_taps=4)
 GROUPED = DeltaNetSpec(2, 4, 32, 16, num_taps=4)
-
-
+LARGE = DeltaNetSpec(2, 4, 32, 64, num_taps=4)
 TILED = DeltaNetSpec(2, 4, 16, 32, num_taps=3, is_tiled=True)
 MIXED = (piece(1, 1, 1), piece(1, 2, 3), piece(5, 0, 4), piece(80, 5, 6, (30, 7), (64, 8)), piece(9, 9, 9, (8, 10)))
 STEPS: dict[str, tuple[SeqSlice, ...]] = {
