@@ -29,7 +29,7 @@ from quire.scale.autoscaling import QueuePolicy
 from quire.scale.config import DeployConfig, ModelDeployment, equal_share
 from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
 from quire.scale.ray_cluster import DeployFailed
-from quire.scale.request_router import PrefixAwareRouter
+from quire.scale.ray_transport import ReplicaWatcher
 from quire.server.auth import make_keyring
 from quire.server.config import ModelConfig, ServeConfig
 from quire.version import __version__
@@ -106,8 +106,6 @@ MAX_ONGOING = 1_000_000  # calls of one replica: the engine has its own limits a
 HEALTH_PERIOD_S = 1.0
 POLL_S = 0.25
 MAX_STARTS = 2  # of a replica that fails; Ray tries 20 times by default, for minutes
-BACKOFF_S = 0.005  # before a request is routed again; a replica that has just started is connected within milliseconds
-MAX_BACKOFF_S = 0.1
 LOOK_BACK_S = 5.0  # Ray asks a replica for its figures five times in this period
 REPORT_S = 2.0  # a replica sends them to the controller this often; 10 s by default
 REPORT_VARIABLE = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
@@ -261,10 +259,7 @@ def _replicas(application: str, one: ModelDeployment, drain_s: float) -> Any:
         max_constructor_retry_count=MAX_STARTS,
         logging_config=LoggingConfig(enable_access_log=False),
         request_router_config=RequestRouterConfig(
-            request_router_class=PrefixAwareRouter,
-            request_router_kwargs={"application": application},
-            initial_backoff_s=BACKOFF_S,
-            max_backoff_s=MAX_BACKOFF_S,
+            request_router_class=ReplicaWatcher, request_router_kwargs={"application": application}
         ),
         **scaling,
     )(ModelReplica)

@@ -12,9 +12,11 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from quire.backends.base import Capacity
@@ -49,7 +51,6 @@ from quire.engine.worker.protocol import (
     Stepped,
     UnpinCache,
     ViewBlocks,
-    split_keys,
 )
 from quire.errors import (
     CacheFolderError,
@@ -61,31 +62,18 @@ from quire.errors import (
     RequestFailed,
     WorkerDied,
 )
-from quire.scale.replica_view import ReplicaLink, ReplicaView, add_stats, counters_of, join_blocks, offsets
-from quire.scale.routing import Choice, PrefixRouter, Prompt, ReplicaLoad
-from quire.scale.transport import ReplicaGone, Transport
+from quire.scale.replica_view import ReplicaView, add_stats, counters_of, join_blocks
+from quire.scale.routing import PrefixRouter, Prompt
+from quire.scale.transport import ReplicaLink, Transport
 
 EXPECTED_ANSWER = 128  # tokens, for the memory that a request without a limit will need
 MAX_MOVES = 5  # of one request, from replicas that ended
-MOVE_PAUSE_S = 0.2
 LEAVE_S = 1.0  # how often it is checked whether a replica that is being stopped has become idle
 MAX_SECRETS = 8  # for which the keys of a prompt are computed: replicas with a disk cache have one per machine
 THREAD_TOKENS = 8192  # keys of longer prompts are computed in a thread
 CLOSED = "the engine was closed"
 
 log = logging.getLogger(__name__)
-
-
-class _Pending:
-    """A request that is being routed."""
-
-    def __init__(self, generation: Generation, prompt: Prompt, keys: dict[bytes, list[bytes]]) -> None:
-        self.generation = generation
-        self.prompt = prompt
-        self.keys = keys  # secret of replicas -> chain keys of the prompt
-        self.choices: list[Choice] = []  # as ranked last, until it is sent
-        self.is_sent = False
-        self.error: QuireError | None = None  # why it cannot be sent
 
 
 class ClusterClient:
@@ -115,13 +103,11 @@ class ClusterClient:
         self._hang_limit_s = hang_limit_s
         self._on_step = SafeCallback("on_step", on_step)
         self._on_gap = SafeCallback("on_gap", on_gap)
-        self._router = PrefixRouter(0, config.block_size)
+        self._router = PrefixRouter[ReplicaView](config.block_size)
         self._replicas: dict[str, ReplicaView] = {}
-        self._accepting: tuple[str, ...] = ()
         self._ids = ids
         self._fingerprint = fingerprint
-        self._routing: dict[int, Generation] = {}  # requests that are being routed, by the number of the attempt
-        self._pending: dict[int, _Pending] = {}  # those of them that can be ranked
+        self._routing: set[Generation] = set()  # requests that wait for a replica
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ready = asyncio.Event()  # there was a replica
         self._has_open = asyncio.Event()  # a replica accepts requests, or none will
@@ -133,8 +119,13 @@ class ClusterClient:
 
     @property
     def replicas(self) -> list[ReplicaView]:
-        """The replicas that the front is connected to, in the order of their numbers."""
-        return sorted((one for one in self._replicas.values() if one.is_open), key=lambda one: one.number)
+        """The replicas that the front is connected to, the first one first."""
+        return [one for one in self._replicas.values() if one.is_open]
+
+    @property
+    def _open(self) -> list[ReplicaView]:
+        """Those of them that accept requests."""
+        return [one for one in self.replicas if one.is_accepting]
 
     @property
     def facts(self) -> Ready | None:
@@ -172,7 +163,7 @@ class ClusterClient:
 
     @property
     def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
-        return tuple(view.status(self._config) for view in self.replicas)
+        return tuple(view.status() for view in self.replicas)
 
     @property
     def index_bytes(self) -> int:
@@ -181,7 +172,7 @@ class ClusterClient:
 
     async def start(self) -> None:
         """Wait for the first replica."""
-        self._transport.start(self)
+        self._transport.start(self.set_replicas)
         await self._is_ready.wait()
 
     async def supervise(self) -> None:
@@ -189,13 +180,12 @@ class ClusterClient:
         while True:
             await asyncio.sleep(LEAVE_S)
             for view in tuple(self._replicas.values()):
-                if not view.is_accepting:
-                    self._close_if_idle(view)
+                self._close_if_idle(view)
 
     async def close(self) -> None:
         """Leave the cluster. Unfinished requests fail; the replicas stay."""
         self._is_closed = True
-        for generation in tuple(self._routing.values()):
+        for generation in tuple(self._routing):
             _fail(generation, LostBeforeStart(CLOSED))
         self._is_ready.set()
         self._note_open()  # wakes requests that wait for a replica
@@ -226,56 +216,52 @@ class ClusterClient:
         return await (await self.submit(request)).result()
 
     async def _route(self, generation: Generation) -> None:
-        """Send a request to the replica that `rank` prefers and that accepts it. Waits while there is none.
+        """Send a request to the best replica. Waits while there is none.
 
         From then on the connection is responsible for it: it reports the request to `_move` if the replica ends.
         """
-        number = next(self._ids)
-        self._routing[number] = generation
+        self._routing.add(generation)
         try:
-            await self._wait_open()
-            pending = self._pending[number] = await self._describe(generation)
             while not generation.answers.is_finished:  # it may be cancelled
-                await self._wait_open()
-                problem = await self._choose(number)
-                if pending.error is not None:
-                    raise pending.error
-                if pending.is_sent:
+                await self._has_open.wait()
+                if self._is_closed:
+                    raise LostBeforeStart(CLOSED)
+                if self._is_replaced:
+                    raise Draining(
+                        f"{self.text.name} is being replaced; if this does not end, run `quire deploy` again"
+                    )
+                cached = await self._cached_tokens(generation.answers.request)
+                if self._open and not generation.answers.is_finished:
+                    self._send(generation, cached)
                     return
-                log.info("a request is sent again: %s", problem)
-                self._count_move(generation)
-                await asyncio.sleep(MOVE_PAUSE_S)
-        except BaseException:  # its caller gives up, also if a replica has got it meanwhile
-            self._cancel(generation)
-            raise
+                await asyncio.sleep(0)  # the end of a replica is about to be reported
         finally:
-            self._pending.pop(number, None)
-            del self._routing[number]
+            self._routing.discard(generation)
 
-    async def _choose(self, number: int) -> str:
-        """Let the cluster choose a replica, which is reported to `note_routed`. Returns why none was chosen."""
-        choosing = self._spawn(self._transport.choose(number))
-        try:
-            await asyncio.wait({choosing})
-        finally:
-            choosing.cancel()
-        if self._is_closed:
-            raise LostBeforeStart(CLOSED)
-        if choosing.cancelled():
-            return "the call was cancelled"
-        try:
-            choosing.result()
-        except ReplicaGone as error:
-            return str(error)
-        return "its replica has left"
+    async def _cached_tokens(self, request: GenerationRequest) -> dict[ReplicaView, int]:
+        """How many tokens of a prompt each replica has."""
+        found = Counter(view.connection.facts.chain_secret for view in self.replicas if view.connection.facts)
+        secrets = [secret for secret, _ in found.most_common(MAX_SECRETS)]
+        if len(request.prompt) * len(secrets) > THREAD_TOKENS:
+            keys = await asyncio.to_thread(_chain_keys, secrets, request, self._config.block_size)
+        else:
+            keys = _chain_keys(secrets, request, self._config.block_size)
+        cached: dict[ReplicaView, int] = {}
+        for keys_of_secret in keys:
+            cached |= self._router.cached_tokens(keys_of_secret)
+        return cached
 
-    async def _wait_open(self) -> None:
-        """Wait until a replica accepts requests. The cluster's router makes only a few choices at a time."""
-        await self._has_open.wait()
-        if self._is_closed:
-            raise LostBeforeStart(CLOSED)
-        if self._is_replaced:
-            raise Draining(f"{self.text.name} is being replaced; if this does not end, run `quire deploy` again")
+    def _send(self, generation: Generation, cached: Mapping[ReplicaView, int]) -> None:
+        request = generation.answers.request
+        num_tokens = len(request.prompt)
+        num_out = min(request.sampling.max_tokens or EXPECTED_ANSWER, EXPECTED_ANSWER)
+        prompt = Prompt(num_tokens, request.priority, -(-(num_tokens + num_out) // self._config.block_size))
+        # The name of a session is separate for each salt, so that tenants do not share one.
+        session = f"{request.salt}/{request.session}" if request.session else ""
+        loads = {view: view.load() for view in self._open}
+        view = self._router.choose(prompt, cached, loads, session, time.monotonic_ns())
+        view.connection.submit(request, generation)
+        view.note(generation, num_tokens - cached.get(view, 0))
 
     @property
     def _is_replaced(self) -> bool:
@@ -285,24 +271,10 @@ class ClusterClient:
 
     def _note_open(self) -> None:
         """Let requests wait, or not, after a change of the replicas."""
-        if self._is_closed or self._is_replaced or any(view.is_accepting for view in self.replicas):
+        if self._is_closed or self._is_replaced or self._open:
             self._has_open.set()
         else:
             self._has_open.clear()
-
-    async def _describe(self, generation: Generation) -> _Pending:
-        request = generation.answers.request
-        num_tokens = len(request.prompt)
-        block_size = self._config.block_size
-        num_out = min(request.sampling.max_tokens or EXPECTED_ANSWER, EXPECTED_ANSWER)
-        prompt = Prompt(num_tokens, request.priority, -(-(num_tokens + num_out) // block_size))
-        found = Counter(view.connection.facts.chain_secret for view in self.replicas if view.connection.facts)
-        secrets = [secret for secret, _ in found.most_common(MAX_SECRETS)]
-        if num_tokens * len(secrets) > THREAD_TOKENS:
-            keys = await asyncio.to_thread(_chain_keys, secrets, request, block_size)
-        else:
-            keys = _chain_keys(secrets, request, block_size)
-        return _Pending(generation, prompt, keys)
 
     def _cancel(self, generation: Generation) -> None:
         """End a request, wherever it is."""
@@ -315,20 +287,14 @@ class ClusterClient:
 
     def _move(self, generation: Generation) -> None:
         """Send a request again whose replica has ended before it started."""
+        generation.num_moves += 1
         if self._is_closed:
             _fail(generation, LostBeforeStart(CLOSED))
+        elif generation.num_moves > MAX_MOVES:
+            text = f"{generation.num_moves} replicas of {self.text.name} ended before the request began"
+            _fail(generation, LostBeforeStart(text))
         elif not generation.answers.is_finished:
-            try:
-                self._count_move(generation)
-            except LostBeforeStart as error:
-                _fail(generation, error)
-            else:
-                self._spawn(self._resend(generation))
-
-    def _count_move(self, generation: Generation) -> None:
-        generation.num_moves += 1
-        if generation.num_moves > MAX_MOVES:
-            raise LostBeforeStart(f"{generation.num_moves} replicas of {self.text.name} ended before the request began")
+            self._spawn(self._resend(generation))
 
     async def _resend(self, generation: Generation) -> None:
         try:
@@ -339,151 +305,82 @@ class ClusterClient:
             log.exception("a request could not be sent again")
             _fail(generation, RequestFailed(f"the request could not be sent again: {type(error).__name__}"))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task, which `close` cancels."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
-    # Routing: called by the cluster's router
+    # Replicas
 
-    def set_replicas(self, replicas: Sequence[str]) -> None:
-        self._accepting = tuple(replicas)
+    def set_replicas(self, replicas: Collection[str]) -> Collection[str]:
+        """Use the replicas that accept requests now. Returns these, and those that finish their requests."""
         for replica in replicas:
             if replica not in self._replicas and not self._is_closed:
-                number, connection = self._router.add_replica(), self._connect(replica)
-                self._replicas[replica] = ReplicaView(replica, number, connection, self._fingerprint)
+                view = self._replicas[replica] = ReplicaView(replica, self._config, self._fingerprint)
+                self._connect(view)
         for view in tuple(self._replicas.values()):  # some are forgotten
-            view.is_accepting = view.replica in self._accepting
-            if not view.is_accepting:
-                self._close_if_idle(view)
+            view.is_accepting = view.replica in replicas
+            self._close_if_idle(view)
         self._note_open()
+        return self._replicas.keys()
 
-    def uses(self, replica: str) -> bool:
-        return replica in self._replicas
-
-    def rank(self, number: int, candidates: Sequence[str]) -> list[str]:
-        names = frozenset(candidates)
-        views = {view.number: view for view in self.replicas if view.replica in names}
-        pending = self._pending.get(number)
-        if pending is None:
-            return [*candidates]  # it was cancelled: the call has no effect, but must not be tried for ever
-        if not views:
-            return []
-        cached: dict[int, int] = {}
-        for secret, keys in pending.keys.items():
-            for place, num_tokens in self._router.cached_tokens(keys).items():
-                facts = views[place].connection.facts if place in views else None
-                if facts is not None and facts.chain_secret == secret:
-                    cached[place] = num_tokens
-        for place in self._router.loads:
-            view = views.get(place)
-            self._router.loads[place] = ReplicaLoad() if view is None else view.load(self._config)
-        self._count_ranked(number)
-        session = _session(pending.generation.answers.request)
-        choices = self._router.rank(pending.prompt, cached, session, time.monotonic_ns())
-        choices = [choice for choice in choices if choice.replica in views]
-        pending.choices = choices
-        return [views[choice.replica].replica for choice in choices]
-
-    def _count_ranked(self, number: int) -> None:
-        """Add requests to the loads that were ranked and not sent yet: many may be routed at the same time."""
-        for other, pending in self._pending.items():
-            choices, prompt = pending.choices, pending.prompt
-            if other == number or not choices or choices[0].replica not in self._router.loads:
-                continue
-            first = choices[0]
-            load = self._router.loads[first.replica]
-            num_tokens = prompt.num_tokens - first.num_cached_tokens
-            self._router.loads[first.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
-
-    def note_routed(self, number: int, replica: str) -> None:
-        """Send a request to the replica that was chosen for it.
-
-        It takes the same way as its cancellation, so that they arrive in this order.
-        """
-        pending, view = self._pending.get(number), self._replicas.get(replica)
-        if pending is None or pending.is_sent or pending.generation.answers.is_finished:
-            return  # it was cancelled
-        if view is None or not view.is_open:
-            return  # the replica has left meanwhile: `_route` asks for another
-        generation, choices = pending.generation, pending.choices
-        pending.choices = []
-        try:
-            view.connection.submit(generation.answers.request, generation)
-        except QuireError as error:
-            pending.error = error
-            return
-        pending.is_sent = True
-        chosen = next((one for one in choices if one.replica == view.number), None)
-        num_cached = 0 if chosen is None else chosen.num_cached_tokens
-        view.note(generation, pending.prompt.num_tokens - num_cached)
-        if chosen is not None:
-            self._router.note(pending.prompt, chosen, _session(generation.answers.request), time.monotonic_ns())
-
-    def _connect(self, replica: str) -> WorkerConnection:
-        connection = WorkerConnection(
-            f"{self.text.name} on replica {replica}",
+    def _connect(self, view: ReplicaView) -> None:
+        view.connection = connection = WorkerConnection(
+            f"{self.text.name} on replica {view.replica}",
             self._hang_limit_s,
             on_loading=SafeCallback("on_loading", None),
-            on_step=SafeCallback("on_step", lambda step: self._take_step(replica, step)),
+            on_step=SafeCallback("on_step", partial(self._take_step, view)),
             on_gap=self._on_gap,
-            on_end=lambda has_served: self._take_end(replica, has_served),
-            on_report=lambda report: self._take_report(replica, report),
+            on_end=partial(self._take_end, view),
+            on_report=partial(self._take_report, view),
             on_lost=self._move,
-            connect=lambda on_message, on_end: ReplicaLink(replica, self._transport, on_message, on_end),
+            connect=partial(ReplicaLink, view.replica, self._transport),
             probe_id=next(self._ids),
         )
-        connection.ready.add_done_callback(lambda _: self._note_ready(replica, connection))
-        return connection
+        connection.ready.add_done_callback(lambda _: self._note_ready(view))
 
     async def _reconnect(self, view: ReplicaView, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
-        if view.is_accepting and view.replica in self._replicas and not self._is_closed:
-            view.connection = self._connect(view.replica)
+        if view.is_accepting and self._uses(view):
+            self._connect(view)
 
-    def _note_ready(self, replica: str, connection: WorkerConnection) -> None:
-        facts, view = connection.facts, self._replicas.get(replica)
-        if facts is None or view is None or view.connection is not connection:
+    def _uses(self, view: ReplicaView) -> bool:
+        """Whether a replica was not left."""
+        return not self._is_closed and self._replicas.get(view.replica) is view
+
+    def _note_ready(self, view: ReplicaView) -> None:
+        facts = view.connection.facts
+        if facts is None:
             return
         if view.is_foreign:
-            log.warning("replica %s of %s has another model or other settings", replica, self.text.name)
-            self._spawn(connection.process.close())
+            log.warning("replica %s of %s has another model or other settings", view.replica, self.text.name)
+            self._spawn(view.connection.process.close())
         else:
             self.max_model_len = facts.max_model_len
             self._is_ready.set()
         self._note_open()
 
-    def _take_step(self, replica: str, step: Stepped) -> None:
+    def _take_step(self, view: ReplicaView, step: Stepped) -> None:
         self._on_step(step)
-        view = self._replicas.get(replica)
-        if view is not None and not view.is_accepting:
-            self._close_if_idle(view)
+        self._close_if_idle(view)
 
-    def _take_report(self, replica: str, report: CacheReport) -> None:
-        view = self._replicas.get(replica)
-        if view is None:
-            return
-        index, number = self._router.index, view.number
-        if report.is_cleared:
-            index.clear(number)
-        index.remove(number, split_keys(report.removed))
-        index.add(number, split_keys(report.added))
-        view.num_free_blocks = report.num_free_blocks
+    def _take_report(self, view: ReplicaView, report: CacheReport) -> None:
+        if self._uses(view):
+            self._router.take(view, report)
+            view.num_free_blocks = report.num_free_blocks
 
-    def _take_end(self, replica: str, has_served: bool) -> None:
+    def _take_end(self, view: ReplicaView, has_served: bool) -> None:
         """The connection to a replica has ended. Its requests are failed or moved by the connection, after this.
 
         If the cluster still lists the replica, it may run: only the connection is lost.
         """
-        view = self._replicas.get(replica)
-        if view is None or self._is_closed:
+        if not self._uses(view):
             return
         if view.is_accepting:
             self._num_lost += view.connection.facts is not None
             pause_s = view.note_end(has_served)
-            log.warning("replica %s of %s has ended; connecting again in %g s", replica, self.text.name, pause_s)
+            log.warning("replica %s of %s has ended; connecting again in %g s", view.replica, self.text.name, pause_s)
             self._spawn(self._reconnect(view, pause_s))
         else:
             self._forget(view)
@@ -491,7 +388,7 @@ class ClusterClient:
 
     def _close_if_idle(self, view: ReplicaView) -> None:
         """Leave a replica that is being stopped, when its last request has ended. It waits for that."""
-        if view.connection.num_requests or view.replica not in self._replicas:
+        if view.is_accepting or view.connection.num_requests or not self._uses(view):
             return
         self._forget(view)
         view.connection.fail(WorkerDied("the replica was stopped"))  # open queries
@@ -499,7 +396,7 @@ class ClusterClient:
 
     def _forget(self, view: ReplicaView) -> None:
         del self._replicas[view.replica]
-        self._router.remove_replica(view.number)
+        self._router.forget(view)
         if view.stats is not None:
             left = counters_of(view.stats)
             self._departed = left if self._departed is None else add_stats([self._departed, left])
@@ -545,19 +442,19 @@ class ClusterClient:
 
     async def blocks(self, max_cells: int) -> Blocks | None:
         """The block maps of all replicas, side by side."""
-        places = self._places()
-        num_blocks = sum(size for _, (_, size) in places)
+        starts = self._starts()
+        num_blocks = sum(view.num_blocks for view in starts)
         # The last cell of each replica may be smaller than the others.
-        per_cell = max(-(-num_blocks // max(max_cells - len(places), 1)), 1)
+        per_cell = max(-(-num_blocks // max(max_cells - len(starts), 1)), 1)
         found = await self._ask_all(lambda query_id: GetBlocks(query_id, max(num_blocks, 1), per_cell))
         maps = [answer for _, answer in found if isinstance(answer, Blocks)]
         return join_blocks(maps) if maps else None
 
     async def view_blocks(self, first: int, count: int) -> BlocksView | None:
         """Blocks of the joined map, which starts at 1. A range ends with the blocks of its replica."""
-        for view, (start, size) in self._places():
-            if start < first <= start + size:
-                num_viewed = min(count, start + size + 1 - first)
+        for view, start in self._starts().items():
+            if start < first <= start + view.num_blocks:
+                num_viewed = min(count, start + view.num_blocks + 1 - first)
                 answer = await view.connection.ask(ViewBlocks(next(self._ids), first - start, num_viewed))
                 assert isinstance(answer, BlocksViewed)
                 if answer.view is None:
@@ -566,18 +463,17 @@ class ClusterClient:
         raise InvalidRequest(f"first = {first} is not a block")
 
     async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        starts = {view.replica: start for view, (start, _) in self._places()}
+        starts = self._starts()
         ranges: list[tuple[int, int]] = []
         for view, answer in await self._ask_all(lambda query_id: FindHeld(query_id, request_ids)):
             assert isinstance(answer, HeldFound)
-            ranges += [(first + starts.get(view.replica, 0), size) for first, size in answer.ranges]
+            ranges += [(first + starts.get(view, 0), size) for first, size in answer.ranges]
         return tuple(ranges)
 
-    def _places(self) -> list[tuple[ReplicaView, tuple[int, int]]]:
-        """The replicas, with the number of blocks before them in the joined map and of their own."""
+    def _starts(self) -> dict[ReplicaView, int]:
+        """The replicas, with the number of blocks before them in the joined map."""
         views = self.replicas
-        sizes = [view.status(self._config).num_blocks for view in views]
-        return list(zip(views, zip(offsets(sizes), sizes, strict=True), strict=True))
+        return dict(zip(views, accumulate((view.num_blocks for view in views), initial=0), strict=False))
 
     def drop_blocks(self) -> None:
         for view in self.replicas:
@@ -612,15 +508,10 @@ def _fail(generation: Generation, error: QuireError) -> None:
     generation.fail(error)
 
 
-def _chain_keys(secrets: Sequence[bytes], request: GenerationRequest, block_size: int) -> dict[bytes, list[bytes]]:
+def _chain_keys(secrets: Sequence[bytes], request: GenerationRequest, block_size: int) -> list[list[bytes]]:
     """The keys of the whole blocks of a prompt that may be cached, for each secret."""
-    keys: dict[bytes, list[bytes]] = {}
+    keys = []
     for secret in secrets:
         chain = TokenChain(root_key(secret, request.salt), array("I", request.prompt), block_size, hash_block_tokens)
-        keys[secret] = [chain.key(index) for index in range((len(request.prompt) - 1) // block_size)]
+        keys.append([chain.key(index) for index in range((len(request.prompt) - 1) // block_size)])
     return keys
-
-
-def _session(request: GenerationRequest) -> str:
-    """The name of a session is separate for each salt, so that tenants do not share one."""
-    return f"{request.salt}/{request.session}" if request.session else ""

@@ -66,10 +66,6 @@ class ModelReplica:
     async def hello(self) -> None:
         """The first call of a front."""
 
-    async def accept(self, number: int) -> None:
-        """Called for each request: Ray asks the replica whether it accepts the call. The front then uses `send`."""
-        del number  # for the router
-
     async def send(self, front: int, frames: list[bytes]) -> None:
         """Take messages of a front."""
         self._replica.take(front, frames)

@@ -1,4 +1,8 @@
-"""Messages between a front and replicas through Ray Serve."""
+"""Messages between a front and replicas through Ray Serve.
+
+The front chooses the replica of a request, and calls replicas without Serve's routing. Serve reports to it which
+replicas there are.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,34 @@ from ray.exceptions import RayError
 from ray.serve._private.common import RequestMetadata
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, ReplicaResult
+from ray.serve.request_router import PendingRequest, ReplicaResult, RequestRouter, RunningReplica
 
-from quire.scale.registry import choosers, routers
-from quire.scale.transport import Batches, Chooser, ReplicaGone, joined
+from quire.scale import transport
+from quire.scale.transport import Batches, ReplicaGone, SetReplicas, joined
 
 SEND, MESSAGES = "send", "messages"  # methods of the deployment
+
+
+class ReplicaWatcher(RequestRouter):  # type: ignore[misc]  # Ray is not checked
+    """Ray Serve's request router, of which the front of the same process uses only the list of replicas.
+
+    Ray creates a router in every process that has a handle of the deployment. `application`: the one of the replicas.
+    """
+
+    def initialize_state(self, application: str = "") -> None:
+        self._application = application
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        if (take := transport.takers.get(self._application)) is not None:
+            take({one.replica_id.unique_id: one for one in replicas})
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Let any replica take a call: the first one of a front, which has no effect."""
+        del pending_request
+        return [candidate_replicas]
 
 
 class RayTransport:
@@ -27,10 +53,12 @@ class RayTransport:
         self._handle = handle
         self._application = application
         self._front = front
+        self._replicas: dict[str, RunningReplica] = {}  # also those that are being stopped and have requests
 
-    def start(self, chooser: Chooser) -> None:
-        # The router runs in this event loop: it asks the chooser, and no request is passed between threads.
-        choosers[self._application] = chooser
+    def start(self, set_replicas: SetReplicas) -> None:
+        self._set_replicas = set_replicas
+        transport.takers[self._application] = self.take
+        # The router runs in this event loop: nothing is passed between threads.
         if not self._handle.is_initialized:
             self._handle._init(_run_router_in_separate_loop=False)
         self._greeting = asyncio.ensure_future(self._greet())  # Ray creates the router with the first call
@@ -39,11 +67,11 @@ class RayTransport:
         with suppress(RayError, RayServeException):
             await self._handle.hello.remote()
 
-    async def choose(self, number: int) -> None:
-        try:
-            await self._handle.accept.remote(number)
-        except (RayError, RayServeException) as error:
-            raise ReplicaGone(_reason(error)) from error
+    def take(self, current: dict[str, RunningReplica]) -> None:
+        """Take the replicas that accept requests. Those that are being stopped are kept while the front uses them."""
+        known = self._replicas = self._replicas | current
+        used = self._set_replicas(current)
+        self._replicas = {replica: one for replica, one in known.items() if replica in used}
 
     async def send(self, replica: str, frames: Sequence[bytes]) -> None:
         try:
@@ -77,13 +105,8 @@ class RayTransport:
                 result.cancel()
 
     def _call(self, replica: str, method: str, arguments: list[Any], is_streaming: bool = False) -> ReplicaResult:
-        """Call a replica without Serve's routing.
-
-        A replica that is being stopped is not reached by handles any more. And Serve makes a few routing decisions at a
-        time: while all of these wait for a replica, the call that connects the front to one would wait behind them.
-        """
-        router = routers.get(self._application)
-        running = None if router is None else router.find(replica)
+        """Call a replica without Serve's routing: handles do not reach a replica that is being stopped."""
+        running = self._replicas.get(replica)
         if running is None:
             raise ReplicaGone(f"replica {replica} has left the cluster")
         number = uuid.uuid4().hex
@@ -92,7 +115,7 @@ class RayTransport:
 
     async def close(self) -> None:
         self._greeting.cancel()
-        choosers.pop(self._application, None)
+        transport.takers.pop(self._application, None)
 
 
 def _is_cancelled() -> bool:

@@ -13,7 +13,7 @@ from quire.engine.worker.protocol import Stats, TierStats
 from quire.errors import InvalidRequest
 from quire.scale.autoscaling import Figures, QueuePolicy, wanted_replicas
 from quire.scale.config import Autoscale, ModelDeployment, Resources, equal_share, parse_deployment
-from quire.scale.replica_view import add_stats, counters_of, offsets
+from quire.scale.replica_view import add_stats, counters_of
 from quire.server.observability.metrics import Metrics
 
 IDLE = Figures(0.0, 0.0, 0.1)
@@ -139,7 +139,3 @@ def test_the_metrics_of_a_cluster_count_once() -> None:
     assert 'quire:replica_requests_routed_total{engine="0",model_name="m",replica="r"} 1.0' in text
     metrics.take(stats(), SimpleNamespace(num_restarts=1, is_moving=True, facts=None, replica_statuses=()))
     assert 'replica="r"' not in metrics.exposition.render()[0].decode()
-
-
-def test_offsets() -> None:
-    assert offsets([3, 4, 5]) == [0, 3, 7]

@@ -25,11 +25,11 @@ with warnings.catch_warnings():  # Ray uses old names of pydantic
     from ray.serve.request_router import RequestRouter
     from ray.serve.schema import ApplicationStatus
 
-    from quire.scale import application, deployments, ray_cluster, registry
+    from quire.scale import application, deployments, ray_cluster, transport
     from quire.scale import application as preflight
     from quire.scale.deployments import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
-    from quire.scale.request_router import PrefixAwareRouter
+    from quire.scale.ray_transport import RayTransport, ReplicaWatcher
 
 
 class Collected(ModelReplica):
@@ -279,20 +279,18 @@ def test_the_fingerprint_of_a_model(tmp_path: Path) -> None:
     assert application.model_fingerprint(replace(model, path=tmp_path)) != folder
 
 
-def test_the_router_keeps_replicas_that_are_being_stopped_while_the_front_uses_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    used = {"a"}
-    chooser: Any = SimpleNamespace(set_replicas=lambda _: None, uses=used.__contains__)
-    monkeypatch.setitem(registry.choosers, "app", chooser)
-    monkeypatch.setitem(registry.routers, "app", None)
+def test_replicas_that_are_being_stopped_are_kept_while_the_front_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected = {"a"}
+    found = RayTransport(None, "app", 1)
+    found._set_replicas = lambda replicas: {*replicas} | connected
+    monkeypatch.setitem(transport.takers, "app", found.take)
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
-    router: Any = object.__new__(PrefixAwareRouter)
+    router: Any = object.__new__(ReplicaWatcher)
     router.initialize_state("app")
     a, b, c = (SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "abc")
     router.update_replicas([a, b])
     router.update_replicas([c])  # a and b are being stopped; b is idle
-    assert [router.find(name) for name in "abc"] == [a, None, c]
-    used.clear()
+    assert found._replicas == {"a": a, "c": c}
+    connected.clear()
     router.update_replicas([c])
-    assert router.find("a") is None
+    assert found._replicas == {"c": c}
