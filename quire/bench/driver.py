@@ -1,4 +1,8 @@
-"""Runs requests of several clients on an engine and measures the times."""
+"""Measures a model in this process: concurrent clients, a shared prefix, drafts.
+
+A `Session` runs requests on an engine and notes the times. `run_bench` runs the parts of a benchmark with it,
+all except fairness.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,18 +21,27 @@ from quire.bench.report import (
     NUM_IDLE,
     SENTENCES,
     SHORT_PROMPT,
+    TAIL_TOKENS,
+    Baseline,
     BenchConfig,
+    BenchReport,
+    DraftsReport,
+    Level,
     Measurement,
+    PrefixReport,
     Progress,
+    Setup,
+    SiblingReport,
+    SpeedupReport,
     Stage,
 )
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.worker.step_estimate import StepEstimator, work_of
 from quire.errors import InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:
-    from quire.backends.base import Runner
     from quire.engine.llm import LLM
     from quire.engine.structured.masks import Matcher
     from quire.text.tokenizer import Tokenizer
@@ -158,27 +172,6 @@ class Prompts:
         return " ".join(self._random.sample(SENTENCES, len(SENTENCES)))
 
 
-class Threads:
-    """Sets the number of compute threads, where the backend supports it."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.default = runner.facts().num_threads
-
-    @property
-    def choices(self) -> tuple[int, ...]:
-        """Thread counts to measure: more threads are not always faster for one stream."""
-        return (self.default,) if self.default == 1 else (self.default, 1)
-
-    @contextmanager
-    def using(self, num_threads: int) -> Iterator[None]:
-        self._runner.use_threads(num_threads)
-        try:
-            yield
-        finally:
-            self._runner.use_threads(self.default)
-
-
 class Bench:
     """State of a benchmark run: the engine, the source of prompts, and the progress."""
 
@@ -186,14 +179,16 @@ class Bench:
         self.engine = llm.engine
         self.config = config
         self.prompts = Prompts(llm.text.tokenizer, config.seed)
-        self.threads = Threads(llm.engine.runner)
+        self.num_threads: int = llm.engine.runner.facts().num_threads  # by default
+        # More threads are not always faster for one stream.
+        self.thread_choices = (1,) if self.num_threads == 1 else (self.num_threads, 1)
         self.next_id = llm.next_id
         self._progress = progress
         self._num_done = 0
         self._expected_s: float | None = None
-        per_round = len(self.threads.choices) + 2 * len(config.batches)
+        per_round = len(self.thread_choices) + 2 * len(config.batches)
         sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1, "drafts": 2 * config.rounds}
-        self._num_stages = len(self.threads.choices) + sum(sizes.get(part, 0) for part in config.parts)
+        self._num_stages = len(self.thread_choices) + sum(sizes.get(part, 0) for part in config.parts)
 
     def begin_stage(self, what: str) -> None:
         """Report the start of a stage to the progress callback."""
@@ -207,12 +202,12 @@ class Bench:
         """Run every code path once, and estimate the duration of the whole run from it."""
         config = self.config
         singles = []
-        for num_threads in self.threads.choices:
+        for num_threads in self.thread_choices:
             self.begin_stage("warming up")
             singles.append(self.measure(1, 0, num_threads))
         if "speedup" in config.parts:
             for clients in config.batches:
-                self.measure(clients, 0, self.threads.default, num_prompt=SHORT_PROMPT, num_output=2)
+                self.measure(clients, 0, self.num_threads, num_prompt=SHORT_PROMPT, num_output=2)
         self._expected_s = _expected_s(config, singles[0], len(singles))
 
     def measure(
@@ -222,11 +217,15 @@ class Bench:
         num_prompt, num_output = num_prompt or self.config.prompt_tokens, num_output or self.config.output_tokens
         prompts = [self.prompts.make(num_prompt) for _ in range(clients)]
         self.engine.clear_cache()
-        with self.threads.using(num_threads), self.session() as session:
-            begun_s = time.perf_counter()
-            for prompt in prompts:
-                session.add(prompt, num_output, salt=f"bench {self.next_id()}")
-            session.run()
+        self.engine.runner.use_threads(num_threads)
+        try:
+            with self.session() as session:
+                begun_s = time.perf_counter()
+                for prompt in prompts:
+                    session.add(prompt, num_output, salt=f"bench {self.next_id()}")
+                session.run()
+        finally:
+            self.engine.runner.use_threads(self.num_threads)
         tracks = list(session.tracks.values())
         times = sorted(at_s for track in tracks for at_s in track.token_times)
         all_begun_s = max(track.first_s for track in tracks)
@@ -262,3 +261,275 @@ def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> floa
         "fairness": 1.7 * config.seconds + NUM_IDLE * (HIGH_PROMPT * prefill_s + HIGH_ANSWER * step_s),
     }
     return sum(spent[part] for part in config.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    tokens: tuple[int, ...]
+    tokens_per_s: float  # after the first token
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+
+def measure_drafts(bench: Bench) -> DraftsReport | None:
+    """Measure in turn without and with drafts. None: the backend verifies none for this model, or they are off."""
+    if not bench.engine.speculation.is_on:
+        return None
+    config, estimator = bench.config, StepEstimator()
+    plain: list[_Run] = []
+    drafted: list[_Run] = []
+    for number in range(config.rounds):
+        text = bench.prompts.make(config.prompt_tokens)
+        prompt = text + text + text[: len(text) // 2]
+        for runs, has_drafts in ((plain, False), (drafted, True)):
+            bench.begin_stage(f"{'with' if has_drafts else 'without'} drafts, {number + 1} of {config.rounds}")
+            runs.append(_run(bench, prompt, estimator, has_drafts=has_drafts))
+    num_drafted, num_accepted = sum(one.num_drafted for one in drafted), sum(one.num_accepted for one in drafted)
+    num_steps, num_plain_steps = sum(one.num_steps for one in drafted), sum(one.num_steps for one in plain)
+    num_tokens = sum(len(one.tokens) for one in drafted)
+    ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, drafted, strict=True)]
+    return DraftsReport(
+        rounds=config.rounds,
+        num_output_tokens=num_tokens,
+        tokens_per_s=median(one.tokens_per_s for one in drafted),
+        tokens_per_s_without=median(one.tokens_per_s for one in plain),
+        ratio=median(ratios),
+        ratio_min=min(ratios),
+        ratio_max=max(ratios),
+        steps=num_steps,
+        steps_without=num_plain_steps,
+        draft_tokens=num_drafted,
+        draft_tokens_accepted=num_accepted,
+        acceptance=num_accepted / num_drafted if num_drafted else None,
+        tokens_per_step=num_tokens / num_steps,
+        is_equal=[one.tokens for one in plain] == [one.tokens for one in drafted],
+    )
+
+
+def _run(bench: Bench, prompt: list[int], estimator: StepEstimator, *, has_drafts: bool) -> _Run:
+    """Run one request. Where rows cost time, the scheduler learns the cost of a step, as in a worker."""
+    engine = bench.engine
+    scheduler, ledger = engine.scheduler, engine.scheduler.policy.ledger
+    before = scheduler.num_drafted, scheduler.num_accepted, ledger.cost
+    engine.clear_cache()
+    engine.speculation.is_on = has_drafts
+    try:
+        with bench.session() as session:
+            track = session.add(prompt, bench.config.output_tokens)
+            while engine.has_work:
+                start_s = time.perf_counter()
+                session.step()
+                if engine.capacity.has_costly_rows and session.plan is not None:
+                    estimator.learn(work_of(session.plan), time.perf_counter() - start_s)
+                    ledger.cost = estimator.cost()
+    finally:
+        engine.speculation.is_on = True
+        ledger.cost = before[2]
+    num_after = len(track.token_times) - 1
+    return _Run(
+        tuple(track.tokens),
+        num_after / (track.token_times[-1] - track.first_s),
+        session.num_steps,
+        scheduler.num_drafted - before[0],
+        scheduler.num_accepted - before[1],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    cold: Track
+    live: Track
+    hit: Track
+    ref_counts: tuple[int, ...]  # of the blocks that both block tables contain, while both requests run
+    num_copies: int
+
+
+def measure_prefix(bench: Bench) -> PrefixReport:
+    config, repeats = bench.config, []
+    for number in range(config.rounds):
+        bench.begin_stage(f"prefix, {number + 1} of {config.rounds}")
+        repeats.append(_share_head(bench))
+    siblings = _run_siblings(bench)
+    cold_s, hit_s = median(one.cold.ttft_s for one in repeats), median(one.hit.ttft_s for one in repeats)
+    shared_blocks = min(len(one.ref_counts) for one in repeats)
+    counts = [count for one in repeats for count in one.ref_counts]
+    copies = max(one.num_copies for one in repeats)
+    cached_tokens = min(min(one.hit.num_cached_tokens, one.live.num_cached_tokens) for one in repeats)
+    num_full = config.head_tokens // bench.engine.capacity.block_size
+    is_held = set(counts) == {2} and copies == 0 and shared_blocks == num_full and cached_tokens == config.head_tokens
+    return PrefixReport(
+        head_tokens=config.head_tokens,
+        repeats=len(repeats),
+        ttft_cold_ms=cold_s * 1000,
+        ttft_hit_ms=hit_s * 1000,
+        ttft_live_ms=median(one.live.ttft_s for one in repeats) * 1000,
+        ratio=cold_s / hit_s,
+        shared_blocks=shared_blocks,
+        ref_count_min=min(counts, default=0),
+        ref_count_max=max(counts, default=0),
+        copies=copies,
+        cached_tokens=cached_tokens,
+        siblings=siblings,
+        is_held=is_held,
+    )
+
+
+def _share_head(bench: Bench) -> _Sharing:
+    """Run one request with an empty cache, one while the first still decodes, and one after both."""
+    head = bench.prompts.make(bench.config.head_tokens)
+    tails = bench.prompts.tails(3, TAIL_TOKENS)
+    scheduler = bench.engine.scheduler
+    bench.engine.clear_cache()
+    with bench.session() as session:
+        cold = session.add([*head, *tails[0]], LIVE_TOKENS)
+        session.run(until=lambda: bool(cold.token_times))
+        live = session.add([*head, *tails[1]], 4)
+        session.run(until=lambda: bool(live.token_times))
+        tables = [request.block_table for one in (cold, live) if (request := scheduler.get(one.request_id)) is not None]
+        common = [mine for mine, other in zip(*tables, strict=False) if mine == other] if len(tables) == 2 else []
+        ref_counts = tuple(scheduler.cache.pool.blocks[block_id].ref_count for block_id in common)
+        session.run()
+        hit = session.add([*head, *tails[2]], 4)
+        session.run()
+    return _Sharing(cold, live, hit, ref_counts, session.num_copies)
+
+
+def _run_siblings(bench: Bench) -> SiblingReport:
+    config, block_size = bench.config, bench.engine.capacity.block_size
+    bench.begin_stage(f"prefix, {config.num_siblings} siblings")
+    bench.engine.clear_cache()
+    prompt = bench.prompts.make(config.head_tokens)
+    with bench.session() as session:
+        tracks = [session.add(prompt, 4) for _ in range(config.num_siblings)]
+        session.run()
+    num_computed = session.num_prefill_tokens
+    return SiblingReport(
+        num_requests=config.num_siblings,
+        prompt_tokens=len(prompt),
+        prefill_tokens=num_computed,
+        prefill_tokens_unshared=config.num_siblings * len(prompt),
+        copies=session.num_copies,
+        ttft_max_ms=max(track.ttft_s for track in tracks) * 1000,
+        is_held=num_computed <= len(prompt) + (config.num_siblings - 1) * block_size,
+    )
+
+
+def measure_speedup(bench: Bench) -> SpeedupReport:
+    """Measure each batch between two single streams, so that both see the same machine state."""
+    config = bench.config
+    singles: list[Measurement] = []
+    batches: list[Measurement] = []
+    for number in range(config.rounds):
+        name = f"round {number + 1} of {config.rounds}"
+        for num_threads in bench.thread_choices:
+            bench.begin_stage(f"{name}: one at a time")
+            singles.append(bench.measure(1, number, num_threads))
+        for clients in config.batches:
+            bench.begin_stage(f"{name}: {clients} clients")
+            batches.append(bench.measure(clients, number, bench.num_threads))
+            bench.begin_stage(f"{name}: one at a time")
+            singles.append(bench.measure(1, number, _best(singles).num_threads))
+    baseline = _baseline(singles)
+    levels = tuple(
+        _level([one for one in batches if one.clients == clients], baseline) for clients in bench.config.batches
+    )
+    num_cached = sum(one.num_cached_tokens for one in (*singles, *batches))
+    return SpeedupReport(baseline, levels, (*singles, *batches), num_cached, num_cached == 0)
+
+
+def _best(singles: Sequence[Measurement]) -> Measurement:
+    return max(singles, key=lambda one: one.tokens_per_s)
+
+
+def _baseline(singles: Sequence[Measurement]) -> Baseline:
+    best = _best(singles)
+    by_threads: dict[int, float] = {}
+    for one in singles:
+        by_threads[one.num_threads] = max(one.tokens_per_s, by_threads.get(one.num_threads, 0.0))
+    return Baseline(
+        tokens_per_s=best.tokens_per_s,
+        decode_tokens_per_s=max(one.decode_tokens_per_s or 0.0 for one in singles),
+        median_tokens_per_s=median(one.tokens_per_s for one in singles if one.num_threads == best.num_threads),
+        num_threads=best.num_threads,
+        best_by_threads=by_threads,
+    )
+
+
+def _level(measurements: Sequence[Measurement], baseline: Baseline) -> Level:
+    rates = [one.tokens_per_s for one in measurements]
+    rate = median(rates)
+    decoding = [one.decode_tokens_per_s for one in measurements if one.decode_tokens_per_s is not None]
+    decode_rate = median(decoding) if decoding else None
+    return Level(
+        clients=measurements[0].clients,
+        tokens_per_s=rate,
+        decode_tokens_per_s=decode_rate,
+        ttft_ms=median(one.ttft_ms for one in measurements),
+        ratio=rate / baseline.tokens_per_s,
+        ratio_min=min(rates) / baseline.tokens_per_s,
+        ratio_max=max(rates) / baseline.tokens_per_s,
+        decode_ratio=None if decode_rate is None else decode_rate / baseline.decode_tokens_per_s,
+        ratio_to_median=rate / baseline.median_tokens_per_s,
+    )
+
+
+def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage: None) -> BenchReport:
+    """Benchmark a loaded, idle model. Empties its prefix cache.
+
+    The report has no fairness part: `quire/cli/bench_fairness.py` measures it on a server.
+    """
+    _check_fits(llm.engine, config)
+    begun_s = time.perf_counter()
+    bench = Bench(llm, config, progress)
+    bench.warm_up()
+    speedup = measure_speedup(bench) if "speedup" in config.parts else None
+    prefix = measure_prefix(bench) if "prefix" in config.parts else None
+    drafts = measure_drafts(bench) if "drafts" in config.parts else None
+    llm.engine.clear_cache()
+    return BenchReport(_setup(llm), config, time.perf_counter() - begun_s, speedup, prefix, None, drafts)
+
+
+def _check_fits(engine: Engine, config: BenchConfig) -> None:
+    """Raise if requests would exceed the context, or would have to wait or be preempted."""
+    capacity, max_model_len = engine.capacity, engine.scheduler.max_model_len
+    if engine.has_work:
+        raise InvalidRequest("engine: it has requests; a benchmark needs an idle engine")
+    longest = {
+        "speedup": config.prompt_tokens + config.output_tokens,
+        "prefix": config.head_tokens + TAIL_TOKENS + LIVE_TOKENS,
+        "drafts": 5 * config.prompt_tokens // 2 + config.output_tokens,
+    }
+    for part, num_tokens in longest.items():
+        if part in config.parts and num_tokens > max_model_len:
+            raise InvalidRequest(f"{part} needs {num_tokens} tokens of context, and the model has {max_model_len}")
+    if config.head_tokens % capacity.block_size:
+        raise InvalidRequest(f"head_tokens = {config.head_tokens} is not a multiple of {capacity.block_size = }")
+    most = max(config.batches, default=1) if "speedup" in config.parts else 1
+    if most > capacity.max_num_seqs:
+        raise InvalidRequest(f"clients = {most} is more than max_num_seqs = {capacity.max_num_seqs}")
+    num_needed = most * (-(-longest["speedup"] // capacity.block_size) + 1)
+    if "prefix" in config.parts:
+        num_own = -(-(TAIL_TOKENS + LIVE_TOKENS) // capacity.block_size) + 2
+        num_needed = max(num_needed, config.head_tokens // capacity.block_size + config.num_siblings * num_own)
+    if "drafts" in config.parts:
+        num_needed = max(num_needed, -(-longest["drafts"] // capacity.block_size) + 1)
+    if num_needed > capacity.num_blocks - 1:
+        raise InvalidRequest(f"num_blocks = {capacity.num_blocks} is too few: the run needs {num_needed + 1}")
+
+
+def _setup(llm: LLM) -> Setup:
+    capacity, facts = llm.engine.capacity, llm.engine.runner.facts()
+    return Setup(
+        model=llm.text.name,
+        backend=facts.backend,
+        device=facts.device,
+        dtype=facts.dtype,
+        num_threads=facts.num_threads,
+        block_size=capacity.block_size,
+        num_blocks=capacity.num_blocks,
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=max(
+            llm.config.max_num_batched_tokens or capacity.max_num_batched_tokens, capacity.max_num_seqs
+        ),
+    )

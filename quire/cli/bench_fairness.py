@@ -17,25 +17,28 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from quire.bench.fairness import (
-    MAX_BACKLOG,
-    BacklogSamples,
-    ResumedSamples,
-    Sample,
-    SaturatedSamples,
-    backlog_size,
-    fairness_report,
-)
 from quire.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
+    MAX_BACKLOG,
     NUM_IDLE,
     SENTENCES,
+    BacklogReport,
     BenchConfig,
     FairnessReport,
+    Latency,
     Progress,
+    ResumedReport,
+    Sample,
+    SaturatedReport,
     Setup,
     Stage,
+    backlog_report,
+    backlog_size,
+    fairness_report,
+    latency,
+    resumed_report,
+    saturated_report,
 )
 from quire.cli.bench_load import MAX_PROMPTS, Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
@@ -74,9 +77,9 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
         visit = _Measurement(process, config)
         tell(1)
         visit.high_requests(is_over=lambda number, _: number >= NUM_WARM_UP)
-        idle = visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE)
+        idle = latency(visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE))
         tell(2)
-        backlog = visit.backlog(backlog_size(config, idle))
+        backlog = visit.backlog(backlog_size(config, idle), idle)
         tell(3)
         saturated = visit.saturated()
         token_bytes = visit.token_bytes()
@@ -141,12 +144,12 @@ class _Measurement:
         (model,) = [one for one in self._server.get("/v1/watch?once=true")["models"] if one["name"] == self.setup.model]
         return -(-int(model["engine"]["kv_bytes"]) // (self.setup.num_blocks * self.setup.block_size))
 
-    def resumed(self) -> ResumedSamples:
+    def resumed(self) -> ResumedReport:
         """Send large HIGH requests on the idle server, and then each behind a LOW request that has just resumed."""
-        idle = tuple(self._high_request(time.perf_counter(), None, LARGE_HIGH) for _ in range(NUM_RESUMED))
-        high = tuple(self._behind_resumed() for _ in range(NUM_RESUMED))
+        idle = [self._high_request(time.perf_counter(), None, LARGE_HIGH) for _ in range(NUM_RESUMED)]
+        high = [self._behind_resumed() for _ in range(NUM_RESUMED)]
         pool_tokens = (self.setup.num_blocks - 1) * self.setup.block_size
-        return ResumedSamples(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, high)
+        return resumed_report(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, high)
 
     def _behind_resumed(self) -> Sample:
         low = Load(self._client, Priority.LOW, LARGE_LOW, 1)
@@ -205,7 +208,7 @@ class _Measurement:
         decode_s = times_s[-1] - first_s if times_s else 0.0
         return Sample(begun_s - phase_s, first_s - begun_s, len(times_s), decode_s)
 
-    def backlog(self, num_low: int) -> BacklogSamples:
+    def backlog(self, num_low: int, idle: Latency) -> BacklogReport:
         config = self._config
         low = Load(self._client, Priority.LOW, self._low_shape, num_low)
         with _running(low):
@@ -218,9 +221,9 @@ class _Measurement:
             )
             low_tokens, passed_s, client_cpu = low.num_tokens - before, clock.passed_s, clock.cpu
         self._wait_for(lambda num_requests: num_requests == 0)
-        return BacklogSamples(config.seconds, num_low, high, low_tokens / passed_s, client_cpu)
+        return backlog_report(config.seconds, num_low, idle, high, low_tokens / passed_s, client_cpu)
 
-    def saturated(self) -> SaturatedSamples:
+    def saturated(self) -> SaturatedReport:
         num_each, seconds = 2 * self._config.max_num_seqs, self._config.seconds / 2
         high, low = (Load(self._client, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
         with _running(high, low):
@@ -229,7 +232,7 @@ class _Measurement:
             self._sleep(seconds, high, low)
             high_tokens, low_tokens = high.num_tokens - before[0], low.num_tokens - before[1]
             passed_s, client_cpu = clock.passed_s, clock.cpu
-        return SaturatedSamples(passed_s, num_each, high_tokens, low_tokens, client_cpu)
+        return saturated_report(passed_s, num_each, high_tokens, low_tokens, client_cpu)
 
     def _sleep(self, seconds: float, *loads: Load) -> None:
         end_s = time.perf_counter() + seconds

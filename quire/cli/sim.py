@@ -26,7 +26,6 @@ from quire.core.policy import POLICIES
 from quire.core.values import Priority
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sim.cluster import REPORT_S, ROUTERS, ClusterReport, simulate_cluster
-from quire.sim.scenarios import SCENARIOS
 from quire.sim.simulator import (
     MACHINES,
     Machine,
@@ -38,7 +37,7 @@ from quire.sim.simulator import (
     percentile,
     simulate,
 )
-from quire.sim.traces import TraceRequest, read_trace
+from quire.sim.traces import SCENARIOS, TraceRequest, read_trace
 from quire.version import __version__
 
 _DEFAULT = SimConfig()

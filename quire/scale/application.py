@@ -25,8 +25,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from quire.errors import InvalidRequest
-from quire.scale.autoscaling import QueuePolicy
-from quire.scale.config import DeployConfig, ModelDeployment, equal_share
+from quire.scale.config import DeployConfig, ModelDeployment, QueuePolicy, equal_share
 from quire.scale.deployments import FRONT, REPLICAS, Front, ModelReplica
 from quire.scale.ray_cluster import DeployFailed
 from quire.scale.ray_transport import ReplicaWatcher

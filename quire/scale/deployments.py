@@ -8,7 +8,6 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
@@ -33,7 +32,7 @@ EXIT_DELAY_S = 0.2  # for streams to send why the worker ended
 log = logging.getLogger(__name__)
 
 
-class ModelReplica:
+class ModelReplica(Replica):
     """One replica: a worker process with the model."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -50,38 +49,29 @@ class ModelReplica:
 
         `fingerprint`: of the model and its settings; fronts with another one do not use this replica.
         """
+        self._janitor: asyncio.Task[None] | None = None  # None: it has not started
+        super().__init__(name, self._exit, hang_limit_s)
         is_on_cpu = engine.backend in ("auto", "native") and not has_nvidia()
         if num_threads and is_on_cpu and engine.threads is None:
             engine = replace(engine, threads=num_threads)
-        self._has_started = False
-        self._replica = Replica(name, self._end, hang_limit_s)
         try:
-            facts = await self._replica.start(Path(path), engine, chain_secret, fingerprint)
+            facts = await self.start(Path(path), engine, chain_secret, fingerprint)
         except QuireError as error:
             raise RuntimeError(f"{name}: {error}") from None  # not every process that reads it can import quire
-        self._has_started = True
         self._max_num_seqs = engine.scheduling(facts.capacity).max_num_seqs
         self._janitor = asyncio.get_running_loop().create_task(self._drop_silent_fronts())
 
     async def hello(self) -> None:
         """The first call of a front."""
 
-    async def send(self, front: int, frames: list[bytes]) -> None:
-        """Take messages of a front."""
-        self._replica.take(front, frames)
-
-    async def messages(self, front: int, is_continued: bool) -> Any:
-        async for frames in self._replica.messages(front, is_continued):
-            yield frames
-
     async def check_health(self) -> None:
         """Ray replaces a replica whose worker has ended."""
-        if self._replica.error is not None:
-            raise RuntimeError(str(self._replica.error))
+        if self.error is not None:
+            raise RuntimeError(str(self.error))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `quire.scale.autoscaling` decides by."""
-        stats = await self._replica.stats()
+        """What `QueuePolicy` decides by."""
+        stats = await self.stats()
         return {
             "queue_age_s": max(tier.oldest_age_s for tier in stats.tiers),
             "waiting_tokens": float(sum(tier.num_tokens for tier in stats.tiers)),
@@ -89,24 +79,24 @@ class ModelReplica:
         }
 
     async def __del__(self) -> None:  # Ray Serve awaits it when the replica is stopped
-        if (janitor := getattr(self, "_janitor", None)) is not None:
-            janitor.cancel()
-        if (replica := getattr(self, "_replica", None)) is not None:
-            await replica.close()
+        if self._janitor is not None:
+            self._janitor.cancel()
+        if hasattr(self, "process"):
+            await self.close()
 
-    def _end(self, reason: str) -> None:
+    def _exit(self, reason: str) -> None:
         """The worker has ended: so does this process, so that Ray starts another replica at once.
 
         If the start fails, `__init__` raises the reason, and Ray reports it and ends the process.
         """
-        if self._has_started:
+        if self._janitor is not None:
             log.error("the replica ends: %s", reason)
             asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
     async def _drop_silent_fronts(self) -> None:
         while True:
             await asyncio.sleep(JANITOR_S)
-            self._replica.drop_silent_fronts()
+            self.drop_silent_fronts()
 
 
 class Front:

@@ -47,7 +47,7 @@ class Direct:
         messages = [to_worker.decode(frame) for frame in frames]
         self.sent += messages
         self.places |= {number: replica for one in messages if isinstance(one, Add) for number in one.request_ids}
-        found.take(self.front, frames)
+        await found.send(self.front, frames)
 
     def messages(self, replica: str) -> Batches:
         return joined(lambda is_continued: self._stream(replica, is_continued))
@@ -355,7 +355,7 @@ def test_messages_that_the_worker_cannot_take_are_refused(tiny_model: Path, monk
             await client.generate(request(client))
         assert await client.stats() is None
         frames = [encode(DropBlocks()), encode(Cancel(running.request_ids[0]))]
-        replica.take(FRONT, frames)
+        await replica.send(FRONT, frames)
         assert not replica.num_requests
         assert not replica._fronts[FRONT].is_waiting
 
@@ -369,7 +369,7 @@ def test_a_front_that_does_not_read_is_disconnected(tiny_model: Path, monkeypatc
         await anext(stream)
         monkeypatch.setattr("quire.scale.replica.MAX_UNSENT", 100)
         for query in range(20):
-            replica.take(FRONT + 1, [encode(GetStats((FRONT + 1 << FRONT_BITS) + query))])
+            await replica.send(FRONT + 1, [encode(GetStats((FRONT + 1 << FRONT_BITS) + query))])
         while FRONT + 1 in replica._fronts:
             await asyncio.sleep(0.01)
         assert [frames async for frames in stream] == []

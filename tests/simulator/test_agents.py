@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.sim.scenarios import HEADER, agents
 from quire.sim.simulator import SimConfig, SimReport, StepTime, simulate
-from quire.sim.traces import TraceRequest
+from quire.sim.traces import HEADER, TraceRequest, agents
 
 STEP_TIME = StepTime(base_ms=15, token_us=20, context_us=0)  # long steps, so that there are fewer of them
 CONFIG = SimConfig(num_blocks=32_768, max_num_seqs=16)

@@ -19,9 +19,8 @@ from quire.sim.cluster import (
     imbalance,
     simulate_cluster,
 )
-from quire.sim.scenarios import tree
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, simulate
-from quire.sim.traces import TraceRequest
+from quire.sim.traces import TraceRequest, tree
 
 STEP_TIME = MACHINES["h200-llama3-8b"].step_time
 CONFIG = SimConfig(num_blocks=1200)
