@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.backends.base import Capacity
 from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
@@ -30,7 +30,6 @@ from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.client import HANG_LIMIT_S, Generation, SafeCallback, WorkerConnection
 from quire.engine.worker.protocol import (
-    Answer,
     Blocks,
     BlocksViewed,
     CacheAnswer,
@@ -72,6 +71,8 @@ LEAVE_S = 1.0  # how often it is checked whether a replica that is being stopped
 MAX_SECRETS = 8  # for which the keys of a prompt are computed: replicas with a disk cache have one per machine
 THREAD_TOKENS = 8192  # keys of longer prompts are computed in a thread
 CLOSED = "the engine was closed"
+
+A = TypeVar("A", Explained, Stats, Blocks, HeldFound, CacheAnswer)
 
 log = logging.getLogger(__name__)
 
@@ -403,38 +404,33 @@ class ClusterClient:
 
     # Queries
 
-    async def _ask_all(self, make: Callable[[int], Query]) -> list[tuple[ReplicaView, Answer]]:
-        """Ask every replica. Those that end meanwhile are left out."""
+    async def _ask_all(self, kind: type[A], make: Callable[[int], Query]) -> dict[ReplicaView, A]:
+        """The answers of all replicas. Those that end meanwhile are left out."""
         views = self.replicas
         asked = [view.connection.ask(make(next(self._ids))) for view in views]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        found: list[tuple[ReplicaView, Answer]] = []
-        for view, answer in zip(views, answers, strict=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, WorkerDied | QueueFull):
-                    raise answer
-            else:
-                found.append((view, answer))
+        found: dict[ReplicaView, A] = {}
+        for view, answer in zip(views, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(answer, kind):
+                found[view] = answer
+            elif isinstance(answer, BaseException) and not isinstance(answer, WorkerDied | QueueFull):
+                raise answer
         return found
 
     async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
         """How much of this prompt the replica with the longest prefix has."""
         request = GenerationRequest(prompt, SamplingParams(), salt=salt)
-        found = await self._ask_all(lambda query_id: Explain(query_id, request.packed, salt))
-        explanations = []
-        for _, answer in found:
-            assert isinstance(answer, Explained)
+        found = await self._ask_all(Explained, lambda query_id: Explain(query_id, request.packed, salt))
+        best = CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
+        for answer in found.values():
             if answer.explanation is None:
                 raise InvalidRequest(answer.error or "no explanation")
-            explanations.append(answer.explanation)
-        nothing = CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
-        return max(explanations, key=lambda one: one.num_tokens, default=nothing)
+            best = max(best, answer.explanation, key=lambda one: one.num_tokens)
+        return best
 
     async def stats(self) -> Stats | None:
         """The figures of all replicas, added. Counts of replicas that have left are included."""
-        for view, answer in await self._ask_all(GetStats):
-            assert isinstance(answer, Stats)
-            view.stats = answer
+        for view, stats in (await self._ask_all(Stats, GetStats)).items():
+            view.stats = stats
         found = [figures for view in self._replicas.values() if (figures := view.figures) is not None]
         if not self.replicas or not found:
             return None
@@ -446,9 +442,8 @@ class ClusterClient:
         num_blocks = sum(view.num_blocks for view in starts)
         # The last cell of each replica may be smaller than the others.
         per_cell = max(-(-num_blocks // max(max_cells - len(starts), 1)), 1)
-        found = await self._ask_all(lambda query_id: GetBlocks(query_id, max(num_blocks, 1), per_cell))
-        maps = [answer for _, answer in found if isinstance(answer, Blocks)]
-        return join_blocks(maps) if maps else None
+        found = await self._ask_all(Blocks, lambda query_id: GetBlocks(query_id, max(num_blocks, 1), per_cell))
+        return join_blocks([*found.values()]) if found else None
 
     async def view_blocks(self, first: int, count: int) -> BlocksView | None:
         """Blocks of the joined map, which starts at 1. A range ends with the blocks of its replica."""
@@ -465,8 +460,8 @@ class ClusterClient:
     async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         starts = self._starts()
         ranges: list[tuple[int, int]] = []
-        for view, answer in await self._ask_all(lambda query_id: FindHeld(query_id, request_ids)):
-            assert isinstance(answer, HeldFound)
+        found = await self._ask_all(HeldFound, lambda query_id: FindHeld(query_id, request_ids))
+        for view, answer in found.items():
             ranges += [(first + starts.get(view, 0), size) for first, size in answer.ranges]
         return tuple(ranges)
 
@@ -481,8 +476,7 @@ class ClusterClient:
                 view.connection.process.send(DropBlocks())
 
     async def clear_cache(self) -> None:
-        for _, answer in await self._ask_all(ClearCache):
-            assert isinstance(answer, CacheAnswer)
+        for answer in (await self._ask_all(CacheAnswer, ClearCache)).values():
             if answer.error is not None:
                 raise CacheFolderError(answer.error)
 
@@ -490,16 +484,18 @@ class ClusterClient:
         """Pin a prefix on every replica that has it. Returns the tokens of the longest one."""
         pin = PinPrefix(pin_id, len(prompt), ttl_s)
         request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))
-        found = await self._ask_all(lambda query_id: PinCache(query_id, pin_id, request.packed, salt, ttl_s))
-        answers = [answer for _, answer in found if isinstance(answer, CacheAnswer)]
-        if answers and all(answer.error is not None for answer in answers):
-            raise InvalidRequest(answers[0].error or "not pinned")
-        return max((answer.num_tokens for answer in answers if answer.error is None), default=0)
+        found = await self._ask_all(
+            CacheAnswer, lambda query_id: PinCache(query_id, pin_id, request.packed, salt, ttl_s)
+        )
+        errors = [answer.error for answer in found.values() if answer.error is not None]
+        if found and len(errors) == len(found):
+            raise InvalidRequest(errors[0] or "not pinned")
+        return max((answer.num_tokens for answer in found.values() if answer.error is None), default=0)
 
     async def unpin(self, pin_id: str) -> bool:
         check_pin_id(pin_id)
-        found = await self._ask_all(lambda query_id: UnpinCache(query_id, pin_id))
-        return any(isinstance(answer, CacheAnswer) and answer.is_found and answer.error is None for _, answer in found)
+        found = await self._ask_all(CacheAnswer, lambda query_id: UnpinCache(query_id, pin_id))
+        return any(answer.is_found and answer.error is None for answer in found.values())
 
 
 def _fail(generation: Generation, error: QuireError) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray.exceptions import RayError
@@ -74,35 +74,24 @@ class RayTransport:
         self._replicas = {replica: one for replica, one in known.items() if replica in used}
 
     async def send(self, replica: str, frames: Sequence[bytes]) -> None:
-        try:
+        with _calling("the call"):
             await self._call(replica, SEND, [self._front, list(frames)]).get_async()
-        except (RayError, RayServeException) as error:
-            raise ReplicaGone(_reason(error)) from error
-        except asyncio.CancelledError:
-            if _is_cancelled():
-                raise
-            raise ReplicaGone("the call was cancelled") from None
 
     def messages(self, replica: str) -> Batches:
         return joined(lambda is_continued: self._stream(replica, is_continued))
 
     async def _stream(self, replica: str, is_continued: bool) -> Batches:
-        result = None
-        try:
+        with _calling("its stream"):
             result = self._call(replica, MESSAGES, [self._front, is_continued], is_streaming=True)
+        try:
             while True:
-                yield await result.__anext__()
+                with _calling("its stream"):
+                    frames = await result.__anext__()
+                yield frames
         except StopAsyncIteration:
             return
-        except (RayError, RayServeException) as error:
-            raise ReplicaGone(_reason(error)) from error
-        except asyncio.CancelledError:
-            if _is_cancelled():
-                raise
-            raise ReplicaGone("its stream was cancelled") from None
         finally:
-            if result is not None:
-                result.cancel()
+            result.cancel()
 
     def _call(self, replica: str, method: str, arguments: list[Any], is_streaming: bool = False) -> ReplicaResult:
         """Call a replica without Serve's routing: handles do not reach a replica that is being stopped."""
@@ -118,10 +107,18 @@ class RayTransport:
         transport.takers.pop(self._application, None)
 
 
-def _is_cancelled() -> bool:
-    """Whether this task is cancelled. If Ray has cancelled a call, awaiting it raises CancelledError too."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+@contextmanager
+def _calling(what: str) -> Iterator[None]:
+    """Report errors of Ray as ReplicaGone. If Ray has cancelled a call, awaiting it raises CancelledError."""
+    try:
+        yield
+    except (RayError, RayServeException) as error:
+        raise ReplicaGone(_reason(error)) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise ReplicaGone(f"{what} was cancelled") from None
 
 
 def _reason(error: Exception) -> str:

@@ -149,7 +149,6 @@ ROW_TOKENS = 32  # a running or waiting answer slows a new one down like this ma
 FULL_TOKENS = 4096  # a replica without a free row or memory makes a request wait, or evicts what others use
 RECENT_PART = 8  # this part of the work of the last minute counts, so that a light load is shared too
 RECENT_NS = 60_000_000_000
-MAX_AGE = 20  # times RECENT_NS; then weights are computed anew, before they are too large for floats
 STICKY_TOKENS = 512  # a session stays with its replica if another would save less than this
 MAX_SESSIONS = 100_000
 
@@ -203,24 +202,18 @@ class RecentWork(Generic[R]):
     """The work that was sent to each replica in about the last minute. Older work counts less."""
 
     def __init__(self) -> None:
-        # Work of a time counts e^(time / RECENT_NS) from the base on, so that nothing changes while time passes.
-        self._base_ns = 0
-        self._weighted: dict[R, float] = {}
+        self._work: dict[R, tuple[float, int]] = {}  # tokens, as seen at a time
 
     def add(self, replica: R, num_tokens: int, now_ns: int) -> None:
-        if now_ns - self._base_ns > MAX_AGE * RECENT_NS:
-            self._weighted = self.at(now_ns)
-            self._base_ns = now_ns
-        weight = exp((now_ns - self._base_ns) / RECENT_NS)
-        self._weighted[replica] = self._weighted.get(replica, 0.0) + num_tokens * weight
+        self._work[replica] = self.at(replica, now_ns) + num_tokens, now_ns
 
     def forget(self, replica: R) -> None:
-        self._weighted.pop(replica, None)
+        self._work.pop(replica, None)
 
-    def at(self, now_ns: int) -> dict[R, float]:
-        """The tokens of each replica, as seen at this time."""
-        weight = exp(-min(max(now_ns - self._base_ns, 0) / RECENT_NS, 700.0))
-        return {replica: tokens * weight for replica, tokens in self._weighted.items()}
+    def at(self, replica: R, now_ns: int) -> float:
+        """The tokens of a replica, as seen at this time: those of a time count e^(time / RECENT_NS)."""
+        num_tokens, then_ns = self._work.get(replica, (0.0, now_ns))
+        return num_tokens * exp((then_ns - now_ns) / RECENT_NS)
 
 
 class PrefixRouter(Generic[R]):
@@ -259,9 +252,8 @@ class PrefixRouter(Generic[R]):
         It is the one with the least work; among equals, the one with fewer requests. A session stays where it is,
         unless that is much more work.
         """
-        recent = self._recent.at(now_ns)
         work = {
-            replica: expected_work(prompt, cached.get(replica, 0), load, recent.get(replica, 0))
+            replica: expected_work(prompt, cached.get(replica, 0), load, self._recent.at(replica, now_ns))
             for replica, load in loads.items()
         }
         chosen = min(work, key=lambda replica: (work[replica], loads[replica].num_requests))
