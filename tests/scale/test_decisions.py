@@ -11,6 +11,7 @@ import pytest
 from quire.core.kv_cache import CacheStats
 from quire.engine.worker.protocol import Stats, TierStats
 from quire.errors import InvalidRequest
+from quire.scale.cluster_client import add_stats, counters_of
 from quire.scale.config import (
     Autoscale,
     Figures,
@@ -21,7 +22,6 @@ from quire.scale.config import (
     parse_deployment,
     wanted_replicas,
 )
-from quire.scale.replica_view import add_stats, counters_of
 from quire.server.observability.metrics import Metrics
 
 IDLE = Figures(0.0, 0.0, 0.1)

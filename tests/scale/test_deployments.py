@@ -25,9 +25,8 @@ with warnings.catch_warnings():  # Ray uses old names of pydantic
     from ray.serve.request_router import RequestRouter
     from ray.serve.schema import ApplicationStatus
 
-    from quire.scale import application, deployments, ray_cluster, transport
-    from quire.scale import application as preflight
-    from quire.scale.deployments import ModelReplica
+    from quire.scale import application, ray_cluster, transport
+    from quire.scale.application import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
     from quire.scale.ray_transport import RayTransport, ReplicaWatcher
 
@@ -43,7 +42,7 @@ def test_a_replica_that_cannot_start_reports_why_before_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits: list[int] = []
-    monkeypatch.setattr(deployments, "EXIT_DELAY_S", 0.0)
+    monkeypatch.setattr(application, "EXIT_DELAY_S", 0.0)
     monkeypatch.setattr(os, "_exit", exits.append)
 
     async def main() -> None:
@@ -59,7 +58,7 @@ def test_a_replica_that_cannot_start_reports_why_before_it_ends(
 
 def test_a_replica_whose_worker_ends_later_ends_its_process(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[int] = []
-    monkeypatch.setattr(deployments, "EXIT_DELAY_S", 0.0)
+    monkeypatch.setattr(application, "EXIT_DELAY_S", 0.0)
     monkeypatch.setattr(os, "_exit", exits.append)
 
     async def main() -> None:
@@ -246,21 +245,21 @@ def test_the_reason_in_messages(messages: list[str], reason: str) -> None:
 
 
 def test_an_address_that_the_head_cannot_use() -> None:
-    assert preflight.find_problem("127.0.0.1", 0) is None
-    assert preflight.find_problem("", 0) is None
-    assert preflight.find_problem("no-such-host.invalid", 0)
+    assert application.find_problem("127.0.0.1", 0) is None
+    assert application.find_problem("", 0) is None
+    assert application.find_problem("no-such-host.invalid", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert preflight.find_problem("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
+        assert application.find_problem("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
 
 
 def test_room_for_new_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of what the first replicas need, also of resources that no machine has."""
     monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 4.0, "memory": 10.0})
     two = ModelDeployment(replicas=2, resources=Resources(cpus=1.5))
-    assert preflight.has_room([two, ModelDeployment(resources=Resources(cpus=1, memory=10))])
-    assert not preflight.has_room([two, two])
-    assert preflight.has_room([ModelDeployment(autoscale=Autoscale(max=9), resources=Resources(cpus=4))])
-    assert not preflight.has_room([ModelDeployment(resources=Resources(custom={"label": 0.5}))])
+    assert application.has_room([two, ModelDeployment(resources=Resources(cpus=1, memory=10))])
+    assert not application.has_room([two, two])
+    assert application.has_room([ModelDeployment(autoscale=Autoscale(max=9), resources=Resources(cpus=4))])
+    assert not application.has_room([ModelDeployment(resources=Resources(custom={"label": 0.5}))])
 
 
 def test_the_fingerprint_of_a_model(tmp_path: Path) -> None:

@@ -381,7 +381,7 @@ def test_a_link_that_cannot_send_is_replaced(tiny_model: Path, monkeypatch: pyte
     """The pause grows while nothing is served."""
 
     async def work(direct: Direct, client: ClusterClient) -> None:
-        monkeypatch.setattr("quire.scale.replica_view.RECONNECT_S", 0.01)
+        monkeypatch.setattr("quire.scale.cluster_client.RECONNECT_S", 0.01)
         send, left = direct.send, [3]
 
         async def fail(replica: str, frames: Sequence[bytes]) -> None:
@@ -401,7 +401,7 @@ def test_a_link_that_cannot_send_is_replaced(tiny_model: Path, monkeypatch: pyte
 
 
 def test_a_request_is_moved_a_bounded_number_of_times(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.scale.replica_view.RECONNECT_S", 0.001)
+    monkeypatch.setattr("quire.scale.cluster_client.RECONNECT_S", 0.001)
 
     async def work(direct: Direct, client: ClusterClient) -> None:
         num_tried = 0

@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
-from typing import TypeVar
+from typing import Any
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -174,8 +174,6 @@ def _shown(text: str) -> str:
 
 FORM_BYTES = 64 << 10  # of a form, in addition to its file
 
-Listed = TypeVar("Listed", FileObject, BatchObject)
-
 
 async def _open(context: RequestContext) -> BatchService:
     if context.batches is None:
@@ -215,9 +213,7 @@ async def list_files(context: RequestContext) -> Response:
         found = [one for one in found if one.purpose == query.purpose]
     if query.order == "asc":
         found.reverse()
-    page, has_more = _page(found, query.after, query.limit)
-    first, last = _ends(page)
-    return context.json(FileList(data=page, has_more=has_more, first_id=first, last_id=last))
+    return context.json(FileList(**_page(found, query.after, query.limit)))
 
 
 async def get_file(context: RequestContext) -> Response:
@@ -262,9 +258,8 @@ async def create_batch(context: RequestContext) -> Response:
 
 async def list_batches(context: RequestContext) -> Response:
     query = parse_query(context, BatchesQuery)
-    page, has_more = _page((await _open(context)).store.list_batches(context.key), query.after, query.limit)
-    first, last = _ends(page)
-    return context.json(BatchList(data=page, has_more=has_more, first_id=first, last_id=last))
+    found = (await _open(context)).store.list_batches(context.key)
+    return context.json(BatchList(**_page(found, query.after, query.limit)))
 
 
 async def get_batch(context: RequestContext) -> Response:
@@ -279,16 +274,12 @@ async def cancel_batch(context: RequestContext) -> Response:
         return context.json(await batches.cancel(stored))
 
 
-def _page(found: Sequence[Listed], after: str | None, limit: int) -> tuple[list[Listed], bool]:
-    """One page of a list: the entries that follow `after`, and whether there are more."""
-    start = 0
-    if after is not None:
-        at = next((number for number, one in enumerate(found) if one.id == after), None)
-        if at is None:
-            raise ApiError(Kind.INVALID, f"after = {after!r:.80} is not in the list", param="after")
-        start = at + 1
-    return list(found[start : start + limit]), start + limit < len(found)
-
-
-def _ends(page: Sequence[Listed]) -> tuple[str | None, str | None]:
-    return (page[0].id, page[-1].id) if page else (None, None)
+def _page(found: Sequence[FileObject | BatchObject], after: str | None, limit: int) -> dict[str, Any]:
+    """The fields of one page of a list: the entries that follow `after`."""
+    ids = [one.id for one in found]
+    if after is not None and after not in ids:
+        raise ApiError(Kind.INVALID, f"after = {after!r:.80} is not in the list", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = found[start : start + limit]
+    ends = (page[0].id, page[-1].id) if page else (None, None)
+    return {"data": page, "has_more": start + limit < len(found), "first_id": ends[0], "last_id": ends[1]}

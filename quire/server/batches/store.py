@@ -195,7 +195,7 @@ class StateDir:
         return self.path / "batches" / f"{stored.batch.id}.{kind}.jsonl"
 
     async def add_batch(self, stored: StoredBatch) -> None:
-        unfinished = [one for one in self._owned(stored.owner) if not one.is_finished]
+        unfinished = [one for one in self.unfinished() if one.owner == stored.owner]
         if len(unfinished) >= MAX_UNFINISHED:
             text = f"this key has {len(unfinished)} batches that have not ended, which is the limit"
             raise ApiError(Kind.RATE_LIMITED, text, retry_after_s=60.0, reason="key_batches")
@@ -205,7 +205,7 @@ class StateDir:
         except BaseException:
             del self._batches[stored.batch.id]  # the client gets an error, and nobody would run it
             raise
-        ended = [one for one in self._owned(stored.owner) if one.is_finished]
+        ended = [one for one in self._in_order() if one.owner == stored.owner and one.is_finished]
         for old in ended[: max(0, len(ended) + len(unfinished) + 1 - MAX_BATCHES)]:
             await self._forget_batch(old)
 
@@ -220,17 +220,14 @@ class StateDir:
 
     def list_batches(self, key: Key) -> list[BatchObject]:
         """The batches that this key may see, newest first."""
-        found = [one.batch for one in self._batches.values() if _may_see(key, one.owner)]
-        return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
+        return [one.batch for one in reversed(self._in_order()) if _may_see(key, one.owner)]
 
     def unfinished(self) -> list[StoredBatch]:
         """All unfinished batches, oldest first."""
-        found = [one for one in self._batches.values() if not one.is_finished]
-        return sorted(found, key=lambda one: (one.batch.created_at, one.batch.id))
+        return [one for one in self._in_order() if not one.is_finished]
 
-    def _owned(self, owner: str) -> list[StoredBatch]:
-        found = [one for one in self._batches.values() if one.owner == owner]
-        return sorted(found, key=lambda one: (one.batch.created_at, one.batch.id))
+    def _in_order(self) -> list[StoredBatch]:
+        return sorted(self._batches.values(), key=lambda one: (one.batch.created_at, one.batch.id))
 
     async def _forget_batch(self, stored: StoredBatch) -> None:
         self._batches.pop(stored.batch.id, None)
