@@ -45,9 +45,9 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # At most so many statements and files. A package that needs more raises its numbers in the same commit, which says why.
 # The aim of decision 0048 is 41,000 statements in 320 files.
 BUDGETS = {
-    "quire/backends": (12_040, 82), "quire/batch": (460, 4), "quire/bench": (725, 4), "quire/cli": (4_260, 26),
-    "quire/core": (5_070, 30), "quire/engine": (6_510, 34), "quire/scale": (1_535, 9), "quire/server": (9_040, 61),
-    "quire/sim": (715, 4), "quire/text": (5_360, 37), "quire/weights": (3_990, 25),
+    "quire/backends": (12_040, 82), "quire/batch": (455, 4), "quire/bench": (725, 4), "quire/cli": (4_260, 26),
+    "quire/core": (5_070, 30), "quire/engine": (6_510, 34), "quire/scale": (1_525, 9), "quire/server": (9_020, 61),
+    "quire/sim": (710, 4), "quire/text": (5_360, 37), "quire/weights": (3_990, 25),
     "benchmarks": (2_800, 25), "tests": (57_400, 433),
 }  # fmt: skip
 

@@ -23,13 +23,6 @@ class UniqueIds:
         self._slots = array("Q", bytes(8 * 1024))
         self._num_ids = 0
 
-    def __len__(self) -> int:
-        return self._num_ids
-
-    @property
-    def num_bytes(self) -> int:
-        return self._slots.itemsize * len(self._slots)
-
     def add(self, text: str) -> bool:
         """Add a string. Returns False if it was present."""
         digest = int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") or 1

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -76,7 +75,6 @@ class _Front:
         self._frames: list[bytes] = []
         self._num_unread = 0  # bytes
         self._changed = asyncio.Event()
-        self.is_continued = asyncio.Event()  # by another stream
         self.is_closed = False
 
     @property
@@ -184,17 +182,16 @@ class Replica:
         """
         if self.error is not None:
             raise WorkerDied(str(self.error))
-        own = self._continue(front) if is_continued else await self._connect(front)
+        own = self._find(front) if is_continued else await self._connect(front)
         is_over = True
         try:
             for _ in range(MAX_BATCHES):
                 if not (frames := await own.pop()):
                     return
                 yield frames
-            is_over, handover = False, own.is_continued
+            is_over = False
             yield []
-            with suppress(TimeoutError):
-                await asyncio.wait_for(handover.wait(), HANDOVER_S)
+            await asyncio.sleep(HANDOVER_S)  # the front closes this stream when the next one has begun
         finally:
             if is_over:
                 if self._fronts.get(front) is own:
@@ -210,13 +207,6 @@ class Replica:
             facts = msgspec.structs.replace(facts, system_fingerprint=self._system_fingerprint)
         own.push(encode(msgspec.structs.replace(facts, fingerprint=self._fingerprint)))
         own.push(encode(CacheReport(b"".join(self._keys), b"", True, self._num_free_blocks)))
-        return own
-
-    def _continue(self, front: int) -> _Front:
-        """The front whose stream ends. Its next stream has an event of its own."""
-        own = self._find(front)
-        own.is_continued.set()
-        own.is_continued = asyncio.Event()
         return own
 
     def _find(self, front: int) -> _Front:

@@ -39,19 +39,12 @@ SEED = 27
 
 
 class SimDrafts:
-    """Makes the drafts of one replica. `outputs`: the whole answers of its requests, by request id.
+    """Makes the drafts of one replica. `outputs`: the whole answers of its requests, by request id."""
 
-    `share`: probability that the text after a token is guessed. `acceptance`: probability that a guessed token is right
-    if all before it are.
-    """
-
-    def __init__(
-        self, outputs: Mapping[int, Sequence[int]], max_num_seqs: int, *, share: float, acceptance: float
-    ) -> None:
+    def __init__(self, outputs: Mapping[int, Sequence[int]], config: SimConfig) -> None:
         self._outputs = outputs
-        self._max_num_seqs = max_num_seqs
-        self._share = share
-        self._acceptance = acceptance
+        self._config = config
+        self._acceptance = config.acceptance or 0.0
         self._random = Random(SEED)
 
     def update(self, request: Request, num_running: int, cost: StepCost | None) -> None:
@@ -59,8 +52,8 @@ class SimDrafts:
         was_held = request.is_held
         request.draft, request.is_held = (), False
         max_drafts = MAX_DRAFTS if cost is None else MAX_COSTLY_DRAFTS
-        most = num_allowed(max_drafts, self._max_num_seqs, num_running, has_costly_rows=cost is not None)
-        if most < 1 or not (was_held or self._random.random() < self._share):
+        most = num_allowed(max_drafts, self._config.max_num_seqs, num_running, has_costly_rows=cost is not None)
+        if most < 1 or not (was_held or self._random.random() < self._config.draft_share):
             return
         if request.num_in_flight:
             request.is_held = most > MIN_DRAFTS
@@ -330,11 +323,7 @@ class SimReplica:
         self._inbox: deque[int] = deque()  # requests that have arrived, or will
         self._cancels: list[tuple[int, int]] = []  # (time, request), a heap
         self._outputs: dict[int, list[int]] = {}  # complete outputs of live requests
-        self._drafts: SimDrafts | None = None
-        if config.acceptance is not None:
-            self._drafts = SimDrafts(
-                self._outputs, config.max_num_seqs, share=config.draft_share, acceptance=config.acceptance
-            )
+        self._drafts = None if config.acceptance is None else SimDrafts(self._outputs, config)
         self._timeline: list[Sample] = []
         self._in_flight: tuple[StepPlan, int] | None = None  # plan and its end time
 

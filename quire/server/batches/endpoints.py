@@ -189,21 +189,19 @@ async def upload_file(context: RequestContext) -> Response:
     content_type = context.request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
         raise ApiError(Kind.INVALID, "content-type is not multipart/form-data: a file is uploaded as a form")
-    batches = await _open(context)
-    store = batches.store
-    with batches.uploading(context.key):
-        length = context.request.headers.get("content-length", "0")
-        announced = int(length) - FORM_BYTES if length.isdigit() else 0
-        with storing("the file"), closing(store.begin_upload(context.key, announced)) as upload:
-            chunks = context.chunks(store.max_file_bytes + FORM_BYTES)
-            form = await receive_upload(chunks, content_type, upload)
-            purpose = form.fields.get("purpose")
-            if purpose != "batch":
-                text = "purpose is missing" if purpose is None else f"purpose = {purpose!r:.80} is not batch"
-                raise ApiError(Kind.INVALID, f"{text}: only files for batches are stored", param="purpose")
-            ttl_s = expiry_s(form.fields, MIN_EXPIRY_S, MAX_EXPIRY_S)
-            facts = new_file(form.filename or "", upload.num_bytes, "batch", ttl_s)
-            return context.json(await store.add_file(context.key.owner, upload.path, facts))
+    store = (await _open(context)).store
+    length = context.request.headers.get("content-length", "0")
+    announced = int(length) - FORM_BYTES if length.isdigit() else 0
+    with storing("the file"), closing(store.begin_upload(context.key, announced)) as upload:
+        chunks = context.chunks(store.max_file_bytes + FORM_BYTES)
+        form = await receive_upload(chunks, content_type, upload)
+        purpose = form.fields.get("purpose")
+        if purpose != "batch":
+            text = "purpose is missing" if purpose is None else f"purpose = {purpose!r:.80} is not batch"
+            raise ApiError(Kind.INVALID, f"{text}: only files for batches are stored", param="purpose")
+        ttl_s = expiry_s(form.fields, MIN_EXPIRY_S, MAX_EXPIRY_S)
+        facts = new_file(form.filename or "", upload.num_bytes, "batch", ttl_s)
+        return context.json(await store.add_file(context.key.owner, upload.path, facts))
 
 
 async def list_files(context: RequestContext) -> Response:

@@ -13,7 +13,7 @@ import errno
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -35,12 +35,9 @@ from quire.server.batches.types import (
     RequestCounts,
     Status,
 )
-from quire.server.errors import ApiError, Kind
 
 MAX_LISTED_ERRORS = 100
 MAX_IN_FLIGHT = 256  # requests of all batches
-MAX_UPLOADS = 16  # at once
-MAX_KEY_UPLOADS = 8  # of one key: uploads that do not end must not use up MAX_UPLOADS
 SWEEP_S = 3600.0
 PRIORITY = "low"
 # Errors of a disk that may end: a batch waits for that.
@@ -71,7 +68,6 @@ class BatchService:
         self._sweeping: asyncio.Task[None] | None = None
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._is_stopping = False
-        self._uploads: Counter[str] = Counter()  # owner -> uploads in progress
 
     # Called by the server
 
@@ -113,20 +109,6 @@ class BatchService:
             await asyncio.sleep(SWEEP_S)
 
     # Called by the endpoints
-
-    @contextmanager
-    def uploading(self, key: Key) -> Iterator[None]:
-        """Hold one of the uploads that may run at once. Raises ApiError."""
-        num_own, num_all = self._uploads[key.owner], self._uploads.total()
-        if num_own >= MAX_KEY_UPLOADS or num_all >= MAX_UPLOADS:
-            whose = f"{num_own} files of this key" if num_own >= MAX_KEY_UPLOADS else f"{num_all} files"
-            text = f"{whose} are being uploaded, which is the limit"
-            raise ApiError(Kind.OVERLOADED, text, retry_after_s=5.0, reason="uploads")
-        self._uploads[key.owner] += 1
-        try:
-            yield
-        finally:
-            self._uploads[key.owner] -= 1
 
     async def create(self, request: CreateBatchRequest, key: Key) -> BatchObject:
         now = int(time.time())
