@@ -16,7 +16,7 @@ from gpu_workloads import GEMMA4, GPT_OSS, Workload, open_spec, random_prompt
 from torch import Tensor
 
 from quire.backends.torch.loading import DUMMY_STD
-from quire.bench.run import Track
+from quire.bench.driver import Track
 from quire.core.values import SamplingParams
 from tests.backends.torch.families import MORE_FAMILIES, STATE_FAMILIES, Reference, logprobs
 from tests.backends.torch.rig import Answer as RigAnswer

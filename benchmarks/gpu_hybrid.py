@@ -22,7 +22,7 @@ from gpu_workloads import FULL, GEMMA4, GPT_OSS, QUICK, QWEN35, QWEN35_MOE, Scal
 from harness import say
 
 from quire.backends.kv_memory import KVSpec
-from quire.bench.run import driven
+from quire.bench.driver import driven
 
 MODELS = (QWEN35, QWEN35_MOE, GPT_OSS, GEMMA4)
 

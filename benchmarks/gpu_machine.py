@@ -15,7 +15,7 @@ import torch
 from gpu_workloads import Scale, Workload, first_turn_of_tree, next_turn_of_tree, write_shape
 from harness import say
 
-from quire.bench.run import Session, Track
+from quire.bench.driver import Session, Track
 from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine

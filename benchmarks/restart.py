@@ -36,7 +36,7 @@ import harness
 from gpu_workloads import FULL, SHAPES
 from harness import Others, say
 
-from quire.bench.run import Session, Track
+from quire.bench.driver import Session, Track
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
 from quire.engine.levels.cache_folder import StoredFile, list_files, space_folders

@@ -18,7 +18,7 @@ from typing import Any
 import harness
 from harness import say
 
-from quire.bench.run import driven
+from quire.bench.driver import driven
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench.run import Prompts
+from quire.bench.driver import Prompts
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.levels import levels
 from quire.core.levels.lower_level import NS_PER_S

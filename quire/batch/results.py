@@ -115,7 +115,7 @@ class LineSet:
 
 @dataclass(slots=True)
 class ResultScan:
-    """The contents of an output file."""
+    """Which lines have a result in an output file, or in several."""
 
     finished: LineSet = field(default_factory=LineSet)
     num_good: int = 0
@@ -125,6 +125,11 @@ class ResultScan:
     @property
     def num_finished(self) -> int:
         return self.num_good + self.num_failed
+
+    def add(self, number: int, is_good: bool) -> None:
+        self.finished.add(number)
+        self.num_good += is_good
+        self.num_failed += not is_good
 
 
 def scan_results(path: Path, scan: ResultScan | None = None) -> ResultScan:
@@ -137,9 +142,7 @@ def scan_results(path: Path, scan: ResultScan | None = None) -> ResultScan:
                 break
             number, is_good = _read_result(path, at, data)
             if number not in found.finished:
-                found.finished.add(number)
-                found.num_good += is_good
-                found.num_failed += not is_good
+                found.add(number, is_good)
             found.num_bytes += len(data)
     return found
 
@@ -172,68 +175,61 @@ def _read_result(path: Path, at: int, data: bytes) -> tuple[int, bool]:
 
 
 class ResultFile:
-    """An output file that is appended to. A line is written by one call, so that only the last can be incomplete."""
+    """An output file that is appended to. A line is written by one call, so that only the last can be incomplete.
 
-    def __init__(self, file: BinaryIO, batch_id: str = "") -> None:
+    `scan`: what it holds. `lock`: released when it is closed.
+    """
+
+    def __init__(
+        self, file: BinaryIO, scan: ResultScan | None = None, batch_id: str = "", lock: BinaryIO | None = None
+    ) -> None:
         self._file = file
+        self.scan = ResultScan() if scan is None else scan
         self._batch_id = batch_id
+        self._lock = lock
 
     @classmethod
-    def append(cls, path: Path, num_bytes: int = 0, batch_id: str = "") -> ResultFile:
-        """Append to a file after its first `num_bytes`; the rest is truncated."""
+    def append(
+        cls, path: Path, scan: ResultScan | None = None, batch_id: str = "", lock: BinaryIO | None = None
+    ) -> ResultFile:
+        """Append to a file after its complete lines, which are added to `scan`; the rest is truncated."""
+        scan = ResultScan() if scan is None else scan
+        num_bytes = scan_results(path, scan).num_bytes if path.exists() else 0
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.ftruncate(descriptor, num_bytes)
-        return cls(os.fdopen(descriptor, "ab"), batch_id)
+        return cls(os.fdopen(descriptor, "ab"), scan, batch_id, lock)
 
     def write(self, result: Result) -> None:
-        self.write_line(result_line(result, self._batch_id))
+        self._append(result_line(result, self._batch_id))
+        self.scan.add(result.line.number, result.is_good)
 
-    def write_line(self, line: bytes) -> None:
-        self._file.write(line)
+    def write_error(self, line: BatchRequest | InvalidLine, code: str, message: str) -> None:
+        """Write an error for a line that was not sent."""
+        self._append(error_line(line.number, line.custom_id, code, message, self._batch_id))
+        self.scan.add(line.number, False)
+
+    def _append(self, data: bytes) -> None:
+        self._file.write(data)
         self._file.flush()
 
-    def close(self, *, is_durable: bool = True) -> None:
-        if is_durable:
-            os.fsync(self._file.fileno())
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
         self._file.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Identifies an input file by its content."""
-
-    num_bytes: int
-    sha256: str
-
-
-def fingerprint(path: Path, num_bytes: int | None = None) -> Fingerprint:
-    """The fingerprint of a file, or of its first `num_bytes` if it is longer."""
+def fingerprint(path: Path, num_bytes: int | None = None) -> tuple[int, str]:
+    """Size and digest of a file, or of its first `num_bytes` if it is longer."""
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while num_bytes is None or done < num_bytes:
-            data = file.read(CHUNK_BYTES if num_bytes is None else min(CHUNK_BYTES, num_bytes - done))
-            if not data:
-                break
+        while data := file.read(CHUNK_BYTES if num_bytes is None else min(CHUNK_BYTES, num_bytes - done)):
             digest.update(data)
             done += len(data)
-    return Fingerprint(done, digest.hexdigest())
-
-
-@dataclass(slots=True)
-class Output:
-    """An output file, locked for this process."""
-
-    path: Path
-    scan: ResultScan  # its contents when it was opened
-    file: ResultFile
-    _lock: BinaryIO
-
-    def close(self) -> None:
-        self.file.close()
-        self._lock.close()
+    return done, digest.hexdigest()
 
 
 def open_output(
@@ -243,10 +239,11 @@ def open_output(
     *,
     is_overwriting: bool = False,
     is_retrying: bool = False,
-) -> Output:
-    """Begin or continue an output file. Raises InvalidRequest if it belongs to another input or other settings.
+) -> ResultFile:
+    """Begin or continue an output file, and lock it.
 
-    `source`: the input; None if it is a pipe, which cannot be continued. `is_retrying`: failed lines run again.
+    Raises InvalidRequest if it belongs to another input or other settings. `source`: the input; None if it is a pipe,
+    which cannot be continued. `is_retrying`: failed lines run again.
     """
     notes = path.with_name(f"{path.name}.batch.json")
     lock = _locked(notes)
@@ -258,9 +255,9 @@ def open_output(
             _check_same(path, notes, source, settings)
             if is_retrying:
                 drop_failed(path)
-        scan = scan_results(path) if has_results else ResultScan()
+        file = ResultFile.append(path, lock=lock)
         _write_notes(notes, lock, source, settings)
-        return Output(path, scan, ResultFile.append(path, scan.num_bytes), lock)
+        return file
     except BaseException:
         lock.close()
         raise
@@ -282,13 +279,13 @@ def _check_same(path: Path, notes: Path, source: Path | None, settings: Mapping[
     remedy = "give another output file, or --overwrite to replace it"
     try:
         found = json.loads(notes.read_bytes())
-        before = Fingerprint(int(found["input_bytes"]), str(found["input_sha256"]))
+        before = int(found["input_bytes"]), str(found["input_sha256"])
         given = dict(found["settings"])
     except (ValueError, KeyError, TypeError):
         raise InvalidRequest(f"{path} exists, and is not the output of an interrupted batch: {remedy}") from None
     if source is None:
         raise InvalidRequest(f"{path} exists, and a batch read from standard input cannot be continued: {remedy}")
-    if fingerprint(source, before.num_bytes) != before:
+    if fingerprint(source, before[0]) != before:
         raise InvalidRequest(f"{path} holds results of an input other than {source}: {remedy}")
     for name, value in settings.items():
         if given.get(name) != value:
@@ -298,8 +295,8 @@ def _check_same(path: Path, notes: Path, source: Path | None, settings: Mapping[
 
 def _write_notes(notes: Path, lock: BinaryIO, source: Path | None, settings: Mapping[str, Any]) -> None:
     """Write the notes in place, because the file is locked, and in one call, so that they are never incomplete."""
-    found = Fingerprint(0, "") if source is None else fingerprint(source)
-    value = {"input_bytes": found.num_bytes, "input_sha256": found.sha256, "settings": dict(settings)}
+    num_bytes, digest = (0, "") if source is None else fingerprint(source)
+    value = {"input_bytes": num_bytes, "input_sha256": digest, "settings": dict(settings)}
     data = json.dumps(value, indent=1).encode() + b"\n"
     if notes.read_bytes() != data:
         os.pwrite(lock.fileno(), data, 0)

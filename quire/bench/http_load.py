@@ -87,17 +87,15 @@ class HttpStream:
                 if line.startswith(b"data: [DONE]"):
                     return
                 if line.startswith(EVENT):
-                    yield self._checked(json.loads(line[6:]))
+                    event = json.loads(line[6:])
+                    if error := event.get("error"):
+                        message = error.get("message") if isinstance(error, dict) else None
+                        raise RequestFailed(str(message or error))
+                    yield event
         raise RequestFailed(f"{self.url} ended the stream before the answer was finished")
 
     def read(self) -> bytes:
         return b"".join(self.reads())
-
-    @staticmethod
-    def _checked(event: dict[str, Any]) -> dict[str, Any]:
-        if error := event.get("error"):
-            raise RequestFailed(str(error.get("message") or error) if isinstance(error, dict) else str(error))
-        return event
 
     def _begin(self, connection: socket.socket) -> None:
         with self._lock:

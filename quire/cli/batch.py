@@ -99,13 +99,12 @@ def batch(
         **{options.option_name(name): value for name, value in defaults.items()},
     }
     with ExitStack() as stack:
-        scan, results = ResultScan(), ResultFile(sys.stdout.buffer)
+        results = ResultFile(sys.stdout.buffer)
         if to_file is not None:  # locked for this process
-            held = open_output(to_file, from_file, noted, is_overwriting=overwrite, is_retrying=retry_failed)
-            stack.callback(held.close)
-            scan, results = held.scan, held.file
-        progress = _Progress(scan, from_file, to_file, is_quiet=quiet)
-        if progress.total is not None and scan.num_finished >= progress.total:
+            results = open_output(to_file, from_file, noted, is_overwriting=overwrite, is_retrying=retry_failed)
+            stack.callback(results.close)
+        progress = _Progress(results.scan, from_file, to_file, is_quiet=quiet)
+        if progress.total is not None and progress.scan.num_finished >= progress.total:
             progress.tell("every line has a result already; --retry-failed runs failed lines again")
         else:
             target = stack.enter_context(_serving(model, named, server=server, api_key=api_key, is_local=local))
@@ -114,7 +113,7 @@ def batch(
             retry = RetryPolicy(max_tries=retries)
             _run(progress, results, client, settings, max_in_flight=max_in_flight, is_ordered=ordered, retry=retry)
     progress.summarize()
-    if progress.num_failed:
+    if progress.scan.num_failed:
         raise typer.Exit(1)
 
 
@@ -193,13 +192,12 @@ def _run(
 
 
 class _Progress:
-    """Counts the results of a run and shows them. `scan`: the results of earlier runs."""
+    """Shows the results of a run. `scan`: those of earlier runs, to which this one adds its own."""
 
     def __init__(self, scan: ResultScan, source: Path | None, output: Path | None, *, is_quiet: bool) -> None:
         self.scan = scan
         self.total: int | None = None  # lines of the input; None: not known
-        self.num_good = 0
-        self.num_bad = 0
+        self._num_before, self._num_failed_before = scan.num_finished, scan.num_failed
         self.num_tokens = 0
         self._source = source
         self._can_continue = source is not None and output is not None
@@ -221,15 +219,12 @@ class _Progress:
 
     @property
     def num_done(self) -> int:
-        return self.num_good + self.num_bad
+        """Lines of this run."""
+        return self.scan.num_finished - self._num_before
 
     @property
-    def num_finished(self) -> int:
-        return self.scan.num_finished + self.num_done
-
-    @property
-    def num_failed(self) -> int:
-        return self.scan.num_failed + self.num_bad
+    def num_bad(self) -> int:
+        return self.scan.num_failed - self._num_failed_before
 
     @property
     def elapsed_s(self) -> float:
@@ -243,7 +238,7 @@ class _Progress:
         self._started_s = self._shown_s = time.monotonic()
         if sys.stderr.isatty() and not self._is_quiet:
             self._bar = make_bar("count", "counts", "left", is_transient=False)
-            self._task = self._bar.add_task("batch", total=self.total, completed=self.num_finished, counts="")
+            self._task = self._bar.add_task("batch", total=self.total, completed=self.scan.num_finished, counts="")
             self._bar.start()
 
     def __exit__(self, *_error: object) -> None:
@@ -252,20 +247,18 @@ class _Progress:
             self._bar.stop()
 
     def add(self, result: Result) -> None:
-        self.num_good += result.is_good
-        self.num_bad += not result.is_good
         if result.reply is not None and result.is_good:
             self.num_tokens += num_completion_tokens(json.loads(result.reply.body))
         if self._bar is not None:
             counts = f"{self.num_bad} failed, {self.tokens_per_s:.0f} tok/s"
-            self._bar.update(self._task, completed=self.num_finished, counts=counts)
+            self._bar.update(self._task, completed=self.scan.num_finished, counts=counts)
         elif not self._is_quiet and time.monotonic() - self._shown_s >= LINE_EVERY_S:
             self._shown_s = time.monotonic()
             echo(self.line(), err=True)
 
     def line(self) -> str:
         """The progress as one line of text, for a pipe."""
-        done = self.num_finished
+        done = self.scan.num_finished
         text = f"{done:,} of {self.total:,}" if self.total is not None else f"{done:,}"
         text += f" lines, {self.num_bad:,} failed, {self.tokens_per_s:.0f} tokens/s"
         if self.total is not None and self.num_done:
@@ -275,11 +268,11 @@ class _Progress:
 
     def interrupted(self) -> str:
         how = "; run the same command again to continue" if self._can_continue else ""
-        return f"{self.num_finished:,} lines have a result{how}"
+        return f"{self.scan.num_finished:,} lines have a result{how}"
 
     def summarize(self) -> None:
-        num_good = self.scan.num_good + self.num_good
-        text = f"{num_good + self.num_failed:,} lines: {num_good:,} answered, {self.num_failed:,} failed"
+        scan = self.scan
+        text = f"{scan.num_finished:,} lines: {scan.num_good:,} answered, {scan.num_failed:,} failed"
         if self.num_done:
             rate = self.num_done / max(self.elapsed_s, 1e-9)
             text += f"; this run: {self.num_done:,} in {self.elapsed_s:.1f} s,"

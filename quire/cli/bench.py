@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from quire.bench.driver import run_bench
 from quire.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
@@ -35,7 +36,6 @@ from quire.bench.report import (
     SpeedupReport,
     Stage,
 )
-from quire.bench.run import run_bench
 from quire.cli import options, terminal
 from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_server import check_installed

@@ -11,34 +11,34 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from quire.bench.fairness import (
-    MAX_BACKLOG,
-    Sample,
-    backlog_report,
-    backlog_size,
-    fairness_report,
-    resumed_report,
-    saturated_report,
-)
 from quire.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
+    MAX_BACKLOG,
     NUM_IDLE,
     SENTENCES,
     BacklogReport,
     BenchConfig,
     FairnessReport,
+    Latency,
     Progress,
     ResumedReport,
+    Sample,
     SaturatedReport,
     Setup,
     Stage,
+    backlog_report,
+    backlog_size,
+    fairness_report,
+    latency,
+    resumed_report,
+    saturated_report,
 )
 from quire.cli.bench_load import MAX_PROMPTS, Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
@@ -77,9 +77,9 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
         visit = _Measurement(process, config)
         tell(1)
         visit.high_requests(is_over=lambda number, _: number >= NUM_WARM_UP)
-        idle = visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE)
+        idle = latency(visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE))
         tell(2)
-        backlog = visit.backlog(idle)
+        backlog = visit.backlog(backlog_size(config, idle), idle)
         tell(3)
         saturated = visit.saturated()
         token_bytes = visit.token_bytes()
@@ -146,8 +146,8 @@ class _Measurement:
 
     def resumed(self) -> ResumedReport:
         """Send large HIGH requests on the idle server, and then each behind a LOW request that has just resumed."""
-        idle = tuple(self._high_request(time.perf_counter(), None, LARGE_HIGH) for _ in range(NUM_RESUMED))
-        high = tuple(self._behind_resumed() for _ in range(NUM_RESUMED))
+        idle = [self._high_request(time.perf_counter(), None, LARGE_HIGH) for _ in range(NUM_RESUMED)]
+        high = [self._behind_resumed() for _ in range(NUM_RESUMED)]
         pool_tokens = (self.setup.num_blocks - 1) * self.setup.block_size
         return resumed_report(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, high)
 
@@ -208,9 +208,8 @@ class _Measurement:
         decode_s = times_s[-1] - first_s if times_s else 0.0
         return Sample(begun_s - phase_s, first_s - begun_s, len(times_s), decode_s)
 
-    def backlog(self, idle: Sequence[Sample]) -> BacklogReport:
+    def backlog(self, num_low: int, idle: Latency) -> BacklogReport:
         config = self._config
-        num_low = backlog_size(config, idle)
         low = Load(self._client, Priority.LOW, self._low_shape, num_low)
         with _running(low):
             self._wait_for(lambda num_requests: num_requests > num_low - MAX_PROMPTS, low.check)

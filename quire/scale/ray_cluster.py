@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -143,22 +144,18 @@ def stop_ray() -> None:
     address = ray.get_runtime_context().gcs_address
     sessions = {found[0] for node in ray.nodes() if (found := re.findall(r"session_[^/]+", node["RayletSocketName"]))}
     ray.shutdown()
-    leaders = [process for process in psutil.process_iter() if _belongs(process, sessions, address)]
-    ending = [*leaders, *(child for leader in leaders for child in _children(leader))]
-    for process in ending:
-        _send(process, psutil.Process.terminate)
+    ending = [one for one in psutil.process_iter(["cmdline"]) if _belongs(one.info["cmdline"] or [], sessions, address)]
+    for leader in tuple(ending):
+        with contextlib.suppress(psutil.Error):  # here and below: it has ended, or belongs to someone else
+            ending += leader.children(recursive=True)
+    _send(ending, psutil.Process.terminate)
     began = time.monotonic()
     while (left := [one for one in ending if _runs(one)]) and time.monotonic() - began < END_S:
         time.sleep(POLL_S)
-    for process in left:
-        _send(process, psutil.Process.kill)
+    _send(left, psutil.Process.kill)
 
 
-def _belongs(process: Any, sessions: set[str], address: str) -> bool:
-    try:
-        command = process.cmdline()
-    except psutil.Error:
-        return False
+def _belongs(command: list[str], sessions: set[str], address: str) -> bool:
     is_ray = any("ray" in Path(word).parts or word.startswith("ray.") for word in command[:4])
     return is_ray and any(_names(word, one) for word in command for one in (address, *sessions))
 
@@ -168,13 +165,6 @@ def _names(word: str, name: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", word) is not None
 
 
-def _children(process: Any) -> list[Any]:
-    try:
-        return list(process.children(recursive=True))
-    except psutil.Error:
-        return []
-
-
 def _runs(process: Any) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -182,9 +172,10 @@ def _runs(process: Any) -> bool:
         return False
 
 
-def _send(process: Any, method: Any) -> None:
-    with contextlib.suppress(psutil.Error):  # it has ended, or belongs to someone else
-        method(process)
+def _send(processes: Iterable[Any], method: Any) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            method(process)
 
 
 def first_line(text: object) -> str:

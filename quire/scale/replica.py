@@ -12,24 +12,19 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import count
-from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from quire.engine.composition import EngineConfig
-from quire.engine.engine import EngineOutput
-from quire.engine.worker.client import HANG_LIMIT_S, LOAD_LIMIT_S, WorkerProcess
+from quire.engine.worker.client import ANSWERS, HANG_LIMIT_S, LOAD_LIMIT_S, WorkerProcess
 from quire.engine.worker.kv_events import CacheReport, split_keys
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
     Add,
     Answered,
     Ask,
-    Begun,
     Cancel,
     DropBlocks,
     Failed,
@@ -44,7 +39,6 @@ from quire.engine.worker.protocol import (
     Stats,
     Stepped,
     ToWorker,
-    Working,
     encode,
     to_worker,
 )
@@ -55,8 +49,6 @@ STATS_ID = 1  # query id of the replica itself, which is front 0
 MAX_BATCHES = 100_000  # of one stream: Ray keeps a record of each while the stream is open
 HANDOVER_S = 10.0  # for a front to open the next stream
 SILENT_LIMIT_S = 30.0  # a front that has sent nothing for this long is gone: its requests are cancelled
-
-Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +63,6 @@ def ids_of(front: int) -> Iterator[int]:
     return count((front << FRONT_BITS) + 1)
 
 
-def front_of(number: int) -> int:
-    """The front of a request or query id."""
-    return number >> FRONT_BITS
-
-
 class _Front:
     """A connected front: its open requests and queries, and the messages that it has not read yet."""
 
@@ -87,7 +74,6 @@ class _Front:
         self._frames: list[bytes] = []
         self._num_unread = 0  # bytes
         self._changed = asyncio.Event()
-        self.is_continued = asyncio.Event()  # by another stream
         self.is_closed = False
 
     @property
@@ -95,11 +81,10 @@ class _Front:
         """Whether it expects messages of the worker."""
         return bool(self.request_ids or self.query_ids)
 
-    def push(self, message: FromWorker) -> None:
+    def push(self, frame: bytes) -> None:
         """Queue a message. A front that has stopped reading is closed: its queue must not fill the memory."""
         if self.is_closed:
             return
-        frame = encode(message)
         self._frames.append(frame)
         self._num_unread += len(frame)
         self._changed.set()
@@ -166,7 +151,7 @@ class Replica:
 
     # Called by fronts
 
-    def take(self, front: int, frames: Sequence[bytes]) -> None:
+    async def send(self, front: int, frames: Sequence[bytes]) -> None:
         """Pass a front's messages to the worker. An empty call only shows that the front is alive."""
         if self.error is not None:
             raise WorkerDied(str(self.error))
@@ -175,12 +160,18 @@ class Replica:
         for message in (to_worker.decode(frame) for frame in frames):
             if isinstance(message, Load):
                 raise InvalidRequest("a front must not load a model")
+            ids = _ids_of(message)
             try:
                 self.process.send(message)
             except QueueFull as error:  # the other messages may be small enough, or allowed anyway
-                found.push(Refused(_ids_of(message), type(error).__name__, str(error)))
+                found.push(encode(Refused(ids, type(error).__name__, str(error))))
+                continue
+            if isinstance(message, Add):
+                found.request_ids.update(ids)
+            elif isinstance(message, Cancel | Finish):  # the worker sends no output of the request after it
+                found.request_ids.difference_update(ids)
             else:
-                self._note(found, message)
+                found.query_ids.update(ids)
         self._watch()
 
     async def messages(self, front: int, is_continued: bool = False) -> AsyncGenerator[list[bytes], None]:
@@ -190,17 +181,16 @@ class Replica:
         """
         if self.error is not None:
             raise WorkerDied(str(self.error))
-        own = self._continue(front) if is_continued else await self._connect(front)
+        own = self._find(front) if is_continued else await self._connect(front)
         is_over = True
         try:
             for _ in range(MAX_BATCHES):
                 if not (frames := await own.pop()):
                     return
                 yield frames
-            is_over, handover = False, own.is_continued
+            is_over = False
             yield []
-            with suppress(TimeoutError):
-                await asyncio.wait_for(handover.wait(), HANDOVER_S)
+            await asyncio.sleep(HANDOVER_S)  # the front closes this stream when the next one has begun
         finally:
             if is_over:
                 if self._fronts.get(front) is own:
@@ -214,15 +204,8 @@ class Replica:
         own = self._fronts[front] = _Front(front, self._loop.time())
         if self._system_fingerprint is not None:
             facts = msgspec.structs.replace(facts, system_fingerprint=self._system_fingerprint)
-        own.push(msgspec.structs.replace(facts, fingerprint=self._fingerprint))
-        own.push(CacheReport(b"".join(self._keys), b"", True, self._num_free_blocks))
-        return own
-
-    def _continue(self, front: int) -> _Front:
-        """The front whose stream ends. Its next stream has an event of its own."""
-        own = self._find(front)
-        own.is_continued.set()
-        own.is_continued = asyncio.Event()
+        own.push(encode(msgspec.structs.replace(facts, fingerprint=self._fingerprint)))
+        own.push(encode(CacheReport(b"".join(self._keys), b"", True, self._num_free_blocks)))
         return own
 
     def _find(self, front: int) -> _Front:
@@ -249,18 +232,6 @@ class Replica:
             front.close()
         await self.process.close()
 
-    def _note(self, front: _Front, message: ToWorker) -> None:
-        """Record what the worker will answer. It sends no output of a request after Cancel or Finish."""
-        match message:
-            case Add(request_ids=request_ids):
-                front.request_ids.update(request_ids)
-            case Cancel(request_id=request_id) | Finish(request_id=request_id):
-                front.request_ids.discard(request_id)
-            case DropBlocks() | Load():
-                pass
-            case Ask(query_id=query_id):
-                front.query_ids.add(query_id)
-
     def _drop(self, front: _Front) -> None:
         front.close()
         for request_id in front.request_ids:
@@ -279,64 +250,52 @@ class Replica:
         self._watch()
 
     def _pass_on(self, message: FromWorker) -> None:
+        """Pass a message to all fronts. Each ignores ids that are not its own; there is one, except for a moment."""
         match message:
-            case Stepped():
-                self._take_step(message)
-            case Begun(started=started):
-                for front, some in self._by_front(started, attrgetter("request_id")):
-                    front.push(message if len(some) == len(started) else Begun(tuple(some)))
-            case Refused(request_ids=request_ids):
-                for refused, ids in self._by_front(request_ids, int):
-                    refused.request_ids.difference_update(ids)
-                    refused.query_ids.difference_update(ids)
-                    refused.push(message)
-            case CacheReport():
-                self._take_report(message)
-            case Loading():
-                pass
-            case Ready() | Fingerprinted():
-                self._take_facts(message)
+            case Ready():
+                self._facts.set_result(message)
+                return
             case Failed(kind=kind, message=text):
                 self.error = error_of(kind, text)
-            case Working():
-                self._tell_all(message)
-            case Answered():
-                self._take_answer(message)
-
-    def _take_answer(self, message: Answered) -> None:
-        asking = self._fronts.get(front_of(message.query_id))
-        if asking is not None:
-            asking.query_ids.discard(message.query_id)
-            asking.push(message)
-        elif message.query_id == STATS_ID and self._stats is not None and not self._stats.done():
-            self._stats.set_result(msgspec.msgpack.decode(message.result, type=Stats))
-
-    def _take_step(self, message: Stepped) -> None:
-        """Pass a step on. With one front, which is the usual case, nothing is divided."""
-        ended = [output.request_id for output in message.outputs if _is_last(output)]
-        for request_id in ended:
-            if (front := self._fronts.get(front_of(request_id))) is not None:
-                front.request_ids.discard(request_id)
-        if len(self._fronts) == 1:
-            self._tell_all(message)
-            return
+                return
+            case Answered(query_id=query_id) if query_id == STATS_ID:
+                if self._stats is not None and not self._stats.done():
+                    self._stats.set_result(ANSWERS[Stats].decode(message.result))
+                return
+            case Loading():
+                return
+            case Stepped(outputs=outputs):
+                ended = (one.request_id for one in outputs if one.finish_reason is not None or one.error is not None)
+                self._settle(ended)
+                if len(self._fronts) > 1:  # each counts the tokens of a step
+                    for front in self._fronts.values():
+                        front.push(encode(_part(message, front.number)))
+                    return
+            case Refused(request_ids=request_ids):
+                self._settle(request_ids)
+            case CacheReport():
+                self._note_cache(message)
+            case Fingerprinted(system_fingerprint=system_fingerprint):
+                self._system_fingerprint = system_fingerprint
+            case Answered(query_id=query_id):
+                self._settle((query_id,))
+        frame = encode(message)
         for front in self._fronts.values():
-            front.push(_part(message, front.number))
+            front.push(frame)
 
-    def _take_facts(self, message: Ready | Fingerprinted) -> None:
-        if isinstance(message, Ready):
-            self._facts.set_result(message)
-        else:
-            self._system_fingerprint = message.system_fingerprint
-            self._tell_all(message)
+    def _settle(self, ids: Iterable[int]) -> None:
+        """Requests or queries have ended."""
+        for one in ids:
+            if (front := self._fronts.get(one >> FRONT_BITS)) is not None:
+                front.request_ids.discard(one)
+                front.query_ids.discard(one)
 
-    def _take_report(self, report: CacheReport) -> None:
+    def _note_cache(self, report: CacheReport) -> None:
         if report.is_cleared:
             self._keys.clear()
         self._keys.difference_update(split_keys(report.removed))
         self._keys.update(split_keys(report.added))
         self._num_free_blocks = report.num_free_blocks
-        self._tell_all(report)
 
     def _take_end(self, reason: str) -> None:
         self.error = self.error or WorkerDied(f"the process that runs {self._name} {reason}")
@@ -346,19 +305,9 @@ class Replica:
         if self._stats is not None and not self._stats.done():
             self._stats.set_exception(self.error)
         for front in self._fronts.values():
-            front.push(Failed(type(self.error).__name__, str(self.error)))
+            front.push(encode(Failed(type(self.error).__name__, str(self.error))))
             front.close()
         self._on_end(str(self.error))
-
-    def _tell_all(self, message: FromWorker) -> None:
-        for front in self._fronts.values():
-            front.push(message)
-
-    def _by_front(self, items: Iterable[Item], id_of: Callable[[Item], int]) -> list[tuple[_Front, list[Item]]]:
-        found: dict[int, list[Item]] = {}
-        for item in items:
-            found.setdefault(front_of(id_of(item)), []).append(item)
-        return [(self._fronts[number], some) for number, some in found.items() if number in self._fronts]
 
     def _watch(self) -> None:
         """Silence is a hang only while an output or an answer is expected."""
@@ -381,16 +330,12 @@ def _ids_of(message: ToWorker) -> tuple[int, ...]:
             return (query_id,)
 
 
-def _is_last(output: EngineOutput) -> bool:
-    return output.finish_reason is not None or output.error is not None
-
-
 def _part(message: Stepped, front: int) -> Stepped:
     """The part of a step that belongs to one front."""
-    own = [at for at, request_id in enumerate(message.request_ids) if front_of(request_id) == front]
+    own = [at for at, request_id in enumerate(message.request_ids) if request_id >> FRONT_BITS == front]
     return Stepped(
-        tuple(output for output in message.outputs if front_of(output.request_id) == front),
-        tuple(started for started in message.started if front_of(started.request_id) == front),
+        tuple(output for output in message.outputs if output.request_id >> FRONT_BITS == front),
+        tuple(started for started in message.started if started.request_id >> FRONT_BITS == front),
         message.num_tokens,
         message.took_s,
         tuple(message.request_ids[at] for at in own),

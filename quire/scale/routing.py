@@ -13,24 +13,24 @@ Answers do not depend on it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import exp
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from quire.core.values import Priority
-from quire.engine.worker.kv_events import HASH_BYTES
+from quire.engine.worker.kv_events import HASH_BYTES, CacheReport, split_keys
 from quire.errors import InvalidRequest
 
 ENTRY_BYTES = 200  # of one block in this index, measured (tests/scale/test_prefix_index.py)
 DEFAULT_MAX_BLOCKS = 500_000  # 100 MB
 SWEEP_BLOCKS = 1000  # whose masks one call cleans: less than a millisecond
+R = TypeVar("R", bound=Hashable)  # a replica, as its router names it
 
 
-class PrefixIndex:
+class PrefixIndex(Generic[R]):
     """Blocks and the replicas that have them, least recently used first.
 
-    A replica is a small number, and has a bit in the masks of its blocks. If its content is cleared, it gets another
+    A replica has a bit in the masks of its blocks. If its content is cleared, it gets another
     bit: removing the old one from hundreds of thousands of masks at once would stop the server, so this is done in
     slices by later calls. Until then masks may contain bits of no replica.
     """
@@ -40,8 +40,8 @@ class PrefixIndex:
             raise InvalidRequest(f"{max_blocks = } is less than 1")
         self.max_blocks = max_blocks
         self._masks: OrderedDict[int, int] = OrderedDict()  # first bytes of a chain key -> bits of replicas
-        self._bits: dict[int, int] = {}  # replica -> its bit; none if it was never added
-        self._owners: dict[int, int] = {}  # bit -> its replica
+        self._bits: dict[R, int] = {}  # replica -> its bit; none if it was never added
+        self._owners: dict[int, R] = {}  # bit -> its replica
         self._retired = 0  # bits of no replica that masks may contain
         self._unswept: list[int] = []  # entries that may have them
 
@@ -53,7 +53,7 @@ class PrefixIndex:
         """Memory of the index, about."""
         return ENTRY_BYTES * len(self._masks)
 
-    def add(self, replica: int, keys: Sequence[bytes]) -> None:
+    def add(self, replica: R, keys: Sequence[bytes]) -> None:
         """Record that a replica has these blocks."""
         if not keys:
             return
@@ -66,7 +66,7 @@ class PrefixIndex:
             masks.popitem(last=False)
         self._sweep()
 
-    def remove(self, replica: int, keys: Iterable[bytes]) -> None:
+    def remove(self, replica: R, keys: Iterable[bytes]) -> None:
         """Record that a replica does not have these blocks any more."""
         masks, bit = self._masks, self._bits.get(replica, 0)
         for key in keys:
@@ -77,7 +77,7 @@ class PrefixIndex:
             else:
                 masks.pop(entry, None)
 
-    def clear(self, replica: int) -> None:
+    def clear(self, replica: R) -> None:
         """Record that a replica has nothing: it was restarted, or its cache was cleared."""
         bit = self._bits.pop(replica, 0)
         if bit:
@@ -86,12 +86,12 @@ class PrefixIndex:
             self._unswept = list(dict.keys(self._masks))  # in any order, which takes a tenth of the time
             self._sweep()
 
-    def match(self, keys: Sequence[bytes], num_replicas: int) -> list[int]:
-        """The number of leading blocks of a prompt that each replica has. Counts as a use of these blocks."""
+    def match(self, keys: Sequence[bytes]) -> dict[R, int]:
+        """The number of leading blocks of a prompt, of each replica that has some. Counts as a use of these blocks."""
         self._sweep()
         masks = self._masks
-        counts = [0] * num_replicas
-        candidates = sum(bit for replica, bit in self._bits.items() if replica < num_replicas)
+        counts: dict[R, int] = {}
+        candidates = sum(self._owners)
         used: list[int] = []
         for number, key in enumerate(keys):
             entry = _entry(key)
@@ -108,14 +108,14 @@ class PrefixIndex:
             masks.move_to_end(entry)
         return counts
 
-    def _note(self, counts: list[int], mask: int, number: int) -> None:
+    def _note(self, counts: dict[R, int], mask: int, number: int) -> None:
         """Set the counts of the replicas in a mask."""
-        while mask:
+        while mask and number:
             low = mask & -mask
             counts[self._owners[low]] = number
             mask ^= low
 
-    def _take_bit(self, replica: int) -> int:
+    def _take_bit(self, replica: R) -> int:
         """Give a replica the lowest bit that no mask contains."""
         used = self._retired | sum(self._owners)
         bit = ~used & (used + 1)
@@ -149,7 +149,6 @@ ROW_TOKENS = 32  # a running or waiting answer slows a new one down like this ma
 FULL_TOKENS = 4096  # a replica without a free row or memory makes a request wait, or evicts what others use
 RECENT_PART = 8  # this part of the work of the last minute counts, so that a light load is shared too
 RECENT_NS = 60_000_000_000
-MAX_AGE = 20  # times RECENT_NS; then weights are computed anew, before they are too large for floats
 STICKY_TOKENS = 512  # a session stays with its replica if another would save less than this
 MAX_SESSIONS = 100_000
 
@@ -199,132 +198,71 @@ def expected_work(prompt: Prompt, num_cached_tokens: int, load: ReplicaLoad, rec
     return work
 
 
-class RecentWork:
+class RecentWork(Generic[R]):
     """The work that was sent to each replica in about the last minute. Older work counts less."""
 
     def __init__(self) -> None:
-        # Work of a time counts e^(time / RECENT_NS) from the base on, so that nothing changes while time passes.
-        self._base_ns = 0
-        self._weighted: dict[int, float] = {}
+        self._work: dict[R, tuple[float, int]] = {}  # tokens, as seen at a time
 
-    def add(self, replica: int, num_tokens: int, now_ns: int) -> None:
-        if now_ns - self._base_ns > MAX_AGE * RECENT_NS:
-            self._weighted = self.at(now_ns)
-            self._base_ns = now_ns
-        weight = exp((now_ns - self._base_ns) / RECENT_NS)
-        self._weighted[replica] = self._weighted.get(replica, 0.0) + num_tokens * weight
+    def add(self, replica: R, num_tokens: int, now_ns: int) -> None:
+        self._work[replica] = self.at(replica, now_ns) + num_tokens, now_ns
 
-    def forget(self, replica: int) -> None:
-        self._weighted.pop(replica, None)
+    def forget(self, replica: R) -> None:
+        self._work.pop(replica, None)
 
-    def at(self, now_ns: int) -> dict[int, float]:
-        """The tokens of each replica, as seen at this time."""
-        weight = exp(-min(max(now_ns - self._base_ns, 0) / RECENT_NS, 700.0))
-        return {replica: tokens * weight for replica, tokens in self._weighted.items()}
+    def at(self, replica: R, now_ns: int) -> float:
+        """The tokens of a replica, as seen at this time: those of a time count e^(time / RECENT_NS)."""
+        num_tokens, then_ns = self._work.get(replica, (0.0, now_ns))
+        return num_tokens * exp((then_ns - now_ns) / RECENT_NS)
 
 
-class Choice(NamedTuple):
-    replica: int
-    work: int
-    num_cached_tokens: int  # expected
+class PrefixRouter(Generic[R]):
+    """Chooses replicas by what they report about their caches (`index`), their load, sessions and earlier choices."""
 
-
-def rank(
-    prompt: Prompt,
-    cached: Mapping[int, int],
-    loads: Mapping[int, ReplicaLoad],
-    recent: Mapping[int, float] | None = None,
-) -> list[Choice]:
-    """All replicas, the best first. `cached`: tokens of the prompt that each has cached. `recent`: see `RecentWork`.
-
-    Among equals, the one with fewer requests is first.
-    """
-    recent = recent or {}
-    choices = []
-    for replica, load in loads.items():
-        num_cached = cached.get(replica, 0)
-        choices.append(Choice(replica, expected_work(prompt, num_cached, load, recent.get(replica, 0)), num_cached))
-    return sorted(choices, key=lambda one: (one.work, loads[one.replica].num_requests, one.replica))
-
-
-class Sessions:
-    """The replica of each session, least recently used first."""
-
-    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
-        self._replicas: OrderedDict[str, int] = OrderedDict()
+    def __init__(self, block_size: int, max_blocks: int = DEFAULT_MAX_BLOCKS, max_sessions: int = MAX_SESSIONS) -> None:
+        self.index = PrefixIndex[R](max_blocks)
+        self.block_size = block_size
         self._max_sessions = max_sessions
+        self._sessions: OrderedDict[str, R] = OrderedDict()  # the least recently used first
+        self._recent = RecentWork[R]()
 
-    def __len__(self) -> int:
-        return len(self._replicas)
-
-    def prefer(self, session: str, choices: Sequence[Choice]) -> list[Choice]:
-        """Put the replica of a session first, unless that is much more work."""
-        own = self._replicas.get(session)
-        at = next((at for at, choice in enumerate(choices) if choice.replica == own), 0)
-        if not session or not at or choices[at].work >= choices[0].work + STICKY_TOKENS:
-            return [*choices]
-        return [choices[at], *choices[:at], *choices[at + 1 :]]
-
-    def note(self, session: str, replica: int) -> None:
-        """Record where a request of a session was sent."""
-        if not session:
-            return
-        self._replicas[session] = replica
-        self._replicas.move_to_end(session)
-        if len(self._replicas) > self._max_sessions:
-            self._replicas.popitem(last=False)
-
-    def forget(self, replica: int) -> None:
+    def forget(self, replica: R) -> None:
         """Forget a replica that is gone."""
-        for session in [session for session, own in self._replicas.items() if own == replica]:
-            del self._replicas[session]
+        self.index.clear(replica)
+        self._recent.forget(replica)
+        for session in [session for session, own in self._sessions.items() if own == replica]:
+            del self._sessions[session]
 
+    def take(self, replica: R, report: CacheReport) -> None:
+        """Take the changes of a replica's cache."""
+        if report.is_cleared:
+            self.index.clear(replica)
+        self.index.remove(replica, split_keys(report.removed))
+        self.index.add(replica, split_keys(report.added))
 
-class PrefixRouter:
-    """Chooses replicas, with what they report about their load (`loads`) and their caches (`index`).
-
-    Replicas have small numbers, which are used again after a replica has left. Requests that were sent to a replica
-    after its last report have to be added to its load: `choose` does so, callers of `rank` have their own figures.
-    """
-
-    def __init__(self, num_replicas: int, block_size: int, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
-        self.index = PrefixIndex(max_blocks)
-        self.loads = dict.fromkeys(range(num_replicas), ReplicaLoad())
-        self._block_size = block_size
-        self._sessions = Sessions()
-        self._recent = RecentWork()
-
-    def add_replica(self) -> int:
-        """The number of a new replica, which has no content yet."""
-        number = next(number for number in count() if number not in self.loads)
-        self.loads[number] = ReplicaLoad()
-        return number
-
-    def remove_replica(self, number: int) -> None:
-        del self.loads[number]
-        self.index.clear(number)
-        self._sessions.forget(number)
-        self._recent.forget(number)
-
-    def cached_tokens(self, keys: Sequence[bytes]) -> dict[int, int]:
+    def cached_tokens(self, keys: Sequence[bytes]) -> dict[R, int]:
         """How many tokens of a prompt each replica has. `keys`: chain keys of the whole blocks of the prompt."""
-        counts = self.index.match(keys, max(self.loads, default=-1) + 1)
-        return {number: num_blocks * self._block_size for number, num_blocks in enumerate(counts) if num_blocks}
+        return {replica: num_blocks * self.block_size for replica, num_blocks in self.index.match(keys).items()}
 
-    def rank(self, prompt: Prompt, cached: Mapping[int, int], session: str, now_ns: int) -> list[Choice]:
-        """All replicas, the best first."""
-        return self._sessions.prefer(session, rank(prompt, cached, self.loads, self._recent.at(now_ns)))
+    def choose(
+        self, prompt: Prompt, cached: Mapping[R, int], loads: Mapping[R, ReplicaLoad], session: str, now_ns: int
+    ) -> R:
+        """The replica for a request. `cached`: tokens of the prompt that each has cached.
 
-    def note(self, prompt: Prompt, chosen: Choice, session: str, now_ns: int) -> None:
-        """Record where a request was sent."""
-        self._recent.add(chosen.replica, prompt.num_tokens - chosen.num_cached_tokens + ROW_TOKENS, now_ns)
-        self._sessions.note(session, chosen.replica)
-
-    def choose(self, prompt: Prompt, keys: Sequence[bytes], session: str, now_ns: int) -> Choice:
-        """The replica for a request, which is added to its load."""
-        chosen = self.rank(prompt, self.cached_tokens(keys), session, now_ns)[0]
-        num_tokens = prompt.num_tokens - chosen.num_cached_tokens
-        load = self.loads[chosen.replica]
-        self.loads[chosen.replica] = load.with_request(prompt.priority, num_tokens, prompt.num_blocks)
-        self.note(prompt, chosen, session, now_ns)
+        It is the one with the least work; among equals, the one with fewer requests. A session stays where it is,
+        unless that is much more work.
+        """
+        work = {
+            replica: expected_work(prompt, cached.get(replica, 0), load, self._recent.at(replica, now_ns))
+            for replica, load in loads.items()
+        }
+        chosen = min(work, key=lambda replica: (work[replica], loads[replica].num_requests))
+        if session:
+            own = self._sessions.pop(session, chosen)
+            if own in work and work[own] < work[chosen] + STICKY_TOKENS:
+                chosen = own
+            self._sessions[session] = chosen
+            if len(self._sessions) > self._max_sessions:
+                self._sessions.popitem(last=False)
+        self._recent.add(chosen, prompt.num_tokens - cached.get(chosen, 0) + ROW_TOKENS, now_ns)
         return chosen

@@ -1,68 +1,47 @@
 """Several replicas behind a router: each is a whole scheduler with simulated steps.
 
-The routers choose the replica for a request.
+A router chooses the replica for a request, by what the replicas have reported and what was sent there since.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
-from typing import Protocol
 
 from quire.core.cache.block import BLOCK_SIZE
 from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
-from quire.core.events import Cleared, Published, Removed, TreeChange
 from quire.core.policy import NS_PER_S
-from quire.core.values import Priority
+from quire.engine.worker.kv_events import CacheReporter
 from quire.scale.routing import DEFAULT_MAX_BLOCKS, PrefixRouter, Prompt, ReplicaLoad
-from quire.sim.simulator import RequestRecord, SimConfig, SimReplica, StepTime, make_records, to_ns
+from quire.sim.simulator import Progress, RunReport, SimConfig, SimReplica, StepTime, ignore, make_records, to_ns
 from quire.sim.traces import TraceRequest
 
 NUM_POINTS = 100  # of each replica on the ring of consistent hashing
+REPORT_S = 0.5  # a replica tells the router its load and the changes of its cache this often
+
+Router = Callable[[int, TraceRequest, Sequence[ReplicaLoad]], int]  # the replica for request `number` of a trace
 
 
-class Router(Protocol):
-    def choose(self, number: int, one: TraceRequest) -> int:
-        """The replica for request `number` of a trace."""
-
-    def report(self, replica: int, load: ReplicaLoad) -> None:
-        """Take what a replica says of itself, from time to time."""
-
-
-class RoundRobin:
+def round_robin(number: int, one: TraceRequest, loads: Sequence[ReplicaLoad]) -> int:
     """Each replica in turn."""
-
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-
-    def choose(self, number: int, one: TraceRequest) -> int:
-        del one
-        return number % self._num_replicas
-
-    def report(self, replica: int, load: ReplicaLoad) -> None: ...
+    del one
+    return number % len(loads)
 
 
 class PowerOfTwo:
-    """Of two random replicas, the one with fewer requests. Counts its own between reports."""
+    """Of two random replicas, the one with fewer requests."""
 
-    def __init__(self, num_replicas: int) -> None:
-        self._counts = [0] * num_replicas
+    def __init__(self) -> None:
         self._random = Random(0)
 
-    def choose(self, number: int, one: TraceRequest) -> int:
+    def __call__(self, number: int, one: TraceRequest, loads: Sequence[ReplicaLoad]) -> int:
         del number, one
-        count = len(self._counts)
-        pair = self._random.sample(range(count), 2) if count > 1 else [0]
-        chosen = min(pair, key=self._counts.__getitem__)
-        self._counts[chosen] += 1
-        return chosen
-
-    def report(self, replica: int, load: ReplicaLoad) -> None:
-        self._counts[replica] = load.num_requests
+        pair = self._random.sample(range(len(loads)), 2) if len(loads) > 1 else [0]
+        return min(pair, key=lambda replica: loads[replica].num_requests)
 
 
 class ConsistentHash:
@@ -74,42 +53,39 @@ class ConsistentHash:
         self._points: list[int] = [point for point, _ in ring]
         self._replicas: list[int] = [replica for _, replica in ring]
 
-    def choose(self, number: int, one: TraceRequest) -> int:
+    def __call__(self, number: int, one: TraceRequest, loads: Sequence[ReplicaLoad]) -> int:
+        del loads
         name = f"{one.salt} {one.session or one.prompt_ids(number)[:BLOCK_SIZE]}"
         return self._replicas[bisect_left(self._points, _hash(name)) % len(self._points)]
 
-    def report(self, replica: int, load: ReplicaLoad) -> None: ...
 
-
-class ByPrefix:
+class ByPrefix(PrefixRouter[int]):
     """By expected work: cached prefixes, queues and memory (`quire.scale.routing`)."""
 
-    def __init__(self, num_replicas: int, block_size: int = BLOCK_SIZE, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
-        self._block_size = block_size
-        self._router = PrefixRouter(num_replicas, block_size, max_blocks)
-        self.index = self._router.index
+    def __init__(self, block_size: int = BLOCK_SIZE, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        super().__init__(block_size, max_blocks)
         self.num_expected_tokens: dict[int, int] = {}  # request -> prompt tokens that its replica should compute
 
-    def choose(self, number: int, one: TraceRequest) -> int:
+    def __call__(self, number: int, one: TraceRequest, loads: Sequence[ReplicaLoad]) -> int:
         tokens = one.prompt_ids(number)
-        chain = TokenChain(root_key(b"", one.salt), array("I", tokens), self._block_size, hash_block_tokens)
-        keys = [chain.key(index) for index in range((len(tokens) - 1) // self._block_size)]
-        num_blocks = -(-(len(tokens) + one.output_tokens) // self._block_size)
-        prompt = Prompt(len(tokens), one.priority, num_blocks)
-        chosen = self._router.choose(prompt, keys, one.session, round(one.arrival_s * NS_PER_S))
-        self.num_expected_tokens[number] = len(tokens) - chosen.num_cached_tokens
-        return chosen.replica
-
-    def report(self, replica: int, load: ReplicaLoad) -> None:
-        self._router.loads[replica] = load
+        chain = TokenChain(root_key(b"", one.salt), array("I", tokens), self.block_size, hash_block_tokens)
+        cached = self.cached_tokens([chain.key(index) for index in range((len(tokens) - 1) // self.block_size)])
+        prompt = Prompt(len(tokens), one.priority, _num_blocks(one, self.block_size))
+        chosen = self.choose(prompt, cached, dict(enumerate(loads)), one.session, to_ns(one.arrival_s))
+        self.num_expected_tokens[number] = len(tokens) - cached.get(chosen, 0)
+        return chosen
 
 
-ROUTERS: dict[str, Callable[[int], Router]] = {
-    "prefix": ByPrefix,
-    "round-robin": RoundRobin,
-    "power-of-two": PowerOfTwo,
-    "consistent-hash": ConsistentHash,
+ROUTERS: dict[str, Callable[[int, int], Router]] = {  # for a number of replicas and a block size
+    "prefix": lambda _, block_size: ByPrefix(block_size),
+    "round-robin": lambda _, __: round_robin,
+    "power-of-two": lambda _, __: PowerOfTwo(),
+    "consistent-hash": lambda num_replicas, _: ConsistentHash(num_replicas),
 }
+
+
+def _num_blocks(one: TraceRequest, block_size: int) -> int:
+    return -(-(one.prompt_tokens + one.output_tokens) // block_size)
 
 
 def _hash(text: str) -> int:
@@ -122,18 +98,12 @@ def imbalance(values: Sequence[float]) -> float:
     return max(values) / mean if mean else 1.0
 
 
-REPORT_S = 0.5  # a replica tells the router its load and the changes of its cache this often
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterReport(RunReport):
     router: str
     num_replicas: int
-    records: tuple[RequestRecord, ...]
     num_requests: tuple[int, ...]  # of each replica
     busy_s: tuple[float, ...]  # of each replica, in steps
-    num_preemptions: int
-    makespan_s: float
     index_bytes: int  # of the router's index at the end
 
     @property
@@ -145,13 +115,6 @@ class ClusterReport:
         """The busy time of the busiest replica, relative to the mean."""
         return imbalance(self.busy_s)
 
-    @property
-    def output_tokens_per_s(self) -> float:
-        return sum(record.num_outputs for record in self.records) / self.makespan_s if self.makespan_s else 0.0
-
-    def tier(self, priority: Priority) -> list[RequestRecord]:
-        return [record for record in self.records if record.priority is priority]
-
 
 def simulate_cluster(
     trace: Sequence[TraceRequest],
@@ -161,101 +124,61 @@ def simulate_cluster(
     router: str = "prefix",
     *,
     report_s: float = REPORT_S,
-    progress: Callable[[int], None] = lambda _done: None,
+    progress: Callable[[int], None] = ignore,
 ) -> ClusterReport:
     """Simulate a trace on a cluster. Every replica has a cache of `config.num_blocks`."""
-    return _Cluster(trace, config, step_time, num_replicas, router, report_s, progress).run()
+    records, shown = make_records(trace), Progress(progress)
+    replicas = [SimReplica(trace, config, step_time, records, shown) for _ in range(num_replicas)]
+    choose = ROUTERS[router](num_replicas, config.block_size)
+    by_prefix = choose if isinstance(choose, ByPrefix) else None
+    expected = {} if by_prefix is None else by_prefix.num_expected_tokens
+    reporters = [] if by_prefix is None else [CacheReporter(replica.scheduler.cache) for replica in replicas]
+    loads = [ReplicaLoad()] * num_replicas
+    num_requests = [0] * num_replicas
+    report_ns, next_report_ns = max(to_ns(report_s), 1), 0
+    for number, one in enumerate(trace):
+        now_ns = to_ns(one.arrival_s)
+        while next_report_ns <= now_ns:
+            for replica in replicas:
+                replica.run_until(next_report_ns)
+            loads = [_load(replica, expected) for replica in replicas]
+            for at, reporter in enumerate(reporters):
+                if by_prefix is not None and (report := reporter.pop(is_idle=True)) is not None:
+                    by_prefix.take(at, report)
+            next_report_ns = max(next_report_ns + report_ns, now_ns - now_ns % report_ns)
+        chosen = choose(number, one, loads)
+        num_tokens, num_blocks = expected.get(number, one.prompt_tokens), _num_blocks(one, config.block_size)
+        loads[chosen] = loads[chosen].with_request(one.priority, num_tokens, num_blocks)
+        num_requests[chosen] += 1
+        replicas[chosen].run_until(now_ns)
+        replicas[chosen].push(number)
+    for replica in replicas:
+        replica.run_until(None)
+    shown.end()
+    return ClusterReport(
+        records=tuple(records),
+        num_preemptions=sum(replica.num_preemptions for replica in replicas),
+        makespan_s=max(replica.now_ns for replica in replicas) / NS_PER_S,
+        router=router,
+        num_replicas=num_replicas,
+        num_requests=tuple(num_requests),
+        busy_s=tuple(replica.busy_ns / NS_PER_S for replica in replicas),
+        index_bytes=0 if by_prefix is None else by_prefix.index.num_bytes,
+    )
 
 
-class _Cluster:
-    def __init__(
-        self,
-        trace: Sequence[TraceRequest],
-        config: SimConfig,
-        step_time: StepTime,
-        num_replicas: int,
-        router: str,
-        report_s: float,
-        progress: Callable[[int], None],
-    ) -> None:
-        self.trace = trace
-        self.name = router
-        self.router: Router = ROUTERS[router](num_replicas)
-        self.records = make_records(trace)
-        self.progress = progress
-        self.replicas = [SimReplica(trace, config, step_time, records=self.records) for _ in range(num_replicas)]
-        self.num_requests = [0] * num_replicas
-        self.num_ended = 0
-        self._report_ns = max(to_ns(report_s), 1)
-        self._changes: list[list[TreeChange]] = [[] for _ in self.replicas]
-        for number, replica in enumerate(self.replicas):
-            replica.on_end = self._note_end
-            if isinstance(self.router, ByPrefix):
-                replica.scheduler.cache.tree.reports_salts = True
-                replica.scheduler.cache.tree.on_change = self._changes[number].append
-
-    def run(self) -> ClusterReport:
-        next_report_ns = 0
-        for number, one in enumerate(self.trace):
-            now_ns = to_ns(one.arrival_s)
-            while next_report_ns <= now_ns:
-                self._report(next_report_ns)
-                next_report_ns = max(next_report_ns + self._report_ns, now_ns - now_ns % self._report_ns)
-            chosen = self.router.choose(number, one)
-            self.num_requests[chosen] += 1
-            self.replicas[chosen].run_until(now_ns)
-            self.replicas[chosen].push(number)
-        for replica in self.replicas:
-            replica.run_until(None)
-        self.progress(self.num_ended)
-        return ClusterReport(
-            router=self.name,
-            num_replicas=len(self.replicas),
-            records=tuple(self.records),
-            num_requests=tuple(self.num_requests),
-            busy_s=tuple(replica.busy_ns / NS_PER_S for replica in self.replicas),
-            num_preemptions=sum(replica.num_preemptions for replica in self.replicas),
-            makespan_s=max(replica.now_ns for replica in self.replicas) / NS_PER_S,
-            index_bytes=self.router.index.num_bytes if isinstance(self.router, ByPrefix) else 0,
-        )
-
-    def _report(self, now_ns: int) -> None:
-        """Let all replicas tell the router what has changed."""
-        for number, replica in enumerate(self.replicas):
-            replica.run_until(now_ns)
-            self.router.report(number, self._load(replica))
-            if isinstance(self.router, ByPrefix):
-                self._apply_changes(self.router, number)
-
-    def _apply_changes(self, router: ByPrefix, number: int) -> None:
-        for change in self._changes[number]:
-            match change:
-                case Published(key):
-                    router.index.add(number, (key,))
-                case Removed(keys):
-                    router.index.remove(number, keys)
-                case Cleared():
-                    router.index.clear(number)
-        self._changes[number].clear()
-
-    def _load(self, replica: SimReplica) -> ReplicaLoad:
-        scheduler = replica.scheduler
-        expected = self.router.num_expected_tokens if isinstance(self.router, ByPrefix) else {}
-        queued = [0, 0, 0]
-        for request in scheduler.waiting:
-            queued[request.priority] += expected.get(request.request_id, len(request.tokens))
-        for request in scheduler.running:
-            queued[request.priority] += max(len(request.tokens) - request.num_planned, 0)
-        return ReplicaLoad(
-            (queued[0], queued[1], queued[2]),
-            num_requests=len(scheduler.running) + len(scheduler.waiting),
-            max_num_seqs=replica.config.max_num_seqs,
-            num_free_blocks=scheduler.cache.pool.num_free,
-            num_blocks=replica.config.num_blocks,
-        )
-
-    def _note_end(self, number: int) -> None:
-        del number
-        self.num_ended += 1
-        if self.num_ended % 64 == 0:
-            self.progress(self.num_ended)
+def _load(replica: SimReplica, expected: Mapping[int, int]) -> ReplicaLoad:
+    """`expected`: prompt tokens that a waiting request should compute, if its router knows that."""
+    scheduler = replica.scheduler
+    queued = [0, 0, 0]
+    for request in scheduler.waiting:
+        queued[request.priority] += expected.get(request.request_id, len(request.tokens))
+    for request in scheduler.running:
+        queued[request.priority] += max(len(request.tokens) - request.num_planned, 0)
+    return ReplicaLoad(
+        (queued[0], queued[1], queued[2]),
+        num_requests=len(scheduler.running) + len(scheduler.waiting),
+        max_num_seqs=replica.config.max_num_seqs,
+        num_free_blocks=scheduler.cache.pool.num_free,
+        num_blocks=replica.config.num_blocks,
+    )

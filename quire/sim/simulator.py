@@ -38,19 +38,12 @@ SEED = 27
 
 
 class SimDrafts:
-    """Makes the drafts of one replica. `outputs`: the whole answers of its requests, by request id.
+    """Makes the drafts of one replica. `outputs`: the whole answers of its requests, by request id."""
 
-    `share`: probability that the text after a token is guessed. `acceptance`: probability that a guessed token is right
-    if all before it are.
-    """
-
-    def __init__(
-        self, outputs: Mapping[int, Sequence[int]], max_num_seqs: int, *, share: float, acceptance: float
-    ) -> None:
+    def __init__(self, outputs: Mapping[int, Sequence[int]], config: SimConfig) -> None:
         self._outputs = outputs
-        self._max_num_seqs = max_num_seqs
-        self._share = share
-        self._acceptance = acceptance
+        self._config = config
+        self._acceptance = config.acceptance or 0.0
         self._random = Random(SEED)
 
     def update(self, request: Request, num_running: int, cost: StepCost | None) -> None:
@@ -58,8 +51,8 @@ class SimDrafts:
         was_held = request.is_held
         request.draft, request.is_held = (), False
         max_drafts = MAX_DRAFTS if cost is None else MAX_COSTLY_DRAFTS
-        most = num_allowed(max_drafts, self._max_num_seqs, num_running, has_costly_rows=cost is not None)
-        if most < 1 or not (was_held or self._random.random() < self._share):
+        most = num_allowed(max_drafts, self._config.max_num_seqs, num_running, has_costly_rows=cost is not None)
+        if most < 1 or not (was_held or self._random.random() < self._config.draft_share):
             return
         if request.num_in_flight:
             request.is_held = most > MIN_DRAFTS
@@ -233,17 +226,13 @@ class Sample:
     num_blocks_in_use: int
 
 
-@dataclass(frozen=True, slots=True)
-class SimReport:
-    config: SimConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """The results of all requests of a trace."""
+
     records: tuple[RequestRecord, ...]
-    timeline: tuple[Sample, ...]
-    cache: CacheStats
-    num_steps: int
     num_preemptions: int
     makespan_s: float
-    num_drafted: int = 0  # guessed tokens that were verified
-    num_accepted: int = 0  # and those that were right
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -253,27 +242,54 @@ class SimReport:
         return [record for record in self.records if record.priority is priority]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimReport(RunReport):
+    config: SimConfig
+    timeline: tuple[Sample, ...]
+    cache: CacheStats
+    num_steps: int
+    num_drafted: int  # guessed tokens that were verified
+    num_accepted: int  # and those that were right
+
+
 def percentile(values: Sequence[float], share: float) -> float | None:
     """Nearest-rank percentile. None if there are no values."""
     ordered = sorted(values)
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def simulate(
-    trace: Sequence[TraceRequest],
-    config: SimConfig,
-    step_time: StepTime,
-    progress: Callable[[int], None] = lambda _done: None,
-) -> SimReport:
-    """Simulate a whole trace.
+def ignore(num_ended: int) -> None:
+    """Show no progress."""
+    del num_ended
 
-    `progress` is called from time to time with the number of ended requests.
-    """
-    replica = SimReplica(trace, config, step_time, progress)
+
+class Progress:
+    """Counts the requests that have ended, and shows it from time to time."""
+
+    def __init__(self, show: Callable[[int], None]) -> None:
+        self._show = show
+        self._num_ended = 0
+
+    def add(self) -> None:
+        self._num_ended += 1
+        if self._num_ended % 16 == 0:
+            self._show(self._num_ended)
+
+    def end(self) -> None:
+        self._show(self._num_ended)
+
+
+def simulate(
+    trace: Sequence[TraceRequest], config: SimConfig, step_time: StepTime, progress: Callable[[int], None] = ignore
+) -> SimReport:
+    """Simulate a whole trace."""
+    shown = Progress(progress)
+    replica = SimReplica(trace, config, step_time, make_records(trace), shown)
     for number, one in enumerate(trace):
         replica.run_until(to_ns(one.arrival_s))
         replica.push(number)
     replica.run_until(None)
+    shown.end()
     return replica.report()
 
 
@@ -288,32 +304,25 @@ class SimReplica:
         trace: Sequence[TraceRequest],
         config: SimConfig,
         step_time: StepTime,
-        progress: Callable[[int], None] = lambda _done: None,
-        records: list[RequestRecord] | None = None,
+        records: list[RequestRecord],
+        progress: Progress,
     ) -> None:
         self.trace = trace
         self.config = config
         self.step_time = step_time
+        self.records = records
         self.progress = progress
-        self.records = make_records(trace) if records is None else records
         self.scheduler = config.make_scheduler(self._observe)
         if config.has_costly_rows:
             self.scheduler.policy.ledger.cost = step_time.cost
         self.now_ns = 0
-        self.num_ended = 0
         self.num_steps = 0
         self.num_preemptions = 0
-        self.num_computed_tokens = 0
         self.busy_ns = 0  # of steps
-        self.on_end: Callable[[int], None] = lambda _number: None  # called with every request that ends here
         self._inbox: deque[int] = deque()  # requests that have arrived, or will
         self._cancels: list[tuple[int, int]] = []  # (time, request), a heap
         self._outputs: dict[int, list[int]] = {}  # complete outputs of live requests
-        self._drafts: SimDrafts | None = None
-        if config.acceptance is not None:
-            self._drafts = SimDrafts(
-                self._outputs, config.max_num_seqs, share=config.draft_share, acceptance=config.acceptance
-            )
+        self._drafts = None if config.acceptance is None else SimDrafts(self._outputs, config)
         self._timeline: list[Sample] = []
         self._in_flight: tuple[StepPlan, int] | None = None  # plan and its end time
 
@@ -341,11 +350,8 @@ class SimReplica:
                 duration_ns = self.step_time.step_ns(plan)
                 self._in_flight = plan, self.now_ns + duration_ns
                 self.num_steps += 1
-                self.num_computed_tokens += plan.num_tokens
                 self.busy_ns += duration_ns
             self._sample()  # also when idle, so that the timeline shows it as empty
-        if limit_ns is None:
-            self.progress(self.num_ended)
 
     def _commit(self) -> None:
         """Advance the time to the end of the step in flight, and apply its result."""
@@ -444,10 +450,7 @@ class SimReplica:
     def _end(self, number: int, outcome: Outcome) -> None:
         self.records[number].outcome = outcome
         self._outputs.pop(number, None)
-        self.num_ended += 1
-        self.on_end(number)
-        if self.num_ended % 16 == 0:
-            self.progress(self.num_ended)
+        self.progress.add()
 
     def _observe(self, event: Event) -> None:
         match event:

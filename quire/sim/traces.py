@@ -1,4 +1,4 @@
-"""Traces: requests with arrival times, read from JSON lines or generated from a seed.
+"""Traces: requests with arrival times, read from JSON lines or generated from a seed (`SCENARIOS`).
 
 A line of a trace is an object with these fields:
 
@@ -24,6 +24,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
 from pathlib import Path
@@ -130,7 +131,7 @@ class _Line:
                 raise self.error(name, "occurs twice")
             self.fields[name] = value
         # null is the same as a missing field
-        self.fields = {field: value for field, value in self.fields.items() if value is not None}
+        self.fields = {name: value for name, value in self.fields.items() if value is not None}
 
     def error(self, field: str, problem: str) -> TraceError:
         return TraceError(f"{self.where}: field {field!r} {problem}")
@@ -243,8 +244,11 @@ def _is_part(part: Any) -> bool:
 # Synthetic traces
 
 
-def synthesize(num_requests: int, rate: float, *, seed: int = 0, chat_share: float = 0.6) -> list[TraceRequest]:
-    """Generate the mixed load of a small team.
+CHAT_SHARE = 0.6  # of the requests of `mixed`
+
+
+def mixed(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
+    """The mixed load of a small team.
 
     It consists of chats of several turns (HIGH, with a shared system prompt), single questions (NORMAL) and long batch
     jobs over documents (LOW). Arrivals are Poisson with bursts. `rate` is in requests per second.
@@ -257,7 +261,7 @@ def synthesize(num_requests: int, rate: float, *, seed: int = 0, chat_share: flo
     for number in range(num_requests):
         is_burst = random.random() < 0.2
         now_s += 0.0 if is_burst else random.expovariate(rate * 0.8)
-        if random.random() < chat_share:
+        if random.random() < CHAT_SHARE:
             requests.append(_chat_turn(random, number, now_s, chats))
         elif random.random() < 0.5:
             requests.append(TraceRequest(now_s, random.randint(50, 600), random.randint(20, 300)))
@@ -409,7 +413,7 @@ class _Session:
 
 
 def agents(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Sessions of coding agents, as described at the top of this module.
+    """Sessions of coding agents.
 
     `rate` is in requests per second over all sessions. The clients do not wait for the simulated answers: each answer
     is assumed to take 1 s and 20 ms per token.
@@ -437,32 +441,6 @@ TURNS = 3  # of a conversation of `tree`
 BACKLOG_PART = 4  # backlog requests for each request whose wait is measured
 
 
-def mixed(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Mixed load of a small team: see `synthesize`."""
-    return synthesize(num_requests, rate, seed=seed)
-
-
-def backlog(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """A LOW batch from the start, and HIGH requests at a tenth of the rate.
-
-    Tests how long HIGH requests wait.
-    """
-    return _beside(num_requests, rate, seed, Priority.LOW, Priority.HIGH)
-
-
-def saturated(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """HIGH load above capacity, and LOW requests at a tenth of the rate.
-
-    Tests the share that LOW requests get.
-    """
-    return _beside(num_requests, rate, seed, Priority.HIGH, Priority.LOW)
-
-
-def tenants(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """One tenant sends a batch at once, another sends single requests, in the same tier."""
-    return _beside(num_requests, rate, seed, Priority.NORMAL, Priority.NORMAL, ("batch", "person"))
-
-
 def tree(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
     """A system prompt, 8 personas after it, users of each persona with conversations of three turns.
 
@@ -488,8 +466,9 @@ def tree(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
 
 
 def _beside(
-    num_requests: int, rate: float, seed: int, many: Priority, few: Priority, names: tuple[str, str] = ("", "")
+    many: Priority, few: Priority, names: tuple[str, str], num_requests: int, rate: float, seed: int
 ) -> list[TraceRequest]:
+    """A batch from the start, and single requests at a tenth of the rate."""
     check_synthetic(num_requests, rate)
     random = Random(seed)
     requests: list[TraceRequest] = []
@@ -512,9 +491,11 @@ def _beside(
 
 SCENARIOS: dict[str, Callable[[int, float, int], list[TraceRequest]]] = {
     "mixed": mixed,
-    "backlog": backlog,
-    "saturated": saturated,
-    "tenants": tenants,
+    # How long HIGH requests wait beside a LOW batch; the share that LOW requests get beside HIGH load above capacity;
+    # and two tenants of one tier, of which one sends a batch.
+    "backlog": partial(_beside, Priority.LOW, Priority.HIGH, ("", "")),
+    "saturated": partial(_beside, Priority.HIGH, Priority.LOW, ("", "")),
+    "tenants": partial(_beside, Priority.NORMAL, Priority.NORMAL, ("batch", "person")),
     "agents": agents,
     "tree": tree,
 }

@@ -11,7 +11,6 @@ import pytest
 from quire.batch.lines import BatchRequest, InvalidLine
 from quire.batch.results import (
     LineSet,
-    Output,
     Reply,
     Result,
     ResultFile,
@@ -62,11 +61,11 @@ def write(path: Path, *results: Result, torn: bytes = b"") -> None:
 def test_finished_lines_are_found_again(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write(path, result(7), result(2, 400), torn=result_line(result(5))[:-20])
-    scan = scan_results(path)
-    assert [number for number in range(10) if number in scan.finished] == [2, 7]
-    assert (scan.num_good, scan.num_failed, scan.num_finished) == (1, 1, 2)
-    file = ResultFile.append(path, scan.num_bytes)
+    file = ResultFile.append(path)
+    assert [number for number in range(10) if number in file.scan.finished] == [2, 7]
+    assert (file.scan.num_good, file.scan.num_failed, file.scan.num_finished) == (1, 1, 2)
     file.write(result(5))
+    assert (5 in file.scan.finished, file.scan.num_good) == (True, 2)
     file.close()
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [
         "batch_req_7", "batch_req_2", "batch_req_5",
@@ -120,15 +119,15 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def opened(tmp_path: Path, source: Path | None, **options: Any) -> Output:
+def opened(tmp_path: Path, source: Path | None, **options: Any) -> ResultFile:
     settings = {"--max-tokens": options.pop("max_tokens", 8)}
     return open_output(tmp_path / "out.jsonl", source, settings, **options)
 
 
 def begin(tmp_path: Path, source: Path) -> None:
     output = opened(tmp_path, source)
-    output.file.write(result(1))
-    output.file.write(result(2, 500))
+    output.write(result(1))
+    output.write(result(2, 500))
     output.close()
 
 

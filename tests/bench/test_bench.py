@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from quire.bench.fairness import (
+from quire.bench.driver import run_bench
+from quire.bench.report import (
     MAX_BACKLOG,
+    BenchConfig,
+    BenchReport,
+    FairnessReport,
+    ResumedReport,
     Sample,
+    Stage,
     backlog_report,
     backlog_size,
     fairness_report,
@@ -21,8 +27,6 @@ from quire.bench.fairness import (
     saturated_report,
     windows,
 )
-from quire.bench.report import BenchConfig, BenchReport, FairnessReport, ResumedReport, Stage
-from quire.bench.run import run_bench
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
 from quire.engine.llm import LLM
@@ -234,7 +238,7 @@ def sample(ttft_s: float, begun_s: float = 0.0, num_tokens: int = 11, decode_s: 
 
 def resumed(ttft_s: float = 1.0) -> ResumedReport:
     """Large HIGH requests take a second on the idle server."""
-    return resumed_report(1024, 960, 640, (sample(1.0),) * 3, (sample(1.0), sample(ttft_s)))
+    return resumed_report(1024, 960, 640, [sample(1.0)] * 3, [sample(1.0), sample(ttft_s)])
 
 
 def fairness(
@@ -245,13 +249,13 @@ def fairness(
     resumed_s: float | None = 1.0,
 ) -> FairnessReport:
     """Idle requests take 100 ms. Window i of 15 s has one request that takes `ttfts_s[i]`, or none."""
-    high = tuple(sample(ttft_s, 15.0 * i) for i, ttft_s in enumerate(ttfts_s) if ttft_s is not None)
-    idle = [sample(0.1)] * 20
+    high = [sample(ttft_s, 15.0 * i) for i, ttft_s in enumerate(ttfts_s) if ttft_s is not None]
+    idle = latency([sample(0.1)] * 20)
     return fairness_report(
         4,
         idle,
         backlog_report(45.0, 8, idle, high, low_tokens_per_s=100.0, client_cpu=0.01),
-        saturated_report(seconds=22.5, num_each=8, high_tokens=high_tokens, low_tokens=low_tokens, client_cpu=0.01),
+        saturated_report(22.5, 8, high_tokens, low_tokens, client_cpu=0.01),
         None if resumed_s is None else resumed(resumed_s),
     )
 
@@ -306,15 +310,16 @@ def test_the_low_share_must_be_nine_tenths_of_the_guaranteed_share() -> None:
 
 
 def test_decode_ratio_compares_the_backlog_phase_with_the_idle_server() -> None:
-    slow = (sample(0.1, decode_s=2.0), sample(0.1, decode_s=4.0))
-    found = backlog_report(45.0, 8, [sample(0.1)], slow, 100.0, 0.01)
+    slow = [sample(0.1, decode_s=2.0), sample(0.1, decode_s=4.0)]
+    found = backlog_report(45.0, 8, latency([sample(0.1)]), slow, 100.0, 0.01)
     assert found.latency.decode_tokens_per_s == pytest.approx(3.75)
     assert found.decode_ratio == pytest.approx(0.375)
 
 
 def test_the_backlog_lasts_longer_than_the_phase() -> None:
     config = BenchConfig(seconds=30.0, max_num_seqs=4, output_tokens=64)
-    assert backlog_size(config, [sample(0.1)] * 3) == 19  # 30 s of 4 streams of 10 tok/s, in answers of 64
-    assert backlog_size(replace(config, seconds=1), [sample(0.1)]) == 8  # at least twice max_num_seqs
-    assert backlog_size(replace(config, max_num_seqs=1000), [sample(0.1, decode_s=0.01)]) == MAX_BACKLOG
-    assert backlog_size(replace(config, max_num_seqs=4000), []) == 8000
+    idle = latency([sample(0.1)] * 3)
+    assert backlog_size(config, idle) == 19  # 30 s of 4 streams of 10 tok/s, in answers of 64
+    assert backlog_size(replace(config, seconds=1), idle) == 8  # at least twice max_num_seqs
+    assert backlog_size(replace(config, max_num_seqs=1000), latency([sample(0.1, decode_s=0.01)])) == MAX_BACKLOG
+    assert backlog_size(replace(config, max_num_seqs=4000), latency([])) == 8000

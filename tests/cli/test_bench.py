@@ -15,8 +15,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from quire.bench.driver import run_bench
 from quire.bench.report import BenchConfig, BenchReport, Progress, Setup
-from quire.bench.run import run_bench
 from quire.cli import bench as command
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest, ModelNotFound, QuireError

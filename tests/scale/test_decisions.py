@@ -11,9 +11,17 @@ import pytest
 from quire.core.kv_cache import CacheStats
 from quire.engine.worker.protocol import Stats, TierStats
 from quire.errors import InvalidRequest
-from quire.scale.autoscaling import Figures, QueuePolicy, wanted_replicas
 from quire.scale.cluster_client import add_stats, counters_of
-from quire.scale.config import Autoscale, ModelDeployment, Resources, equal_share, parse_deployment
+from quire.scale.config import (
+    Autoscale,
+    Figures,
+    ModelDeployment,
+    QueuePolicy,
+    Resources,
+    equal_share,
+    parse_deployment,
+    wanted_replicas,
+)
 from quire.server.metrics import Metrics
 
 IDLE = Figures(0.0, 0.0, 0.1)

@@ -26,10 +26,10 @@ with warnings.catch_warnings():  # Ray uses old names of pydantic
     from ray.serve.request_router import RequestRouter
     from ray.serve.schema import ApplicationStatus
 
-    from quire.scale import application, deployments, ray_cluster, transport
-    from quire.scale.deployments import ModelReplica
+    from quire.scale import application, ray_cluster, transport
+    from quire.scale.application import ModelReplica
     from quire.scale.ray_cluster import DeployFailed
-    from quire.scale.ray_serve import PrefixAwareRouter
+    from quire.scale.ray_serve import RayTransport, ReplicaWatcher
 
 
 class Collected(ModelReplica):
@@ -43,7 +43,7 @@ class Collected(ModelReplica):
 def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The calls of `os._exit`, which do not end this process."""
     found: list[int] = []
-    monkeypatch.setattr(deployments, "EXIT_DELAY_S", 0.0)
+    monkeypatch.setattr(application, "EXIT_DELAY_S", 0.0)
     monkeypatch.setattr(os, "_exit", found.append)
     return found
 
@@ -62,7 +62,7 @@ async def test_a_replica_that_cannot_start_reports_why_before_it_ends(tmp_path: 
 async def test_a_replica_whose_worker_ends_later_ends_its_process(tiny_model: Path, exits: list[int]) -> None:
     replica: Any = object.__new__(Collected)
     await replica.__init__("m", str(tiny_model), EngineConfig(backend="fake", num_blocks=100), b"", 1)
-    replica._replica.process.end("was ended by a test")
+    replica.process.end("was ended by a test")
     await until(lambda: exits, "its process ends")
     await ModelReplica.__del__(replica)
 
@@ -158,10 +158,8 @@ def test_processes_that_have_ended_meanwhile() -> None:
     process = subprocess.Popen(["true"])
     gone = psutil.Process(process.pid)
     process.wait()
-    assert not ray_cluster._belongs(gone, {"true"}, "true")
-    assert ray_cluster._children(gone) == []
     assert not ray_cluster._runs(gone)
-    ray_cluster._send(gone, psutil.Process.terminate)
+    ray_cluster._send([gone], psutil.Process.terminate)
 
 
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
@@ -273,20 +271,18 @@ def test_the_fingerprint_of_a_model(tmp_path: Path) -> None:
     assert application.model_fingerprint(replace(model, path=tmp_path)) != folder
 
 
-def test_the_router_keeps_replicas_that_are_being_stopped_while_the_front_uses_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    used = {"a"}
-    chooser: Any = SimpleNamespace(set_replicas=lambda _: None, uses=used.__contains__)
-    monkeypatch.setitem(transport.choosers, "app", chooser)
-    monkeypatch.setitem(transport.routers, "app", None)
+def test_replicas_that_are_being_stopped_are_kept_while_the_front_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected = {"a"}
+    found = RayTransport(None, "app", 1)
+    found._set_replicas = lambda replicas: {*replicas} | connected
+    monkeypatch.setitem(transport.takers, "app", found.take)
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
-    router: Any = object.__new__(PrefixAwareRouter)
+    router: Any = object.__new__(ReplicaWatcher)
     router.initialize_state("app")
     a, b, c = (SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "abc")
     router.update_replicas([a, b])
     router.update_replicas([c])  # a and b are being stopped; b is idle
-    assert [router.find(name) for name in "abc"] == [a, None, c]
-    used.clear()
+    assert found._replicas == {"a": a, "c": c}
+    connected.clear()
     router.update_replicas([c])
-    assert router.find("a") is None
+    assert found._replicas == {"c": c}

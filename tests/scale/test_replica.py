@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,6 @@ import pytest
 
 from quire.engine.composition import EngineConfig
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import HANG_LIMIT_S, Generation
 from quire.engine.worker.protocol import (
@@ -31,7 +30,7 @@ from quire.engine.worker.protocol import (
 from quire.errors import Draining, InvalidRequest, LostBeforeStart, QueueFull, RequestFailed, WorkerDied
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica, ids_of
-from quire.scale.transport import Batches, Chooser, ReplicaGone, joined
+from quire.scale.transport import Batches, ReplicaGone, SetReplicas, joined
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -41,31 +40,17 @@ CONFIG = EngineConfig(backend="fake", num_blocks=200, max_num_seqs=8)
 
 
 class Direct:
-    """Replicas of this process. As with Ray, calls take turns of the event loop.
-
-    `on_accept`: called before a replica that has accepted a request is reported. `sent`: messages to replicas.
-    """
+    """Replicas of this process. As with Ray, calls take turns of the event loop. `sent`: messages to replicas."""
 
     def __init__(self, front: int = FRONT) -> None:
         self.replicas: dict[str, Replica] = {}
         self.front = front
-        self.chooser: Chooser | None = None
-        self.on_accept: Callable[[], None] = lambda: None
         self.sent: list[ToWorker] = []
         self.places: dict[int, str] = {}  # request id -> replica that it was sent to
         self.num_streams = 0
 
-    def start(self, chooser: Chooser) -> None:
-        self.chooser = chooser
-        chooser.set_replicas(list(self.replicas))
-
-    async def choose(self, number: int) -> None:
-        assert self.chooser is not None
-        while not (ranked := self.chooser.rank(number, list(self.replicas))):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0)
-        self.on_accept()
-        self.chooser.note_routed(number, ranked[0])
+    def start(self, set_replicas: SetReplicas) -> None:
+        set_replicas(self.replicas)
 
     async def send(self, replica: str, frames: Sequence[bytes]) -> None:
         await asyncio.sleep(0)
@@ -75,7 +60,7 @@ class Direct:
         messages = [to_worker.decode(frame) for frame in frames]
         self.sent += messages
         self.places |= {number: replica for one in messages if isinstance(one, Add) for number in one.request_ids}
-        found.take(self.front, frames)
+        await found.send(self.front, frames)
 
     def messages(self, replica: str) -> Batches:
         return joined(lambda is_continued: self._stream(replica, is_continued))
@@ -174,11 +159,8 @@ async def test_a_salt_finds_nothing_of_another(client: ClusterClient) -> None:
     await client.generate(request(client, salt="a"))
     await until(lambda: client.index_bytes, "the report of the cache has arrived")
     for salt, expected in (("a", 96), ("b", 0), ("", 0)):
-        number = next(client._ids)
-        submitted = request(client, salt=salt)
-        generation = Generation(Answers(submitted, client.text.tokenizer), (number,), client._cancel)
-        pending = await client._describe(generation)
-        found = max(max(client._router.cached_tokens(keys).values(), default=0) for keys in pending.keys.values())
+        cached = await client._cached_tokens(request(client, salt=salt))
+        found = max(cached.values(), default=0)
         assert found == expected, salt
 
 
@@ -364,7 +346,7 @@ async def test_messages_that_the_worker_cannot_take_are_refused(
         await client.generate(request(client))
     assert await client.stats() is None
     frames = [encode(DropBlocks()), encode(Cancel(running.request_ids[0]))]
-    replica.take(FRONT, frames)
+    await replica.send(FRONT, frames)
     assert not replica.num_requests
     assert not replica._fronts[FRONT].is_waiting
 
@@ -375,7 +357,7 @@ async def test_a_front_that_does_not_read_is_disconnected(direct: Direct, monkey
     await anext(stream)
     monkeypatch.setattr("quire.scale.replica.MAX_UNSENT", 100)
     for query in range(20):
-        replica.take(FRONT + 1, [encode(Ask((FRONT + 1 << FRONT_BITS) + query, GetStats()))])
+        await replica.send(FRONT + 1, [encode(Ask((FRONT + 1 << FRONT_BITS) + query, GetStats()))])
     await until(lambda: FRONT + 1 not in replica._fronts, "it is disconnected")
     assert [frames async for frames in stream] == []
 
@@ -420,41 +402,41 @@ async def test_a_request_is_moved_a_bounded_number_of_times(
 
 
 @pytest.mark.parametrize("num_replicas", [2])
-async def test_a_replica_that_leaves_while_it_is_chosen(direct: Direct, client: ClusterClient) -> None:
-    """The request is sent to the other one."""
-    chosen: list[str] = []
-
-    def leave() -> None:
-        if not chosen:
-            chosen.append(client._replicas["r0"].replica)
-            client.set_replicas(["r1"])
-            direct.replicas.pop("r0")
-
-    replica = direct.replicas["r0"]
-    direct.on_accept = leave
+async def test_a_replica_that_ends_before_the_front_knows_it(direct: Direct, client: ClusterClient) -> None:
+    """The requests that were sent there move to the other one."""
+    replica = direct.replicas.pop("r0")
     outputs = await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30)))
     assert [output.usage.completion_tokens for output in outputs] == [4, 4, 4]
     assert [one.name for one in client.replica_statuses] == ["r1"]
     await replica.close()
 
 
-async def test_a_cancellation_follows_its_request(direct: Direct, client: ClusterClient) -> None:
-    running = await client.submit(request(client, max_tokens=4000))
-    running.cancel()
-    await running.result()
-    submitting = [asyncio.ensure_future(client.submit(request(client, max_tokens=4000))) for _ in range(3)]
-
-    def stop() -> None:
-        submitting.pop().cancel()
-
-    direct.on_accept = stop  # at the moment when a replica has accepted it
-    await asyncio.gather(*submitting, return_exceptions=True)
+async def test_a_request_that_is_cancelled_at_once_is_sent_before_its_cancellation(
+    direct: Direct, client: ClusterClient
+) -> None:
+    for _ in range(3):
+        running = await client.submit(request(client, max_tokens=4000))
+        running.cancel()
+        await running.result()
     await client.stats()
     added = {one.request_ids[0]: at for at, one in enumerate(direct.sent) if isinstance(one, Add)}
     cancelled = {one.request_id: at for at, one in enumerate(direct.sent) if isinstance(one, Cancel)}
+    assert len(added) == 3
     assert added.keys() == cancelled.keys()
     assert all(added[number] < cancelled[number] for number in added)
     assert direct.replicas["r0"].num_requests == 0
+
+
+async def test_a_request_whose_caller_gives_up_is_not_sent(direct: Direct, client: ClusterClient) -> None:
+    client.set_replicas([])
+    waiting = asyncio.ensure_future(client.submit(request(client)))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    client.set_replicas(["r0"])
+    await client.generate(request(client))
+    assert sum(isinstance(one, Add) for one in direct.sent) == 1
+    assert not client._routing
 
 
 @pytest.mark.nightly
@@ -498,7 +480,7 @@ async def lose_the_replica(direct: Direct, client: ClusterClient) -> list[Genera
     client.set_replicas([])
     os.kill(direct.replicas.pop("r0").process.pid, signal.SIGKILL)
     waiting = [one for one in running if not one.is_started]
-    await until(lambda: set(client._routing.values()) == set(waiting), "they wait for a replica")
+    await until(lambda: client._routing == set(waiting), "they wait for a replica")
     assert waiting
     return waiting
 
@@ -525,11 +507,11 @@ async def test_requests_without_a_replica_can_be_cancelled(direct: Direct, clien
 async def test_an_unexpected_error_of_the_cluster_fails_a_moved_request(
     direct: Direct, client: ClusterClient, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(_: int) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("broken")
 
     waiting = await lose_the_replica(direct, client)
-    monkeypatch.setattr(direct, "choose", fail)
+    monkeypatch.setattr(client._router, "choose", fail)
     direct.replicas["r1"] = await make_replica("r1", tiny_model)
     client.set_replicas(["r1"])
     for one in waiting:
@@ -614,14 +596,6 @@ async def test_a_replica_with_another_model_is_not_used(
         await waiting
     client.set_replicas(["r0"])  # the earlier settings were deployed again
     await client.generate(request(client))
-
-
-async def test_a_request_that_was_cancelled_is_not_routed_for_ever(direct: Direct, client: ClusterClient) -> None:
-    """The cluster's router tries a call again until the front names a replica."""
-    assert client.rank(0, ["r0", "not connected"]) == ["r0", "not connected"]
-    client.note_routed(0, "r0")
-    assert not direct.sent
-    assert not client.replicas[0].connection.num_requests
 
 
 @pytest.mark.parametrize("num_replicas", [2])

@@ -8,13 +8,11 @@ from quire.core.values import Priority
 from quire.scale.routing import (
     RECENT_NS,
     STICKY_TOKENS,
-    Choice,
+    PrefixRouter,
     Prompt,
     RecentWork,
     ReplicaLoad,
-    Sessions,
     expected_work,
-    rank,
 )
 
 IDLE = ReplicaLoad(max_num_seqs=8, num_free_blocks=100, num_blocks=100)
@@ -22,7 +20,7 @@ PROMPT = Prompt(1000, num_blocks=40)
 
 
 def best(cached: dict[int, int], loads: dict[int, ReplicaLoad], prompt: Prompt = PROMPT) -> int:
-    return rank(prompt, cached, loads)[0].replica
+    return PrefixRouter[int](32).choose(prompt, cached, loads, "", 0)
 
 
 def test_a_cached_prefix_decides_among_idle_replicas() -> None:
@@ -71,49 +69,50 @@ def test_a_request_counts_where_it_was_sent() -> None:
 
 
 def test_a_session_stays_where_it_is_unless_that_is_much_more_work() -> None:
-    sessions = Sessions()
-    choices = [Choice(0, 100, 0), Choice(1, 100 + STICKY_TOKENS - 1, 0), Choice(2, 100 + STICKY_TOKENS, 0)]
-    assert sessions.prefer("ann", choices) == choices
-    sessions.note("ann", 1)
-    assert [choice.replica for choice in sessions.prefer("ann", choices)] == [1, 0, 2]
-    assert sessions.prefer("bob", choices) == choices
-    sessions.note("ann", 2)
-    assert sessions.prefer("ann", choices) == choices, "another replica saves too much"
-    sessions.note("ann", 7)
-    assert sessions.prefer("ann", choices) == choices, "its replica is gone"
-    sessions.note("", 2)
-    assert sessions.prefer("", choices) == choices, "a request without a session"
+    def chosen(own: int, session: str = "ann") -> int:
+        """The choice after the session was at `own`, among replicas with 0, 511 and 512 tokens more work."""
+        router = PrefixRouter[int](32)
+        router.choose(PROMPT._replace(num_tokens=1), {}, {own: IDLE}, session, -(10**15))
+        loads = {at: IDLE._replace(queued_tokens=(work, 0, 0)) for at, work in enumerate((0, STICKY_TOKENS - 1, 512))}
+        return router.choose(PROMPT, {}, loads, session, 10**15)
+
+    assert STICKY_TOKENS == 512
+    assert chosen(0) == 0
+    assert chosen(1) == 1
+    assert chosen(1, "") == 0, "a request without a session"
+    assert chosen(2) == 0, "another replica saves too much"
+    assert chosen(7) == 0, "its replica is gone"
 
 
 def test_sessions_are_bounded_and_forgotten_with_their_replica() -> None:
-    sessions = Sessions(max_sessions=3)
+    router = PrefixRouter[int](32, max_sessions=3)
     for number in range(5):
-        sessions.note(f"user {number}", number % 2)
-    assert len(sessions) == 3
-    sessions.forget(0)
-    assert len(sessions) == 1
+        router.choose(PROMPT, {}, {number % 2: IDLE}, f"user {number}", 0)
+    assert len(router._sessions) == 3
+    router.forget(0)
+    assert len(router._sessions) == 1
 
 
 def test_work_is_forgotten_over_time() -> None:
-    recent = RecentWork()
+    recent = RecentWork[int]()
     recent.add(3, 1000, 0)
-    assert recent.at(0) == {3: 1000}
-    assert recent.at(RECENT_NS)[3] == pytest.approx(1000 / 2.71828, rel=1e-3)
+    assert (recent.at(3, 0), recent.at(4, 0)) == (1000, 0)
+    assert recent.at(3, RECENT_NS) == pytest.approx(1000 / 2.71828, rel=1e-3)
     recent.add(3, 100, RECENT_NS)
     recent.add(5, 7, RECENT_NS)
-    assert recent.at(RECENT_NS) == {3: pytest.approx(468, rel=1e-2), 5: pytest.approx(7)}
+    assert recent.at(3, RECENT_NS) == pytest.approx(468, rel=1e-2)
+    assert recent.at(5, RECENT_NS) == 7
 
 
 def test_recent_work_stays_exact_for_years() -> None:
-    recent = RecentWork()
+    recent = RecentWork[int]()
     for minute in range(0, 1_000_000, 997):
         recent.add(0, 1000, minute * RECENT_NS)
-        assert recent.at(minute * RECENT_NS)[0] == pytest.approx(1000)
-    assert recent.at(10**9 * RECENT_NS)[0] < 1e-6
+        assert recent.at(0, minute * RECENT_NS) == pytest.approx(1000)
+    assert recent.at(0, 10**9 * RECENT_NS) < 1e-6
 
 
 def test_a_light_load_is_shared() -> None:
-    recent = RecentWork()
-    recent.add(1, 10_000, 0)
-    ranked = rank(PROMPT, {1: 640}, {0: IDLE, 1: IDLE}, recent.at(0))
-    assert [choice.replica for choice in ranked] == [0, 1]
+    router = PrefixRouter[int](32)
+    router.choose(PROMPT._replace(num_tokens=10_000), {}, {1: IDLE}, "", 0)
+    assert router.choose(PROMPT, {1: 640}, {0: IDLE, 1: IDLE}, "", 0) == 0

@@ -596,7 +596,7 @@ def _wrong_types() -> Iterator[Hostile]:
                 *other_servers.ACCEPTED_OF_OTHERS,
                 *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ()),
             }
-            accepted.add("return_token_strs")
+            accepted.update(("return_token_strs", "user", "verbosity"))
             if one.type is Any or name in accepted or (path == MESSAGES and name in ("metadata", "service_tier")):
                 continue  # accepts or refuses every value: tested separately
             takes_object = name in (

@@ -48,6 +48,7 @@ def _has_fields(kind: type) -> bool:
 def decoded_types() -> dict[str, Any]:
     """Every type that a server decodes, by name. Its modules have been imported, so their decoders are built."""
     import quire.server.launcher  # noqa: F401
+    from quire.engine.worker.client import ANSWERS
     from quire.engine.worker.protocol import from_worker, to_worker
     from quire.server.app import ENDPOINTS
     from quire.server.batches.store import StoredBatch, StoredFile
@@ -55,6 +56,7 @@ def decoded_types() -> dict[str, Any]:
     kinds = {kind for row in ENDPOINTS for kind in (row.body, row.query, row.form, row.answer) if kind is not None}
     kinds |= {StoredFile, StoredBatch}
     named: dict[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+    named |= {f"answer {kind}": kind for kind in ANSWERS}
     return {**named, "to_worker": to_worker.type, "from_worker": from_worker.type}
 
 

@@ -650,7 +650,7 @@ MUTANTS = (
         "a snapshot is used one token too late",
         "core/memory.py",
         "yield number * size + length, state",
-        "yield min(number * size + length + 1, num_kv_tokens), state",
+        "yield min(number * size + length + 1, hit.num_tokens), state",
         first_world=FIRST_HYBRID,
     ),
     _mutant(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from quire.core.values import Priority
+from quire.scale.routing import ReplicaLoad
 from quire.sim.cluster import (
     REPORT_S,
     ROUTERS,
@@ -79,8 +80,8 @@ def test_salts_share_nothing() -> None:
 
 
 def test_an_index_of_few_blocks_still_routes() -> None:
-    router = ByPrefix(2, max_blocks=10)
-    chosen = [router.choose(number, one) for number, one in enumerate(TREE[:20])]
+    router = ByPrefix(max_blocks=10)
+    chosen = [router(number, one, [ReplicaLoad()] * 2) for number, one in enumerate(TREE[:20])]
     assert {*chosen} == {0, 1}
 
 
@@ -94,15 +95,22 @@ def test_high_requests_avoid_each_other_and_not_the_backlog() -> None:
 
 def test_a_session_has_one_place_on_the_ring() -> None:
     router = ConsistentHash(4)
-    places = {one.session: router.choose(number, one) for number, one in enumerate(TREE)}
-    assert all(router.choose(number, one) == places[one.session] for number, one in enumerate(TREE))
+    places = {one.session: router(number, one, ()) for number, one in enumerate(TREE)}
+    assert all(router(number, one, ()) == places[one.session] for number, one in enumerate(TREE))
     assert {*places.values()} == {0, 1, 2, 3}
 
 
 def test_power_of_two_chooses_the_shorter_queue() -> None:
-    router = PowerOfTwo(2)
-    chosen = [router.choose(number, TREE[0]) for number in range(10)]
-    assert abs(chosen.count(0) - 5) <= 1
+    assert PowerOfTwo()(0, TREE[0], [ReplicaLoad(num_requests=3), ReplicaLoad(num_requests=2)]) == 1
+    trace = [TraceRequest(0.0, 100, 50)] * 10
+    assert sorted(simulate_cluster(trace, CONFIG, STEP_TIME, 2, "power-of-two").num_requests) == [5, 5]
+
+
+def test_prefixes_of_another_block_size_are_found() -> None:
+    small = replace(CONFIG, block_size=16, num_blocks=2400)
+    assert simulate_cluster(FEW, small, STEP_TIME, 2, "prefix").index_bytes > 0
+    hits = [simulate_cluster(FEW, small, STEP_TIME, 2, name).hit_tokens for name in ("prefix", "round-robin")]
+    assert hits[0] > hits[1]
 
 
 def test_imbalance() -> None:

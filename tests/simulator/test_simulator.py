@@ -9,7 +9,7 @@ import pytest
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, SimReport, StepTime, percentile, simulate
-from quire.sim.traces import SCENARIOS, TraceRequest, synthesize
+from quire.sim.traces import SCENARIOS, TraceRequest, mixed
 
 SECOND = StepTime(base_ms=1000, token_us=0, context_us=0)
 
@@ -174,7 +174,7 @@ def test_own_blocks_found_after_a_preemption_are_not_counted_as_hits() -> None:
 
 
 def test_a_smaller_pool_has_fewer_hits_and_answers_every_request() -> None:
-    trace = synthesize(150, 20.0)
+    trace = mixed(150, 20.0, 0)
     small, large = (
         simulate(trace, SimConfig(num_blocks=blocks), MACHINES["h200-llama3-8b"].step_time) for blocks in (300, 4096)
     )
@@ -188,7 +188,7 @@ def test_a_smaller_pool_has_fewer_hits_and_answers_every_request() -> None:
 
 def test_progress_ends_at_the_number_of_requests() -> None:
     seen: list[int] = []
-    simulate(synthesize(50, 20.0), SimConfig(), MACHINES["h200-qwen3-0.6b"].step_time, seen.append)
+    simulate(mixed(50, 20.0, 0), SimConfig(), MACHINES["h200-qwen3-0.6b"].step_time, seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 50
 

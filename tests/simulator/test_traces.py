@@ -11,7 +11,7 @@ import pytest
 
 from quire.core.values import Priority
 from quire.errors import InvalidRequest, TraceError
-from quire.sim.traces import TraceRequest, read_trace, synthesize, text
+from quire.sim.traces import TraceRequest, mixed, read_trace, text
 
 GOOD = {"arrival_s": 1.5, "prompt_tokens": 10, "output_tokens": 3}
 
@@ -132,16 +132,16 @@ def test_a_missing_an_empty_and_a_binary_file_are_refused(tmp_path: Path) -> Non
 
 
 def test_synthetic_traces_survive_a_round_trip(tmp_path: Path) -> None:
-    requests = synthesize(200, 5.0, seed=3)
+    requests = mixed(200, 5.0, seed=3)
     assert read_trace(write(tmp_path, *(request.as_line() for request in requests))) == requests
     given = TraceRequest(0.0, 3, 1, prompt=(4, 5, 6))
     assert read_trace(write(tmp_path, given.as_line())) == [given]
-    assert synthesize(200, 5.0, seed=3) == requests
-    assert synthesize(200, 5.0, seed=4) != requests
+    assert mixed(200, 5.0, seed=3) == requests
+    assert mixed(200, 5.0, seed=4) != requests
 
 
 def test_a_synthetic_chat_contains_its_own_answers() -> None:
-    requests = synthesize(200, 5.0)
+    requests = mixed(200, 5.0, 0)
     answers = {request.output for request in requests if request.output}
     turns = [request for request in requests if any(name in answers for name, _ in request.shared)]
     assert len(turns) > 40
@@ -153,4 +153,4 @@ def test_a_synthetic_chat_contains_its_own_answers() -> None:
 )
 def test_an_impossible_synthetic_trace_is_refused(count: int, rate: float) -> None:
     with pytest.raises(InvalidRequest, match=r"requests = |rate = "):
-        synthesize(count, rate)
+        mixed(count, rate, 0)

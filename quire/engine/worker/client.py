@@ -24,7 +24,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import NoneType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -94,6 +94,11 @@ SERVER_SECRETS = ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY")
 
 T = TypeVar("T")
 HeldRanges = tuple[tuple[int, int], ...]
+# Built at import: msgspec collects what it knows of a type at the first use, which is not safe in several threads.
+ANSWERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind)
+    for kind in (CacheExplanation, Stats, Blocks, BlocksView, HeldRanges, NoneType, int, bool)
+}
 
 log = logging.getLogger(__name__)
 
@@ -594,7 +599,7 @@ class WorkerConnection:
         self._queries[query_id] = answer
         self._watch()
         try:
-            return msgspec.msgpack.decode(await answer, type=kind)
+            return cast(T, ANSWERS[kind].decode(await answer))
         finally:
             self._queries.pop(query_id, None)
             if answer.cancelled():

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
-from typing import TypeVar
+from typing import Any
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -254,8 +254,6 @@ def _shown(text: str) -> str:
 
 FORM_BYTES = 64 << 10  # of a form, in addition to its file
 
-Listed = TypeVar("Listed", FileObject, BatchObject)
-
 
 async def _open(context: RequestContext) -> BatchService:
     if context.batches is None:
@@ -271,21 +269,19 @@ async def upload_file(context: RequestContext) -> Response:
     content_type = context.request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
         raise ApiError(Kind.INVALID, "content-type is not multipart/form-data: a file is uploaded as a form")
-    batches = await _open(context)
-    store = batches.store
-    with batches.uploading(context.key):
-        length = context.request.headers.get("content-length", "0")
-        announced = int(length) - FORM_BYTES if length.isdigit() else 0
-        with storing("the file"), closing(store.begin_upload(context.key, announced)) as upload:
-            chunks = context.chunks(store.max_file_bytes + FORM_BYTES)
-            form = await receive_upload(chunks, content_type, upload)
-            purpose = form.fields.get("purpose")
-            if purpose != "batch":
-                text = "purpose is missing" if purpose is None else f"purpose = {purpose!r:.80} is not batch"
-                raise ApiError(Kind.INVALID, f"{text}: only files for batches are stored", param="purpose")
-            ttl_s = expiry_s(form.fields, MIN_EXPIRY_S, MAX_EXPIRY_S)
-            facts = new_file(form.filename or "", upload.num_bytes, "batch", ttl_s)
-            return context.json(await store.add_file(context.key.owner, upload.path, facts))
+    store = (await _open(context)).store
+    length = context.request.headers.get("content-length", "0")
+    announced = int(length) - FORM_BYTES if length.isdigit() else 0
+    with storing("the file"), closing(store.begin_upload(context.key, announced)) as upload:
+        chunks = context.chunks(store.max_file_bytes + FORM_BYTES)
+        form = await receive_upload(chunks, content_type, upload)
+        purpose = form.fields.get("purpose")
+        if purpose != "batch":
+            text = "purpose is missing" if purpose is None else f"purpose = {purpose!r:.80} is not batch"
+            raise ApiError(Kind.INVALID, f"{text}: only files for batches are stored", param="purpose")
+        ttl_s = expiry_s(form.fields, MIN_EXPIRY_S, MAX_EXPIRY_S)
+        facts = new_file(form.filename or "", upload.num_bytes, "batch", ttl_s)
+        return context.json(await store.add_file(context.key.owner, upload.path, facts))
 
 
 async def list_files(context: RequestContext) -> Response:
@@ -295,9 +291,7 @@ async def list_files(context: RequestContext) -> Response:
         found = [one for one in found if one.purpose == query.purpose]
     if query.order == "asc":
         found.reverse()
-    page, has_more = _page(found, query.after, query.limit)
-    first, last = _ends(page)
-    return context.json(FileList(data=page, has_more=has_more, first_id=first, last_id=last))
+    return context.json(FileList(**_page(found, query.after, query.limit)))
 
 
 async def get_file(context: RequestContext) -> Response:
@@ -342,9 +336,8 @@ async def create_batch(context: RequestContext) -> Response:
 
 async def list_batches(context: RequestContext) -> Response:
     query = context.query(BatchesQuery)
-    page, has_more = _page((await _open(context)).store.list_batches(context.key), query.after, query.limit)
-    first, last = _ends(page)
-    return context.json(BatchList(data=page, has_more=has_more, first_id=first, last_id=last))
+    found = (await _open(context)).store.list_batches(context.key)
+    return context.json(BatchList(**_page(found, query.after, query.limit)))
 
 
 async def get_batch(context: RequestContext) -> Response:
@@ -359,16 +352,12 @@ async def cancel_batch(context: RequestContext) -> Response:
         return context.json(await batches.cancel(stored))
 
 
-def _page(found: Sequence[Listed], after: str | None, limit: int) -> tuple[list[Listed], bool]:
-    """One page of a list: the entries that follow `after`, and whether there are more."""
-    start = 0
-    if after is not None:
-        at = next((number for number, one in enumerate(found) if one.id == after), None)
-        if at is None:
-            raise ApiError(Kind.INVALID, f"after = {after!r:.80} is not in the list", param="after")
-        start = at + 1
-    return list(found[start : start + limit]), start + limit < len(found)
-
-
-def _ends(page: Sequence[Listed]) -> tuple[str | None, str | None]:
-    return (page[0].id, page[-1].id) if page else (None, None)
+def _page(found: Sequence[FileObject | BatchObject], after: str | None, limit: int) -> dict[str, Any]:
+    """The fields of one page of a list: the entries that follow `after`."""
+    ids = [one.id for one in found]
+    if after is not None and after not in ids:
+        raise ApiError(Kind.INVALID, f"after = {after!r:.80} is not in the list", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = found[start : start + limit]
+    ends = (page[0].id, page[-1].id) if page else (None, None)
+    return {"data": page, "has_more": start + limit < len(found), "first_id": ends[0], "last_id": ends[1]}

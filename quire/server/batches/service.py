@@ -13,14 +13,14 @@ import errno
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from quire.batch.lines import BatchLine, BatchRequest, InvalidLine, LineParser, LineSettings
-from quire.batch.results import Reply, Result, ResultFile, ResultScan, error_line, result_id, scan_results
+from quire.batch.results import Reply, Result, ResultFile, ResultScan, result_id
 from quire.batch.runner import BatchRunner, RetryPolicy
 from quire.server.batches.store import (
     COMPLETION_WINDOW,
@@ -36,13 +36,10 @@ from quire.server.batches.store import (
     StoredBatch,
     new_file,
 )
-from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key, KeyRing
 
 MAX_LISTED_ERRORS = 100
 MAX_IN_FLIGHT = 256  # requests of all batches
-MAX_UPLOADS = 16  # at once
-MAX_KEY_UPLOADS = 8  # of one key: uploads that do not end must not use up MAX_UPLOADS
 SWEEP_S = 3600.0
 PRIORITY = "low"
 # Errors of a disk that may end: a batch waits for that.
@@ -69,11 +66,10 @@ class BatchService:
         self._keys = keys
         self._queues: dict[str, deque[StoredBatch]] = {}  # owner -> unfinished batches; the first one runs
         self._tasks: dict[str, asyncio.Task[None]] = {}  # owner -> the task that runs them
-        self._processing: dict[str, asyncio.Task[None]] = {}  # batch id -> the task that sends its requests
+        self._processing: set[str] = set()  # ids of batches whose task may be cancelled
         self._sweeping: asyncio.Task[None] | None = None
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._is_stopping = False
-        self._uploads: Counter[str] = Counter()  # owner -> uploads in progress
 
     # Called by the server
 
@@ -116,20 +112,6 @@ class BatchService:
 
     # Called by the endpoints
 
-    @contextmanager
-    def uploading(self, key: Key) -> Iterator[None]:
-        """Hold one of the uploads that may run at once. Raises ApiError."""
-        num_own, num_all = self._uploads[key.owner], self._uploads.total()
-        if num_own >= MAX_KEY_UPLOADS or num_all >= MAX_UPLOADS:
-            whose = f"{num_own} files of this key" if num_own >= MAX_KEY_UPLOADS else f"{num_all} files"
-            text = f"{whose} are being uploaded, which is the limit"
-            raise ApiError(Kind.OVERLOADED, text, retry_after_s=5.0, reason="uploads")
-        self._uploads[key.owner] += 1
-        try:
-            yield
-        finally:
-            self._uploads[key.owner] -= 1
-
     async def create(self, request: CreateBatchRequest, key: Key) -> BatchObject:
         now = int(time.time())
         batch = BatchObject(
@@ -154,8 +136,8 @@ class BatchService:
         if batch.status in ("validating", "in_progress"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             queue = self._queues.get(stored.owner, deque())
-            if (task := self._processing.get(batch.id)) is not None:
-                task.cancel()
+            if batch.id in self._processing:
+                self._tasks[stored.owner].cancel()
             elif stored in queue and queue[0] is not stored:  # it has not started
                 queue.remove(stored)
                 await self._finalize(stored, "cancelled")
@@ -174,17 +156,22 @@ class BatchService:
     async def _run_queue(self, owner: str, queue: deque[StoredBatch]) -> None:
         try:
             while queue:
-                await self._run_or_wait(queue[0])
+                await self._run(queue[0])
                 queue.popleft()
         finally:
             del self._tasks[owner], self._queues[owner]
 
-    async def _run_or_wait(self, stored: StoredBatch) -> None:
-        """Run a batch to its end. If its results or its state cannot be stored, try again later."""
+    async def _run(self, stored: StoredBatch) -> None:
+        """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished.
+
+        If its results or its state cannot be stored, try again later.
+        """
         name, last = stored.batch.id, ""
         while True:
             try:
-                return await self._run(stored)
+                if stored.ending is None:
+                    stored.ending = await self._ending(stored)
+                return await self._finalize(stored, stored.ending)
             except Exception as error:  # of the end of the batch only, such as a thread that cannot start
                 why = str((error.strerror if isinstance(error, OSError) else None) or error)
                 if why != last:
@@ -194,112 +181,100 @@ class BatchService:
                 last = why
             await asyncio.sleep(STORAGE_RETRY_S)
 
-    async def _run(self, stored: StoredBatch) -> None:
-        """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished.
+    async def _ending(self, stored: StoredBatch) -> Status:
+        """Process a batch, which may be cancelled, and return the state in which it ends.
 
-        Raises what may succeed later: an OSError of a disk, and any exception of storing the end.
+        Raises only what may succeed later: an OSError of a disk.
         """
         batch = stored.batch
-        if stored.ending is None and (batch.output_file_id or batch.error_file_id):  # of a server without `ending`
-            stored.ending = "expired"
-        if stored.ending is None:
-            try:
-                stored.ending = await self._outcome(stored)
-            except Exception as error:
-                if _may_end(error):
-                    raise
-                self._note_failure(batch, error)
-                stored.ending = "failed"
-        await self._finalize(stored, stored.ending)
-
-    async def _outcome(self, stored: StoredBatch) -> Status:
-        """Process a batch, which may be cancelled, and return the state in which it ends. Raises its exception."""
-        batch = stored.batch
-        task = asyncio.create_task(self._process(stored))
-        self._processing[batch.id] = task
-        try:
-            if batch.status == "cancelling":
-                task.cancel()
-            await asyncio.wait({task})
-        finally:
-            del self._processing[batch.id]
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        if task.cancelled() and batch.status == "cancelling":
-            return "cancelled"
-        if task.cancelled():
-            raise RuntimeError("the batch was cancelled by no request")
-        try:
-            task.result()
-        except _Expired:
-            await asyncio.to_thread(_expire, self.store, stored)
+        if batch.output_file_id or batch.error_file_id:  # of a server without `ending`
             return "expired"
-        return "completed"
+        try:
+            status = await self._process_or_cancel(stored)
+            if status == "expired":
+                await asyncio.to_thread(_expire, self.store, stored)
+            return status
+        except Exception as error:
+            if _may_end(error):
+                raise
+            self._note_failure(batch, error)
+            return "failed"
+
+    async def _process_or_cancel(self, stored: StoredBatch) -> Status:
+        batch = stored.batch
+        self._processing.add(batch.id)
+        try:
+            return "cancelled" if batch.status == "cancelling" else await self._process(stored)
+        except asyncio.CancelledError:
+            if self._is_stopping:
+                raise
+            if batch.status != "cancelling":
+                raise RuntimeError("the batch was cancelled by no request") from None
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            return "cancelled"
+        finally:
+            self._processing.discard(batch.id)
 
     def _note_failure(self, batch: BatchObject, error: BaseException) -> None:
         """Log an unexpected error, and list it in the batch."""
-        if isinstance(error, _NoRequests):
-            return
         if not isinstance(error, _Failed):
             log.error("%s failed", batch.id, exc_info=error)
         message = str(error) if isinstance(error, _Failed) else "the server failed; its log has the reason"
         listed = [] if batch.errors is None else batch.errors.data
         batch.errors = BatchErrors([BatchError("server_error", message), *listed])
 
-    async def _process(self, stored: StoredBatch) -> None:
-        """Validate, then send. Raises _Expired at the end of the completion window."""
+    async def _process(self, stored: StoredBatch) -> Status:
+        """Validate, then send until the end of the completion window."""
         batch = stored.batch
         key = self._keys.find_owner(stored.owner)
         if key is None:
             raise _Failed("the API key that created this batch is no longer in use")
-        if batch.status == "finalizing":
-            return
         source = self.store.content(batch.input_file_id)
-        if batch.status == "validating":
-            await self._validate(stored, source)
+        if batch.status == "validating" and not await self._validate(stored, source):
+            return "failed"
         if batch.status == "in_progress":
             window = asyncio.timeout(max(0.0, batch.expires_at - time.time()))
             try:
                 async with window:
                     await self._send_all(stored, source, key)
             except TimeoutError:
-                if window.expired():
-                    raise _Expired from None
-                raise  # a timeout of something else
+                if not window.expired():  # a timeout of something else
+                    raise
+                return "expired"
+        return "completed"
 
-    async def _validate(self, stored: StoredBatch, source: Path) -> None:
+    async def _validate(self, stored: StoredBatch, source: Path) -> bool:
+        """Count and check the lines. Returns whether one of them is valid."""
         batch = stored.batch
         counts, errors, num_valid = await asyncio.to_thread(_validate, source, batch.endpoint)
+        if not counts.total:
+            errors = [BatchError("empty_file", "the input file has no lines")]
         batch.request_counts = counts
         batch.errors = BatchErrors(errors) if errors else None
-        if not num_valid:
-            if not errors:
-                batch.errors = BatchErrors([BatchError("empty_file", "the input file has no lines")])
-            raise _NoRequests
-        batch.status, batch.in_progress_at = "in_progress", int(time.time())
-        await self.store.save_batch(stored)
+        if num_valid:
+            batch.status, batch.in_progress_at = "in_progress", int(time.time())
+            await self.store.save_batch(stored)
+        return num_valid > 0
 
     async def _send_all(self, stored: StoredBatch, source: Path, key: Key) -> None:
-        batch = stored.batch
-        with _Results(self.store, stored) as results:
-            counts = batch.request_counts
-            counts.completed, counts.failed = results.scan.num_good, results.scan.num_failed
+        async def send(request: BatchRequest) -> Reply:
+            async with self._in_flight:
+                return await self._sender.send(key, request.url, request.body, result_id(request.number, stored.hex_id))
 
-            async def send(request: BatchRequest) -> Reply:
-                async with self._in_flight:
-                    return await self._sender.send(
-                        key, request.url, request.body, result_id(request.number, stored.hex_id)
-                    )
+        with (
+            _open_results(self.store, stored) as (good, bad),
+            _open_lines(source, stored.batch.endpoint, good.scan) as lines,
+        ):
 
             def take(result: Result) -> None:
-                results.write(result)
-                counts.completed += result.is_good
-                counts.failed += not result.is_good
+                (good if result.is_good else bad).write(result)
+                _count(stored.batch, good.scan)
 
-            with _open_lines(source, batch.endpoint, results.scan) as lines:
-                retry = RetryPolicy(max_tries=None)  # until the batch expires
-                await BatchRunner(lines, send, take, max_in_flight=self._share(key), retry=retry).run()
+            _count(stored.batch, good.scan)
+            retry = RetryPolicy(max_tries=None)  # until the batch expires
+            await BatchRunner(lines, send, take, max_in_flight=self._share(key), retry=retry).run()
 
     def _share(self, key: Key) -> int:
         """Maximum requests in flight of one batch: at most half of the requests that the key may have open."""
@@ -346,54 +321,31 @@ def _may_end(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in STORAGE
 
 
-class _Expired(Exception):
-    """The completion window has ended."""
-
-
-class _NoRequests(Exception):
-    """No line of the input is valid. The errors of the lines are listed in the batch."""
-
-
 class _Failed(Exception):
     """The whole batch failed. The message is sent to the client."""
 
 
-class _Results:
-    """The two result files of a running batch."""
-
-    def __init__(self, store: StateDir, stored: StoredBatch) -> None:
-        self._paths = [store.results(stored, kind) for kind in ("out", "err")]
-        self._hex_id = stored.hex_id
-        self.scan = ResultScan()
-
-    def __enter__(self) -> _Results:
-        self._files: list[ResultFile] = []
-        for path in self._paths:
-            num_bytes = scan_results(path, self.scan).num_bytes if path.is_file() else 0
-            self._files.append(ResultFile.append(path, num_bytes, self._hex_id))
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for file in self._files:
-            file.close()
-
-    def write(self, result: Result) -> None:
-        self._files[0 if result.is_good else 1].write(result)
-
-    def write_expired(self, line: BatchLine) -> None:
-        text = "the completion window of the batch ended before this request was run"
-        self._files[1].write_line(error_line(line.number, line.custom_id, "batch_expired", text, self._hex_id))
+@contextmanager
+def _open_results(store: StateDir, stored: StoredBatch) -> Iterator[tuple[ResultFile, ResultFile]]:
+    """The two result files of a running batch. Both have one scan, of both."""
+    scan = ResultScan()
+    with (
+        closing(ResultFile.append(store.results(stored, "out"), scan, stored.hex_id)) as good,
+        closing(ResultFile.append(store.results(stored, "err"), scan, stored.hex_id)) as bad,
+    ):
+        yield good, bad
 
 
-def _settings(endpoint: str) -> LineSettings:
-    return LineSettings(priority=PRIORITY, endpoint=endpoint, allows_plain=False)
+def _count(batch: BatchObject, scan: ResultScan) -> None:
+    batch.request_counts.completed, batch.request_counts.failed = scan.num_good, scan.num_failed
 
 
 @contextmanager
 def _open_lines(source: Path, endpoint: str, done: ResultScan) -> Iterator[Iterator[BatchLine]]:
+    """The lines that have no result."""
     with source.open("rb") as file:
-        parsed = LineParser(_settings(endpoint)).parse_all(file)
-        yield (line for line in parsed if line.number not in done.finished)
+        parser = LineParser(LineSettings(priority=PRIORITY, endpoint=endpoint, allows_plain=False))
+        yield (line for line in parser.parse_all(file) if line.number not in done.finished)
 
 
 def _validate(source: Path, endpoint: str) -> tuple[RequestCounts, list[BatchError], int]:
@@ -411,11 +363,9 @@ def _validate(source: Path, endpoint: str) -> tuple[RequestCounts, list[BatchErr
 
 def _expire(store: StateDir, stored: StoredBatch) -> None:
     """Write an error for each line that has no result."""
-    counts = stored.batch.request_counts
-    with _Results(store, stored) as results:
-        counts.completed, counts.failed = results.scan.num_good, results.scan.num_failed
-        source = store.content(stored.batch.input_file_id)
-        with _open_lines(source, stored.batch.endpoint, results.scan) as lines:
-            for line in lines:
-                results.write_expired(line)
-                counts.failed += 1
+    batch, source = stored.batch, store.content(stored.batch.input_file_id)
+    text = "the completion window of the batch ended before this request was run"
+    with _open_results(store, stored) as (good, bad), _open_lines(source, batch.endpoint, good.scan) as lines:
+        for line in lines:
+            bad.write_error(line, "batch_expired", text)
+        _count(batch, good.scan)

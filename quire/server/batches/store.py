@@ -168,6 +168,8 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 
 MAX_FILES = 1000  # of one key
+MAX_UPLOADS = 16  # at once
+MAX_KEY_UPLOADS = 8  # of one key: uploads that do not end must not use up MAX_UPLOADS
 MAX_BATCHES = 1000  # of one key; the oldest finished ones are deleted
 MAX_UNFINISHED = 100  # batches of one key
 
@@ -208,12 +210,12 @@ class StateDir:
         self._max_key_bytes = max_key_bytes
         self._files: dict[str, StoredFile] = {}
         self._batches: dict[str, StoredBatch] = {}
-        self._uploading: dict[str, int] = {}  # owner -> bytes that are being written
+        self.uploads: set[Upload] = set()  # that are being written
         self._lock_file: BinaryIO | None = None
         self._opening = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()
-        self._reserving = threading.Lock()
+        self.growing = threading.Lock()  # of files of a key, against its limit
 
     # The directory
 
@@ -265,11 +267,16 @@ class StateDir:
 
     def begin_upload(self, key: Key, num_bytes: int) -> Upload:
         """Start an upload of this announced size. Bytes count towards the limit of the key as they arrive."""
-        owned = [one for one in self._files.values() if one.owner == key.owner]
-        if len(owned) >= MAX_FILES:
-            raise ApiError(Kind.TOO_LARGE, f"this key has {len(owned)} files, which is the limit: delete some")
+        num_own = sum(one.owner == key.owner for one in self.uploads)
+        if num_own >= MAX_KEY_UPLOADS or len(self.uploads) >= MAX_UPLOADS:
+            whose = f"{num_own} files of this key" if num_own >= MAX_KEY_UPLOADS else f"{len(self.uploads)} files"
+            text = f"{whose} are being uploaded, which is the limit"
+            raise ApiError(Kind.OVERLOADED, text, retry_after_s=5.0, reason="uploads")
+        num_files = sum(one.owner == key.owner for one in self._files.values())
+        if num_files >= MAX_FILES:
+            raise ApiError(Kind.TOO_LARGE, f"this key has {num_files} files, which is the limit: delete some")
         self.check_size(num_bytes)
-        return Upload(self, key)
+        return Upload(self, key.owner)
 
     def check_size(self, num_bytes: int) -> None:
         if num_bytes > self.max_file_bytes:
@@ -277,19 +284,14 @@ class StateDir:
             raise ApiError(Kind.TOO_LARGE, text, param="file")
 
     def num_bytes(self, owner: str) -> int:
-        """Bytes of this owner, stored or being uploaded."""
+        """Bytes of this owner, stored or being uploaded. Called from threads."""
         stored = sum(one.file.bytes for one in tuple(self._files.values()) if one.owner == owner)
-        return stored + self._uploading.get(owner, 0)
+        return stored + sum(one.num_bytes for one in tuple(self.uploads) if one.owner == owner)
 
-    def reserve(self, owner: str, num_bytes: int) -> None:
-        """Count bytes of an upload, or release them if negative. Called from threads."""
-        with self._reserving:
-            if num_bytes > 0 and self.num_bytes(owner) + num_bytes > self._max_key_bytes:
-                text = f"the files of this key would exceed {self._max_key_bytes} bytes, its limit: delete some"
-                raise ApiError(Kind.TOO_LARGE, text, param="file")
-            self._uploading[owner] = self._uploading.get(owner, 0) + num_bytes
-            if self._uploading[owner] <= 0:
-                del self._uploading[owner]
+    def check_room(self, owner: str, num_bytes: int) -> None:
+        if self.num_bytes(owner) + num_bytes > self._max_key_bytes:
+            text = f"the files of this key would exceed {self._max_key_bytes} bytes, its limit: delete some"
+            raise ApiError(Kind.TOO_LARGE, text, param="file")
 
     async def add_file(self, owner: str, content: Path, facts: FileObject) -> FileObject:
         """Move content into the store under the id of its facts, unless it was moved before a crash."""
@@ -329,7 +331,7 @@ class StateDir:
         return self.path / "batches" / f"{stored.batch.id}.{kind}.jsonl"
 
     async def add_batch(self, stored: StoredBatch) -> None:
-        unfinished = [one for one in self._owned(stored.owner) if not one.is_finished]
+        unfinished = [one for one in self.unfinished() if one.owner == stored.owner]
         if len(unfinished) >= MAX_UNFINISHED:
             text = f"this key has {len(unfinished)} batches that have not ended, which is the limit"
             raise ApiError(Kind.RATE_LIMITED, text, retry_after_s=60.0, reason="key_batches")
@@ -339,7 +341,7 @@ class StateDir:
         except BaseException:
             del self._batches[stored.batch.id]  # the client gets an error, and nobody would run it
             raise
-        ended = [one for one in self._owned(stored.owner) if one.is_finished]
+        ended = [one for one in self._in_order() if one.owner == stored.owner and one.is_finished]
         for old in ended[: max(0, len(ended) + len(unfinished) + 1 - MAX_BATCHES)]:
             await self._forget_batch(old)
 
@@ -354,17 +356,14 @@ class StateDir:
 
     def list_batches(self, key: Key) -> list[BatchObject]:
         """The batches that this key may see, newest first."""
-        found = [one.batch for one in self._batches.values() if _may_see(key, one.owner)]
-        return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
+        return [one.batch for one in reversed(self._in_order()) if _may_see(key, one.owner)]
 
     def unfinished(self) -> list[StoredBatch]:
         """All unfinished batches, oldest first."""
-        found = [one for one in self._batches.values() if not one.is_finished]
-        return sorted(found, key=lambda one: (one.batch.created_at, one.batch.id))
+        return [one for one in self._in_order() if not one.is_finished]
 
-    def _owned(self, owner: str) -> list[StoredBatch]:
-        found = [one for one in self._batches.values() if one.owner == owner]
-        return sorted(found, key=lambda one: (one.batch.created_at, one.batch.id))
+    def _in_order(self) -> list[StoredBatch]:
+        return sorted(self._batches.values(), key=lambda one: (one.batch.created_at, one.batch.id))
 
     async def _forget_batch(self, stored: StoredBatch) -> None:
         self._batches.pop(stored.batch.id, None)
@@ -405,13 +404,14 @@ class Upload:
     The lock is needed because a cancelled request may close the upload while a thread is still writing.
     """
 
-    def __init__(self, store: StateDir, key: Key) -> None:
+    def __init__(self, store: StateDir, owner: str) -> None:
         self._store = store
-        self._owner = key.owner
+        self.owner = owner
         self.path = store.path / "files" / f"{secrets.token_hex(12)}.upload"
         self.num_bytes = 0
         self._lock = threading.Lock()
         self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        store.uploads.add(self)
 
     def write(self, data: bytes) -> None:
         """Append content. Raises ValueError if the upload was closed."""
@@ -419,8 +419,9 @@ class Upload:
         with self._lock:
             if self._file.closed:
                 raise ValueError("the upload was closed")
-            self._store.reserve(self._owner, len(data))
-            self.num_bytes += len(data)
+            with self._store.growing:
+                self._store.check_room(self.owner, len(data))
+                self.num_bytes += len(data)
             self._file.write(data)
 
     def finish(self) -> None:
@@ -430,12 +431,12 @@ class Upload:
         self._file.close()
 
     def close(self) -> None:
-        """Release the reserved bytes, and delete the content unless it was moved into the store."""
+        """Delete the content unless it was moved into the store."""
         with self._lock:
             try:
                 self._file.close()  # writes what is buffered, which a full disk refuses
             finally:
-                self._store.reserve(self._owner, -self.num_bytes)
+                self._store.uploads.discard(self)
                 self.path.unlink(missing_ok=True)
 
 

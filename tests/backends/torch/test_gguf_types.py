@@ -65,7 +65,7 @@ def test_packed_models(
         monkeypatch.setattr(rig.runner._graphs, "_is_compiled", lambda: True)
     assert rig.runner.facts().dtype == ", ".join(("float32", *types))
     model: Any = rig.runner.model
-    assert isinstance(model.layers[0].mixer.qkv_proj, JoinedLinear if kind is None else PackedLinear)
+    assert isinstance(model.layers[0].mixer.in_proj, JoinedLinear if kind is None else PackedLinear)
     assert isinstance(model.head, PackedLinear)
     alone = [rig.answer(prompt, 2) for prompt in PROMPTS[:1]]
     rig.reset()

@@ -1,4 +1,8 @@
-"""Runs the parts of the benchmark that use a model in this process: all except fairness."""
+"""Measures a model in this process: concurrent clients, a shared prefix, drafts.
+
+A `Session` runs requests on an engine and notes the times. `run_bench` runs the parts of a benchmark with it,
+all except fairness.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,6 @@ from quire.engine.worker.step_estimate import StepEstimator, work_of
 from quire.errors import InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:
-    from quire.backends.base import Runner
     from quire.engine.llm import LLM
     from quire.engine.masks import Matcher
     from quire.text.tokenizer import Tokenizer
@@ -169,27 +172,6 @@ class Prompts:
         return " ".join(self._random.sample(SENTENCES, len(SENTENCES)))
 
 
-class Threads:
-    """Sets the number of compute threads, where the backend supports it."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.default = runner.facts().num_threads
-
-    @property
-    def choices(self) -> tuple[int, ...]:
-        """Thread counts to measure: more threads are not always faster for one stream."""
-        return (self.default,) if self.default == 1 else (self.default, 1)
-
-    @contextmanager
-    def using(self, num_threads: int) -> Iterator[None]:
-        self._runner.use_threads(num_threads)
-        try:
-            yield
-        finally:
-            self._runner.use_threads(self.default)
-
-
 class Bench:
     """State of a benchmark run: the engine, the source of prompts, and the progress."""
 
@@ -197,14 +179,16 @@ class Bench:
         self.engine = llm.engine
         self.config = config
         self.prompts = Prompts(llm.text.tokenizer, config.seed)
-        self.threads = Threads(llm.engine.runner)
+        self.num_threads: int = llm.engine.runner.facts().num_threads  # by default
+        # More threads are not always faster for one stream.
+        self.thread_choices = (1,) if self.num_threads == 1 else (self.num_threads, 1)
         self.next_id = llm.next_id
         self._progress = progress
         self._num_done = 0
         self._expected_s: float | None = None
-        per_round = len(self.threads.choices) + 2 * len(config.batches)
+        per_round = len(self.thread_choices) + 2 * len(config.batches)
         sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1, "drafts": 2 * config.rounds}
-        self._num_stages = len(self.threads.choices) + sum(sizes.get(part, 0) for part in config.parts)
+        self._num_stages = len(self.thread_choices) + sum(sizes.get(part, 0) for part in config.parts)
 
     def begin_stage(self, what: str) -> None:
         """Report the start of a stage to the progress callback."""
@@ -218,12 +202,12 @@ class Bench:
         """Run every code path once, and estimate the duration of the whole run from it."""
         config = self.config
         singles = []
-        for num_threads in self.threads.choices:
+        for num_threads in self.thread_choices:
             self.begin_stage("warming up")
             singles.append(self.measure(1, 0, num_threads))
         if "speedup" in config.parts:
             for clients in config.batches:
-                self.measure(clients, 0, self.threads.default, num_prompt=SHORT_PROMPT, num_output=2)
+                self.measure(clients, 0, self.num_threads, num_prompt=SHORT_PROMPT, num_output=2)
         self._expected_s = _expected_s(config, singles[0], len(singles))
 
     def measure(
@@ -233,11 +217,15 @@ class Bench:
         num_prompt, num_output = num_prompt or self.config.prompt_tokens, num_output or self.config.output_tokens
         prompts = [self.prompts.make(num_prompt) for _ in range(clients)]
         self.engine.clear_cache()
-        with self.threads.using(num_threads), self.session() as session:
-            begun_s = time.perf_counter()
-            for prompt in prompts:
-                session.add(prompt, num_output, salt=f"bench {self.next_id()}")
-            session.run()
+        self.engine.runner.use_threads(num_threads)
+        try:
+            with self.session() as session:
+                begun_s = time.perf_counter()
+                for prompt in prompts:
+                    session.add(prompt, num_output, salt=f"bench {self.next_id()}")
+                session.run()
+        finally:
+            self.engine.runner.use_threads(self.num_threads)
         tracks = list(session.tracks.values())
         times = sorted(at_s for track in tracks for at_s in track.token_times)
         all_begun_s = max(track.first_s for track in tracks)
@@ -275,62 +263,76 @@ def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> floa
     return sum(spent[part] for part in config.parts)
 
 
-def measure_speedup(bench: Bench) -> SpeedupReport:
-    """Measure each batch between two single streams, so that both see the same machine state."""
-    config, threads = bench.config, bench.threads
-    singles: list[Measurement] = []
-    batches: list[Measurement] = []
+@dataclass(frozen=True, slots=True)
+class _Run:
+    tokens: tuple[int, ...]
+    tokens_per_s: float  # after the first token
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+
+def measure_drafts(bench: Bench) -> DraftsReport | None:
+    """Measure in turn without and with drafts. None: the backend verifies none for this model, or they are off."""
+    if not bench.engine.speculation.is_on:
+        return None
+    config, estimator = bench.config, StepEstimator()
+    plain: list[_Run] = []
+    drafted: list[_Run] = []
     for number in range(config.rounds):
-        name = f"round {number + 1} of {config.rounds}"
-        for num_threads in threads.choices:
-            bench.begin_stage(f"{name}: one at a time")
-            singles.append(bench.measure(1, number, num_threads))
-        for clients in config.batches:
-            bench.begin_stage(f"{name}: {clients} clients")
-            batches.append(bench.measure(clients, number, threads.default))
-            bench.begin_stage(f"{name}: one at a time")
-            singles.append(bench.measure(1, number, _best(singles).num_threads))
-    baseline = _baseline(singles)
-    levels = tuple(
-        _level([one for one in batches if one.clients == clients], baseline) for clients in bench.config.batches
-    )
-    num_cached = sum(one.num_cached_tokens for one in (*singles, *batches))
-    return SpeedupReport(baseline, levels, (*singles, *batches), num_cached, num_cached == 0)
-
-
-def _best(singles: Sequence[Measurement]) -> Measurement:
-    return max(singles, key=lambda one: one.tokens_per_s)
-
-
-def _baseline(singles: Sequence[Measurement]) -> Baseline:
-    best = _best(singles)
-    by_threads: dict[int, float] = {}
-    for one in singles:
-        by_threads[one.num_threads] = max(one.tokens_per_s, by_threads.get(one.num_threads, 0.0))
-    return Baseline(
-        tokens_per_s=best.tokens_per_s,
-        decode_tokens_per_s=max(one.decode_tokens_per_s or 0.0 for one in singles),
-        median_tokens_per_s=median(one.tokens_per_s for one in singles if one.num_threads == best.num_threads),
-        num_threads=best.num_threads,
-        best_by_threads=by_threads,
+        text = bench.prompts.make(config.prompt_tokens)
+        prompt = text + text + text[: len(text) // 2]
+        for runs, has_drafts in ((plain, False), (drafted, True)):
+            bench.begin_stage(f"{'with' if has_drafts else 'without'} drafts, {number + 1} of {config.rounds}")
+            runs.append(_run(bench, prompt, estimator, has_drafts=has_drafts))
+    num_drafted, num_accepted = sum(one.num_drafted for one in drafted), sum(one.num_accepted for one in drafted)
+    num_steps, num_plain_steps = sum(one.num_steps for one in drafted), sum(one.num_steps for one in plain)
+    num_tokens = sum(len(one.tokens) for one in drafted)
+    ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, drafted, strict=True)]
+    return DraftsReport(
+        rounds=config.rounds,
+        num_output_tokens=num_tokens,
+        tokens_per_s=median(one.tokens_per_s for one in drafted),
+        tokens_per_s_without=median(one.tokens_per_s for one in plain),
+        ratio=median(ratios),
+        ratio_min=min(ratios),
+        ratio_max=max(ratios),
+        steps=num_steps,
+        steps_without=num_plain_steps,
+        draft_tokens=num_drafted,
+        draft_tokens_accepted=num_accepted,
+        acceptance=num_accepted / num_drafted if num_drafted else None,
+        tokens_per_step=num_tokens / num_steps,
+        is_equal=[one.tokens for one in plain] == [one.tokens for one in drafted],
     )
 
 
-def _level(measurements: Sequence[Measurement], baseline: Baseline) -> Level:
-    rates = [one.tokens_per_s for one in measurements]
-    rate = median(rates)
-    decoding = [one.decode_tokens_per_s for one in measurements if one.decode_tokens_per_s is not None]
-    decode_rate = median(decoding) if decoding else None
-    return Level(
-        clients=measurements[0].clients,
-        tokens_per_s=rate,
-        decode_tokens_per_s=decode_rate,
-        ttft_ms=median(one.ttft_ms for one in measurements),
-        ratio=rate / baseline.tokens_per_s,
-        ratio_min=min(rates) / baseline.tokens_per_s,
-        ratio_max=max(rates) / baseline.tokens_per_s,
-        decode_ratio=None if decode_rate is None else decode_rate / baseline.decode_tokens_per_s,
-        ratio_to_median=rate / baseline.median_tokens_per_s,
+def _run(bench: Bench, prompt: list[int], estimator: StepEstimator, *, has_drafts: bool) -> _Run:
+    """Run one request. Where rows cost time, the scheduler learns the cost of a step, as in a worker."""
+    engine = bench.engine
+    scheduler, ledger = engine.scheduler, engine.scheduler.policy.ledger
+    before = scheduler.num_drafted, scheduler.num_accepted, ledger.cost
+    engine.clear_cache()
+    engine.speculation.is_on = has_drafts
+    try:
+        with bench.session() as session:
+            track = session.add(prompt, bench.config.output_tokens)
+            while engine.has_work:
+                start_s = time.perf_counter()
+                session.step()
+                if engine.capacity.has_costly_rows and session.plan is not None:
+                    estimator.learn(work_of(session.plan), time.perf_counter() - start_s)
+                    ledger.cost = estimator.cost()
+    finally:
+        engine.speculation.is_on = True
+        ledger.cost = before[2]
+    num_after = len(track.token_times) - 1
+    return _Run(
+        tuple(track.tokens),
+        num_after / (track.token_times[-1] - track.first_s),
+        session.num_steps,
+        scheduler.num_drafted - before[0],
+        scheduler.num_accepted - before[1],
     )
 
 
@@ -413,76 +415,62 @@ def _run_siblings(bench: Bench) -> SiblingReport:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    tokens: tuple[int, ...]
-    tokens_per_s: float  # after the first token
-    num_steps: int
-    num_drafted: int
-    num_accepted: int
-
-
-def measure_drafts(bench: Bench) -> DraftsReport | None:
-    """Measure in turn without and with drafts. None: the backend verifies none for this model, or they are off."""
-    if not bench.engine.speculation.is_on:
-        return None
-    config, estimator = bench.config, StepEstimator()
-    plain: list[_Run] = []
-    drafted: list[_Run] = []
+def measure_speedup(bench: Bench) -> SpeedupReport:
+    """Measure each batch between two single streams, so that both see the same machine state."""
+    config = bench.config
+    singles: list[Measurement] = []
+    batches: list[Measurement] = []
     for number in range(config.rounds):
-        text = bench.prompts.make(config.prompt_tokens)
-        prompt = text + text + text[: len(text) // 2]
-        for runs, has_drafts in ((plain, False), (drafted, True)):
-            bench.begin_stage(f"{'with' if has_drafts else 'without'} drafts, {number + 1} of {config.rounds}")
-            runs.append(_run(bench, prompt, estimator, has_drafts=has_drafts))
-    num_drafted, num_accepted = sum(one.num_drafted for one in drafted), sum(one.num_accepted for one in drafted)
-    num_steps, num_plain_steps = sum(one.num_steps for one in drafted), sum(one.num_steps for one in plain)
-    num_tokens = sum(len(one.tokens) for one in drafted)
-    ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, drafted, strict=True)]
-    return DraftsReport(
-        rounds=config.rounds,
-        num_output_tokens=num_tokens,
-        tokens_per_s=median(one.tokens_per_s for one in drafted),
-        tokens_per_s_without=median(one.tokens_per_s for one in plain),
-        ratio=median(ratios),
-        ratio_min=min(ratios),
-        ratio_max=max(ratios),
-        steps=num_steps,
-        steps_without=num_plain_steps,
-        draft_tokens=num_drafted,
-        draft_tokens_accepted=num_accepted,
-        acceptance=num_accepted / num_drafted if num_drafted else None,
-        tokens_per_step=num_tokens / num_steps,
-        is_equal=[one.tokens for one in plain] == [one.tokens for one in drafted],
+        name = f"round {number + 1} of {config.rounds}"
+        for num_threads in bench.thread_choices:
+            bench.begin_stage(f"{name}: one at a time")
+            singles.append(bench.measure(1, number, num_threads))
+        for clients in config.batches:
+            bench.begin_stage(f"{name}: {clients} clients")
+            batches.append(bench.measure(clients, number, bench.num_threads))
+            bench.begin_stage(f"{name}: one at a time")
+            singles.append(bench.measure(1, number, _best(singles).num_threads))
+    baseline = _baseline(singles)
+    levels = tuple(
+        _level([one for one in batches if one.clients == clients], baseline) for clients in bench.config.batches
+    )
+    num_cached = sum(one.num_cached_tokens for one in (*singles, *batches))
+    return SpeedupReport(baseline, levels, (*singles, *batches), num_cached, num_cached == 0)
+
+
+def _best(singles: Sequence[Measurement]) -> Measurement:
+    return max(singles, key=lambda one: one.tokens_per_s)
+
+
+def _baseline(singles: Sequence[Measurement]) -> Baseline:
+    best = _best(singles)
+    by_threads: dict[int, float] = {}
+    for one in singles:
+        by_threads[one.num_threads] = max(one.tokens_per_s, by_threads.get(one.num_threads, 0.0))
+    return Baseline(
+        tokens_per_s=best.tokens_per_s,
+        decode_tokens_per_s=max(one.decode_tokens_per_s or 0.0 for one in singles),
+        median_tokens_per_s=median(one.tokens_per_s for one in singles if one.num_threads == best.num_threads),
+        num_threads=best.num_threads,
+        best_by_threads=by_threads,
     )
 
 
-def _run(bench: Bench, prompt: list[int], estimator: StepEstimator, *, has_drafts: bool) -> _Run:
-    """Run one request. Where rows cost time, the scheduler learns the cost of a step, as in a worker."""
-    engine = bench.engine
-    scheduler, ledger = engine.scheduler, engine.scheduler.policy.ledger
-    before = scheduler.num_drafted, scheduler.num_accepted, ledger.cost
-    engine.clear_cache()
-    engine.speculation.is_on = has_drafts
-    try:
-        with bench.session() as session:
-            track = session.add(prompt, bench.config.output_tokens)
-            while engine.has_work:
-                start_s = time.perf_counter()
-                session.step()
-                if engine.capacity.has_costly_rows and session.plan is not None:
-                    estimator.learn(work_of(session.plan), time.perf_counter() - start_s)
-                    ledger.cost = estimator.cost()
-    finally:
-        engine.speculation.is_on = True
-        ledger.cost = before[2]
-    num_after = len(track.token_times) - 1
-    return _Run(
-        tuple(track.tokens),
-        num_after / (track.token_times[-1] - track.first_s),
-        session.num_steps,
-        scheduler.num_drafted - before[0],
-        scheduler.num_accepted - before[1],
+def _level(measurements: Sequence[Measurement], baseline: Baseline) -> Level:
+    rates = [one.tokens_per_s for one in measurements]
+    rate = median(rates)
+    decoding = [one.decode_tokens_per_s for one in measurements if one.decode_tokens_per_s is not None]
+    decode_rate = median(decoding) if decoding else None
+    return Level(
+        clients=measurements[0].clients,
+        tokens_per_s=rate,
+        decode_tokens_per_s=decode_rate,
+        ttft_ms=median(one.ttft_ms for one in measurements),
+        ratio=rate / baseline.tokens_per_s,
+        ratio_min=min(rates) / baseline.tokens_per_s,
+        ratio_max=max(rates) / baseline.tokens_per_s,
+        decode_ratio=None if decode_rate is None else decode_rate / baseline.decode_tokens_per_s,
+        ratio_to_median=rate / baseline.median_tokens_per_s,
     )
 
 
