@@ -138,7 +138,8 @@ def deployed(
         for thread in threads:
             thread.start()
         try:
-            first = cluster.said.get(timeout=HANG_S)
+            # A dozen processes of Ray and the replicas start: 60 s of CPU time, and more by the clock on a busy machine.
+            first = cluster.said.get(timeout=3 * HANG_S)
             assert "url" in first, f"{first}\n{cluster.log}"
             cluster.url = first["url"]
             yield cluster
