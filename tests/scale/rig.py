@@ -138,7 +138,7 @@ def deployed(
         for thread in threads:
             thread.start()
         try:
-            # A dozen processes of Ray and the replicas start: 60 s of CPU time, and more by the clock on a busy machine.
+            # Processes of Ray and the replicas start: on a busy machine that took more than five minutes.
             first = cluster.said.get(timeout=3 * HANG_S)
             assert "url" in first, f"{first}\n{cluster.log}"
             cluster.url = first["url"]
