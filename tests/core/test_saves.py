@@ -134,23 +134,6 @@ def test_content_that_is_on_disk_uses_no_credit() -> None:
     assert rig.levels.stats()[0].num_saves == 5 + CREDIT_PER_REGRET
 
 
-def test_a_request_that_preempts_regrets_too() -> None:
-    rig = TieredRig(has_disk=True, num_blocks=13)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    low = rig.request(range(500, 532), max_tokens=8)
-    low.priority = Priority.LOW
-    rig.scheduler.add(low, 0)
-    rig.step()
-    high = rig.request(PROMPT)
-    high.priority = Priority.HIGH
-    rig.scheduler.add(high, 0)
-    rig.run()
-    assert low.num_preemptions == 1
-    rig.evict()
-    assert rig.levels.stats()[0].num_saves > 0
-
-
 def test_a_request_that_cannot_use_the_cache_regrets_nothing() -> None:
     rig = TieredRig(has_disk=True)
     rig.compute(PROMPT)
@@ -341,13 +324,6 @@ def test_idle_saves_are_limited_to_what_the_disk_can_hold() -> None:
     assert not has_unsaved(rig)
 
 
-def test_nothing_is_saved_while_idle_without_a_disk() -> None:
-    rig = TieredRig(host_bytes=UNLIMITED)
-    rig.compute(PROMPT)
-    assert not has_unsaved(rig)
-    assert rig.idle() == StepPlan((), (), ())
-
-
 # To host memory
 
 
@@ -460,21 +436,6 @@ def test_content_on_its_way_to_disk_is_saved_to_host_memory_when_it_is_evicted()
     assert [len(level) for level in rig.levels.levels] == [5, 4]
 
 
-def test_a_failed_save_is_not_recorded_and_its_room_is_free_again() -> None:
-    rig = TieredRig(host_bytes=50)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    rig.step()
-    assert sum(rig.level(Level.HOST).num_reserved) == 5
-    rig.finish_saves(is_saved=False)
-    host = rig.level(Level.HOST)
-    assert (len(host), host.num_bytes, sum(host.num_reserved)) == (0, 0, 0)
-    assert rig.levels.stats()[0].num_failed_saves == 5
-    rig.compute(PROMPT)
-    rig.evict()
-    assert len(host) == 5
-
-
 def test_a_save_that_nothing_awaits_is_ignored() -> None:
     rig = TieredRig(host_bytes=50, has_disk=True)
     content = rig.content(PROMPT, 0)
@@ -485,15 +446,3 @@ def test_a_save_that_nothing_awaits_is_ignored() -> None:
     rig.step()
     rig.scheduler.finish_save(content, Level.DISK, is_saved=True)  # it goes to host memory only
     assert content not in rig.level(Level.DISK)
-
-
-def test_saves_read_what_the_device_has_before_the_step_overwrites_it() -> None:
-    """In a small pool, a step takes the blocks whose content the same plan saves."""
-    rig = TieredRig(host_bytes=UNLIMITED, num_blocks=9)
-    prompts = [range(1000 + 20 * number, 1017 + 20 * number) for number in range(6)]
-    for _ in range(3):
-        for prompt in prompts:
-            rig.compute(prompt)  # compares every answer
-    host = rig.levels.stats()[0]
-    assert host.num_loads >= 10
-    assert host.num_failed_loads == 0
