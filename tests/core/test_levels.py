@@ -88,23 +88,6 @@ def test_an_evicted_prefix_is_saved_to_host_memory_and_loaded_on_its_next_use() 
     check_nothing_is_held(rig)
 
 
-def test_two_requests_for_one_prefix_cause_one_load() -> None:
-    rig = with_prefix()
-    first, second = rig.arrive(PROMPT), rig.arrive([*PROMPT[:16], 7, 8])
-    plan = rig.step()
-    assert len({load.load_id for load in plan.loads}) == 1
-    assert is_loading(rig, first)
-    assert is_loading(rig, second)
-    third = rig.arrive(PROMPT)
-    assert not rig.step().loads
-    rig.finish_loads()
-    rig.run()
-    for request in (first, second, third):
-        rig.check_answer(request)
-        assert request.num_cached_tokens >= 16
-    assert len(rig.happened(PrefixLoaded)) == 1
-
-
 def test_the_first_pieces_of_a_load_are_reported_while_memory_for_the_others_is_taken() -> None:
     rig = with_prefix()
     rig.levels.loads.groups = (1, 2)
@@ -496,32 +479,6 @@ def test_a_request_that_preempts_starts_at_once() -> None:
     rig.run()
     rig.check_answer(high)
     rig.check_answer(low)
-
-
-def test_a_request_that_drops_pins_still_loads() -> None:
-    rig = with_prefix(num_blocks=9)
-    pinned = rig.compute(range(500, 513), max_tokens=1)
-    assert rig.cache.pin("pin", pinned.tokens, "", 10**18) == 12
-    rig.evict()
-    request = rig.arrive([*PROMPT, 1, 2, 3, 4, 5], max_tokens=1)  # needs six of the eight blocks
-    rig.step()
-    assert is_loading(rig, request)
-    assert len(rig.cache.pins) == 0
-    rig.run()
-    rig.check_answer(request)
-
-
-def test_a_tail_that_memory_is_too_short_to_copy_is_not_loaded_either() -> None:
-    rig = host_rig(num_blocks=6)
-    rig.compute(PROMPT, max_tokens=1)
-    tail = [*PROMPT, 1]
-    rig.compute(tail, max_tokens=1)  # four blocks and two tokens
-    rig.evict()
-    rig.compute([*tail, 2], max_tokens=1)
-    request = rig.arrive([*PROMPT, 5, 6], max_tokens=1)  # shares one token of the tail; no block is free for a copy
-    plan = rig.step()
-    assert not plan.loads
-    assert shape(plan) == [(request.request_id, 16, 3)]
 
 
 def test_a_load_needs_free_blocks_for_itself_and_for_the_prefix_that_it_holds() -> None:

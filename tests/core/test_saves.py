@@ -291,17 +291,6 @@ def test_idle_saves_skip_no_piece_when_a_plan_is_full() -> None:
     assert {content.kind for content in rig.store.stored[Level.DISK]} == {BLOCK, WINDOW, STATE}
 
 
-def test_idle_saves_wait_for_those_in_flight() -> None:
-    rig = TieredRig(has_disk=True, limits=SaveLimits(max_bytes=1000, idle_bytes=1000, max_pending=2, max_writes=100))
-    rig.compute(PROMPT)
-    rig.store.start(rig.scheduler.schedule_idle())
-    assert rig.levels.saves.num_pending == 2
-    assert not rig.scheduler.schedule_idle().saves
-    assert has_unsaved(rig)
-    rig.finish_saves()
-    assert len(rig.scheduler.schedule_idle().saves) == 2
-
-
 def test_a_failed_idle_save_is_not_repeated_until_something_changes() -> None:
     rig = TieredRig(has_disk=True)
     rig.compute(PROMPT)
@@ -434,15 +423,3 @@ def test_content_on_its_way_to_disk_is_saved_to_host_memory_when_it_is_evicted()
     assert all(save.levels == (Level.HOST,) for save in plan.saves if save.content in rig.contents(PROMPT, range(4)))
     rig.finish_saves()
     assert [len(level) for level in rig.levels.levels] == [5, 4]
-
-
-def test_a_save_that_nothing_awaits_is_ignored() -> None:
-    rig = TieredRig(host_bytes=50, has_disk=True)
-    content = rig.content(PROMPT, 0)
-    rig.scheduler.finish_save(content, Level.HOST, is_saved=True)
-    assert content not in rig.level(Level.HOST)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    rig.step()
-    rig.scheduler.finish_save(content, Level.DISK, is_saved=True)  # it goes to host memory only
-    assert content not in rig.level(Level.DISK)

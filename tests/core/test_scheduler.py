@@ -118,17 +118,6 @@ def test_at_most_two_plans_are_in_flight_and_they_are_committed_in_order() -> No
         rig.scheduler.commit(first, StepResult(()))
 
 
-def test_a_stop_token_before_min_tokens_is_ignored() -> None:
-    rig = Rig()
-    request = Request(1, range(5), SamplingParams(stop_token_ids=(7,), min_tokens=2))
-    rig.scheduler.add(request, 0)
-    for _ in range(3):
-        plan = rig.scheduler.schedule(0)
-        rig.scheduler.commit(plan, answer(plan, token=7))
-    assert request.output == [7, 7, 7]
-    assert request.finish_reason is FinishReason.STOP
-
-
 # The prefix cache
 
 
@@ -209,20 +198,6 @@ def test_explain_sees_prefixes_in_flight_and_changes_nothing() -> None:
 
 
 # Memory or batch rows run out
-
-
-def test_the_least_urgent_request_is_preempted_and_its_output_is_unchanged() -> None:
-    rig = Rig(num_blocks=7, max_num_seqs=2)  # 6 blocks
-    first = rig.add(1, range(8), max_tokens=12)
-    second = rig.add(2, range(100, 108), max_tokens=12)
-    rig.run()
-    victims = [event.request_id for event in rig.happened(Preempted)]
-    assert victims
-    assert set(victims) == {2}
-    for request, prompt in ((first, range(8)), (second, range(100, 108))):
-        assert request.output == run_alone(prompt, request.sampling, 12, block_size=4, vocab_size=1000)
-    streamed = [token for update in rig.updates if update.request_id == 2 for token in update.tokens]
-    assert streamed == second.output  # each token was streamed once
 
 
 def test_waiting_high_preempts_running_low_for_a_batch_row_and_for_blocks() -> None:

@@ -14,8 +14,6 @@ from quire.backends.torch import attention_work, graphs
 from quire.backends.torch.kv_store import KVStore
 from quire.core.step import BlockCopy
 from quire.engine.composition import EngineConfig, make_engine
-from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.hf_architectures import write_model
@@ -165,26 +163,3 @@ def test_models_of_transformers_are_refused(tmp_path: Path) -> None:
     config = EngineConfig(backend="torch", device="cpu", num_blocks=20, kv_cache_dtype="fp8")
     with pytest.raises(InvalidRequest, match=r"kv_cache_dtype = 'fp8': \w+ runs through transformers"):
         make_engine(tmp_path, config)
-
-
-def test_a_cache_on_disk_is_not_read_in_another_type(tiny_model: Path, tmp_path: Path) -> None:
-    """A cache that was written in FP8 is read in FP8 only, and one in fp32 in fp32 only."""
-    given = GenerationParams(max_tokens=2, temperature=0.0)
-    tokens = [7 + number % 50 for number in range(200)]
-    num_cached = []
-    for kv_cache_dtype in ("fp8", "auto", "fp8", "auto"):
-        with LLM(
-            tiny_model,
-            backend="torch",
-            device="cpu",
-            num_blocks=40,
-            max_model_len=512,
-            disk_cache="16M",
-            cache_dir=str(tmp_path / "kv"),
-            kv_cache_dtype=kv_cache_dtype,
-        ) as llm:
-            assert llm.engine.scheduler.cache.levels is not None
-            llm.engine.scheduler.cache.levels.ns_per_token = 10**9  # so that every load pays
-            (output,) = llm.generate([tokens], given)
-            num_cached.append(output.usage.cached_tokens)
-    assert num_cached == [0, 0, 199, 199]

@@ -125,17 +125,6 @@ def test_remove_and_clear(tmp_path: Path) -> None:
     assert read_back(other, make_content(9))
 
 
-@pytest.mark.parametrize("umask", [0, 0o777])
-def test_files_and_folders_are_for_their_owner_only(tmp_path: Path, umask: int) -> None:
-    before = os.umask(umask)
-    try:
-        write_all(new_store(tmp_path / "kv"), [1, 2])
-    finally:
-        os.umask(before)
-    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
-        assert path.stat().st_mode & 0o7777 == (0o700 if path.is_dir() else 0o600), path
-
-
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="max_bytes = 0 is not"):
         DiskStore(tmp_path, FACTS, 0)
