@@ -30,32 +30,6 @@ def test_other_block_sizes_are_refused(size: object) -> None:
         check_block_size(size)  # type: ignore[arg-type]
 
 
-def test_queue_appends_prepends_and_pops_in_order() -> None:
-    blocks, queue = queue_of(4)
-    assert queue.pop_front() is blocks[0]
-    queue.append(blocks[0])
-    assert order(queue) == [1, 2, 3, 0]
-    assert queue.pop_front() is blocks[1]
-    queue.prepend(blocks[1])
-    assert order(queue) == [1, 2, 3, 0]
-    assert len(queue) == 4
-
-
-def test_queue_removes_from_the_middle_and_both_ends() -> None:
-    blocks, queue = queue_of(5)
-    queue.remove(blocks[2])
-    assert order(queue) == [0, 1, 3, 4]
-    queue.remove(blocks[0])
-    queue.remove(blocks[4])
-    assert order(queue) == [1, 3]
-    queue.remove(blocks[1])
-    queue.remove(blocks[3])
-    assert order(queue) == []
-    assert len(queue) == 0
-    queue.append(blocks[2])
-    assert order(queue) == [2]
-
-
 def test_queue_refuses_invalid_operations() -> None:
     blocks, queue = queue_of(2)
     with pytest.raises(ValueError, match="already in the free list"):

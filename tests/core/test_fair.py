@@ -8,7 +8,7 @@ from quire.core.events import Preempted, PrefixWaited
 from quire.core.policy import UNITS, Aging, Fair, Fcfs, StepCost, make_policy
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
-from tests.core.helpers import NS, Rig, shape
+from tests.core.helpers import Rig, shape
 
 HIGH, NORMAL, LOW = Priority
 
@@ -24,19 +24,6 @@ def rows(rig: Rig) -> list[int]:
 
 
 # Tiers
-
-
-def test_high_precedes_a_low_backlog_of_any_age() -> None:
-    """Under the aging policy, LOW requests older than twice the patience go first and cannot be preempted."""
-    rig = Rig(max_num_seqs=2, num_blocks=200)
-    for request_id in range(40):
-        rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=30)
-    for request_id in range(100, 110):
-        rig.now_ns += 60 * NS
-        rig.step()
-        high = rig.add(request_id, [request_id] * 3, priority=HIGH, max_tokens=1)
-        assert request_id in rows(rig), "HIGH waited for LOW"
-        assert high.finish_reason is not None
 
 
 def test_a_tier_that_is_owed_is_admitted_first_and_not_preempted() -> None:
@@ -55,38 +42,6 @@ def test_a_tier_that_is_owed_is_admitted_first_and_not_preempted() -> None:
     while fair.ledger.credits[LOW] <= 0:
         assert rows(rig) == [3]
     assert rows(rig) == [3]  # LOW is owed, but LOW never preempts
-
-
-def test_high_preempts_while_an_owed_tier_waits_for_a_batch_row() -> None:
-    """NORMAL holds all batch rows. LOW is owed one and may not preempt. HIGH preempts and takes no free row."""
-    fair = Fair()
-    rig = Rig(max_num_seqs=4, num_blocks=400, policy=fair)
-    for request_id in range(4):
-        rig.add(request_id, [request_id] * 3, max_tokens=200)
-    rig.step()
-    rig.add(10, [10] * 3, priority=LOW, max_tokens=50)
-    for request_id in range(20, 24):
-        rig.add(request_id, [request_id] * 3, max_tokens=200)
-    while not fair.ledger.is_owed(LOW):
-        rig.step()
-    rig.add(30, [30] * 3, priority=HIGH, max_tokens=1)
-    assert 30 in rows(rig)
-    assert 10 in rows(rig)  # LOW gets the batch row that HIGH releases
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
-def test_low_finishes_although_every_preemption_evicts_its_blocks(max_num_seqs: int) -> None:
-    rig = Rig(max_num_seqs=max_num_seqs, num_blocks=1 + max_num_seqs * 40, max_chunk_tokens=32, max_waiting=1000)
-    low = rig.add(0, range(100), priority=LOW, max_tokens=40)
-    number = 1
-    for _ in range(4_000):
-        while len(rig.scheduler.waiting) < 6:
-            rig.add(number, range(1000 * number, 1000 * number + 60), priority=HIGH, max_tokens=20)
-            number += 1
-        rig.step()
-        if low.finish_reason is not None:
-            break
-    assert low.finish_reason is not None, f"{low!r} after {low.num_preemptions} preemptions"
 
 
 # Batch rows that cost time
@@ -120,45 +75,6 @@ def test_rows_are_not_rationed_where_they_cost_almost_nothing() -> None:
             assert len(rig.step().slices) == 17
 
 
-def test_low_gets_its_share_although_normal_could_use_all_spare_time() -> None:
-    rig = Rig(max_num_seqs=24, num_blocks=800, policy=costly(0, 10))
-    rig.add(0, [0] * 3, priority=HIGH, max_tokens=None)
-    for request_id in range(1, 17):
-        rig.add(request_id, [request_id] * 3, priority=NORMAL, max_tokens=None)
-    rig.add(20, [20] * 3, priority=LOW, max_tokens=None)
-    rig.step()
-    counts = dict.fromkeys(Priority, 0)
-    for _ in range(240):
-        for piece in rig.step().slices:
-            request = rig.scheduler.get(piece.request_id)
-            assert request is not None
-            counts[request.priority] += piece.length
-    total = sum(counts.values())
-    assert counts[HIGH] == 240  # a token in every step
-    assert counts[LOW] >= total / 8 - 3
-    assert counts[NORMAL] >= total / 8
-
-
-def test_a_prompt_of_a_lower_tier_is_rationed_too() -> None:
-    rig = Rig(max_num_seqs=4, num_blocks=800, policy=costly(50, 10))
-    rig.add(1, [1] * 3, priority=HIGH, max_tokens=None)
-    rig.step()
-    rig.add(2, range(1000, 1600), priority=LOW, max_tokens=1)
-    for _ in range(10):
-        plan = rig.step()
-        assert plan.slices[0].request_id == 1
-        assert sum(piece.length for piece in plan.slices[1:]) <= 2
-
-
-def test_steps_of_low_work_only_are_kept_short() -> None:
-    rig = Rig(max_num_seqs=64, num_blocks=1000, policy=costly(5_000_000, 2_000_000))
-    for request_id in range(64):
-        rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
-    plans = [rig.step() for _ in range(30)]
-    assert max(plan.num_tokens for plan in plans) == 22
-    assert min(plan.num_tokens for plan in plans) >= 21
-
-
 def test_rationed_rows_run_in_a_step_in_which_high_is_stalled() -> None:
     rig = Rig(max_num_seqs=2, num_blocks=13, max_chunk_tokens=4, policy=costly(0, 10))
     low = rig.add(1, range(16), priority=LOW, max_tokens=20)
@@ -172,24 +88,6 @@ def test_rationed_rows_run_in_a_step_in_which_high_is_stalled() -> None:
 
 
 # Tenants
-
-
-def test_a_tenant_with_many_requests_does_not_delay_another() -> None:
-    rig = Rig(max_num_seqs=1, num_blocks=200)
-    for request_id in range(30):
-        rig.add(request_id, [request_id] * 4, max_tokens=4, tenant="batch")
-    for _ in range(4 * 4):
-        rig.step()
-    rig.add(100, [100] * 4, max_tokens=4, tenant="person")
-    rig.add(101, [101] * 4, max_tokens=4, tenant="person")
-    order = []
-    while rig.scheduler.has_work:
-        for request_id in rows(rig):
-            if request_id not in order:
-                order.append(request_id)
-    assert order.index(100) <= 1
-    assert order.index(101) <= 3
-    assert order[-1] == 29
 
 
 def test_the_prompt_of_a_new_tenant_is_computed_next_to_long_prompts_of_another() -> None:

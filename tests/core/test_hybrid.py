@@ -14,7 +14,7 @@ from quire.core.memory import ALL_PLACES, Place, cached_window, place_points
 from quire.core.policy import Fair
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.core.values import FinishReason, SamplingParams
+from quire.core.values import SamplingParams
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import Rig
 
@@ -109,14 +109,6 @@ def test_a_long_context_holds_only_its_window() -> None:
     assert rig.peak_windows(ask(1, range(120))) <= (8 - 1 + 8) // 4 + 2
 
 
-def test_a_second_request_needs_only_the_window_before_its_start() -> None:
-    rig = HybridRig(window=8, num_window_blocks=12, max_chunk_tokens=16)
-    rig.answer(ask(1, range(60)))
-    request = ask(2, range(60))
-    rig.answer(request)
-    assert request.num_cached_tokens == 59
-
-
 def test_lost_window_blocks_are_computed_again_and_keys_are_not_written_twice() -> None:
     rig = HybridRig(window=8, num_window_blocks=12, max_chunk_tokens=16)
     rig.answer(ask(1, range(60)))
@@ -155,23 +147,6 @@ def test_window_blocks_behind_a_request_are_taken_first() -> None:
 # States
 
 
-def test_the_same_prompt_again_computes_one_token() -> None:
-    rig = HybridRig(num_states=20)
-    rig.answer(ask(1, range(50)))
-    request = ask(2, range(50))
-    rig.answer(request)
-    assert request.num_cached_tokens == 49
-
-
-@pytest.mark.parametrize("num_live_states", [1, 2])
-def test_the_next_turn_continues_after_the_answer(num_live_states: int) -> None:
-    rig = HybridRig(num_states=20, num_live_states=num_live_states)
-    answer = rig.answer(ask(1, range(50)))
-    request = ask(2, [*range(50), *answer, *range(700, 720)])
-    rig.answer(request)
-    assert request.num_cached_tokens == 50 + len(answer) - 1  # the last token of an answer is never computed
-
-
 def test_other_users_continue_after_the_same_system_text() -> None:
     rig = HybridRig(num_states=20)
     rig.answer(ask(1, [*range(40), *range(100, 120)], boundaries=(40,)))
@@ -193,22 +168,6 @@ def test_a_branch_leaves_a_state_for_the_third_request() -> None:
     assert third.num_cached_tokens == 40
 
 
-def test_siblings_wait_for_one_computation() -> None:
-    rig = HybridRig(num_states=40, max_num_seqs=8, max_chunk_tokens=16)
-    requests = [ask(number, range(100)) for number in range(8)]
-    rig.scheduler.add(requests[0], 0)
-    num_computed = 0
-    for number in range(200):
-        if number in range(1, 8):
-            rig.scheduler.add(requests[number], 0)  # one after the other, while the first is being computed
-        plan = rig.step()
-        if plan.is_empty:
-            break
-        num_computed += sum(piece.length for piece in plan.slices if piece.start < 100)
-    assert num_computed == 100 + 7
-    assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
-
-
 def test_without_a_place_no_state_is_stored() -> None:
     rig = HybridRig(num_states=20, places=frozenset())
     rig.answer(ask(1, range(50), boundaries=(20,)))
@@ -227,31 +186,6 @@ def test_with_states_for_the_requests_only_everything_still_runs() -> None:
     for number in range(3):
         rig.answer(ask(number, range(50)))
     assert rig.cache.stats().num_hit_tokens == 0  # all slots are reserved for requests that may start
-
-
-def test_pins_keep_a_state() -> None:
-    rig = HybridRig(num_states=12)
-    rig.answer(ask(1, range(50), boundaries=(40,)))
-    assert rig.cache.pin("pin", range(50), "", 10**18) == 48
-    for number in range(2, 12):
-        rig.answer(ask(number, range(100 * number, 100 * number + 50)))
-    request = ask(99, range(50))
-    rig.answer(request)
-    assert request.num_cached_tokens == 40
-    rig.cache.pins.clear()
-
-
-def test_clear_forgets_states_and_windows() -> None:
-    rig = HybridRig(window=8, num_window_blocks=80, num_states=20)
-    rig.answer(ask(1, range(50)))
-    rig.cache.clear()
-    stats = rig.cache.stats()
-    assert stats.states is not None
-    assert stats.windows is not None
-    assert (stats.states.num_snapshots, stats.windows.num_cached) == (0, 0)
-    request = ask(2, range(50))
-    rig.answer(request)
-    assert request.num_cached_tokens == 0
 
 
 # Eviction of states

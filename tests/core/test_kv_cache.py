@@ -61,17 +61,6 @@ def test_grow_is_all_or_nothing() -> None:
     assert free_ids(cache.pool) == [3, 4, 5, 2, 1]
 
 
-def test_a_hit_shares_blocks_without_a_copy() -> None:
-    cache = make_cache()
-    first, second = make_request(1, 9), make_request(2, 9)
-    compute(cache, first)
-    hit = cache.match(second)
-    assert cache.grow(second, 9, hit) == []
-    assert (first.block_table, second.block_table) == ([1, 2, 3], [1, 2, 4])
-    assert refs(cache) == [2, 2, 1, 1, 0, 0, 0, 0]
-    assert second.num_computed == second.num_planned == 8
-
-
 def test_the_last_token_is_never_a_hit() -> None:
     cache = make_cache()
     compute(cache, make_request(1, 8))
@@ -111,20 +100,6 @@ def test_a_tail_in_use_is_copied_and_its_source_is_held_until_settle() -> None:
     assert refs(cache)[:3] == [2, 1, 1]
 
 
-def test_hits_are_shared_before_new_blocks_are_taken() -> None:
-    cache = make_cache(num_blocks=5)
-    first = make_request(1, 8)
-    compute(cache, first)
-    cache.release(first)
-    filler = make_request(2, 8, first=100)
-    compute(cache, filler)
-    assert free_ids(cache.pool) == [2, 1]  # the blocks that the next request hits would be evicted next
-    cache.release(filler)
-    turn = make_request(3, 16)
-    assert cache.grow(turn, 16, cache.match(turn)) == []
-    assert turn.block_table == [1, 2, 4, 3]
-
-
 def test_a_fork_shares_all_computed_blocks_of_its_parent() -> None:
     cache = make_cache()
     parent = make_request(1, 6)
@@ -144,24 +119,6 @@ def test_a_fork_with_other_tokens_or_salt_shares_nothing() -> None:
     assert cache.fork(parent, Request(3, parent.tokens, salt="other")) == NO_HIT
 
 
-def test_prompt_logprobs_disable_cache_hits() -> None:
-    cache = make_cache()
-    compute(cache, make_request(1, 8))
-    assert cache.match(Request(2, range(8), SamplingParams(prompt_logprobs=1))) == NO_HIT
-
-
-def test_release_publishes_computed_tokens_only() -> None:
-    cache = make_cache()
-    request = make_request(1, 12)
-    cache.grow(request, 12)
-    request.num_computed = 6  # the other tokens were planned when the request was cancelled
-    cache.publish(request)
-    cache.release(request)
-    assert request.block_table == []
-    assert cache.match(make_request(2, 12)).num_tokens == 6
-    assert free_ids(cache.pool) == [3, 4, 5, 6, 7, 8, 2, 1]
-
-
 def test_release_extends_a_published_tail() -> None:
     cache = make_cache()
     request = make_request(1, 5)
@@ -170,22 +127,6 @@ def test_release_extends_a_published_tail() -> None:
     request.num_computed = request.num_planned = 7
     cache.release(request)
     assert cache.match(make_request(2, 8)).num_tokens == 7
-
-
-def test_n_samples_hash_their_prompt_once() -> None:
-    digest = CountedDigest()
-    cache = KVCacheManager(9, 4, digest=digest)
-    first = make_request(1, 13)
-    compute(cache, first)
-    assert digest.num_calls == 3
-    child = first.sibling(2, 1)
-    chain = cache.chain(child)
-    keys = [chain.key(index) for index in range(3)]
-    assert digest.num_calls == 3
-    assert keys == [cache.chain(first).key(index) for index in range(3)]
-    child.tokens.extend([7, 8, 9])
-    first.tokens.extend([1, 2, 3])
-    assert chain.key(3) != cache.chain(first).key(3)  # from here on the tokens differ
 
 
 def test_chain_keys_are_computed_on_demand_and_once() -> None:
@@ -235,18 +176,6 @@ def test_release_does_not_change_the_old_table_that_a_plan_may_read() -> None:
     table = request.block_table
     cache.release(request)
     assert table == [1, 2]
-
-
-def test_running_requests_do_not_publish_after_clear() -> None:
-    cache = make_cache()
-    request = make_request(1, 4)
-    compute(cache, request)
-    cache.clear()
-    request.tokens.extend(range(4, 9))
-    compute(cache, request)
-    assert len(cache.tree) == 0
-    cache.release(request)
-    assert len(cache.pool.free) == 8
 
 
 def test_a_disabled_cache_finds_and_publishes_nothing() -> None:
@@ -312,40 +241,6 @@ def test_pinned_blocks_are_not_evicted_until_they_expire() -> None:
     cache.pins.expire(100)
     assert cache.stats().num_pinned == 0
     assert len(cache.pool.free) == 8
-
-
-def test_pins_hold_at_most_half_the_pool_and_the_oldest_yields() -> None:
-    cache = make_cache()  # 8 blocks, 4 for pins
-    for request_id, first in enumerate((0, 100, 200)):
-        request = make_request(request_id, 8, first=first)
-        compute(cache, request)
-        cache.release(request)
-    assert cache.pin("a", list(range(8)), "", 10**9) == 8
-    assert cache.pin("b", list(range(100, 108)), "", 10**9) == 8
-    assert cache.pin("c", list(range(200, 208)), "", 10**9) == 8
-    assert not cache.pins.unpin("a")
-    assert cache.pins.num_blocks == 4
-    assert cache.pins.unpin("b")
-
-
-def test_a_new_pin_displaces_pins_of_the_owner_with_the_most_blocks() -> None:
-    cache = KVCacheManager(25, 4)  # 24 blocks: pins hold at most 12
-    texts = [[100 * i + j for j in range(16)] for i in range(5)]  # 4 blocks each
-    for i, tokens in enumerate(texts):
-        request = Request(i, [*tokens, 1])
-        cache.grow(request, len(request.tokens))
-        request.num_computed = 16
-        cache.publish(request)
-        cache.release(request)
-    assert cache.pin("bob/a", texts[0], "", 10**9) == 16  # the oldest
-    assert cache.pin("eve/a", texts[1], "", 10**9) == 16
-    assert cache.pin("eve/b", texts[2], "", 10**9) == 16
-    assert cache.pin("eve/c", texts[3], "", 10**9) == 16  # displaces an older pin of the same owner
-    assert cache.pin("eve/d", texts[4], "", 10**9) == 16
-    assert len(cache.pins) == 3
-    assert cache.pins.unpin("bob/a")
-    assert not cache.pins.unpin("eve/a")
-    assert not cache.pins.unpin("eve/b")
 
 
 def test_a_pin_longer_than_half_the_pool_is_cut() -> None:

@@ -80,19 +80,6 @@ def test_debts_and_credits_are_at_most_one_step() -> None:
     assert tokens(ledger, LOW) == 0
 
 
-def test_a_tier_that_is_not_short_is_not_owed() -> None:
-    ledger = FairLedger()
-    step(ledger, {HIGH: 64, LOW: 1}, short=(HIGH,))
-    assert tokens(ledger, LOW) == 0
-
-
-def test_no_tier_is_rationed_without_a_step_cost() -> None:
-    ledger = FairLedger()
-    ledger.begin_step([TierWork(3, 1, 2)] * 3)
-    assert not ledger.rationed
-    assert [(turn.max_tokens, turn.max_ns) for turn in ledger.turns()] == [(None, None)] * 3
-
-
 def rationed(cost: StepCost, high: TierWork, normal: TierWork, low: TierWork) -> FairLedger:
     ledger = FairLedger()
     ledger.cost = cost

@@ -13,7 +13,7 @@ from quire.core.check import check_scheduler
 from quire.core.events import PrefixLoaded
 from quire.core.levels.levels import MIN_TIMEOUT_NS, READY_NS
 from quire.core.levels.lower_level import LevelSpeed
-from quire.core.request import Request, RequestState
+from quire.core.request import Request
 from quire.core.step import Load, MemoryKind
 from quire.core.values import Level, Priority, SamplingParams
 from tests.core.helpers import shape
@@ -88,67 +88,6 @@ def test_an_evicted_prefix_is_saved_to_host_memory_and_loaded_on_its_next_use() 
     check_nothing_is_held(rig)
 
 
-def test_other_requests_run_while_one_waits_for_a_load() -> None:
-    rig = with_prefix()
-    waiter = rig.wait_for_load(PROMPT)
-    other = rig.arrive(OTHER)
-    for _ in range(4):
-        rig.step()
-    assert other.state is RequestState.FINISHED
-    assert is_loading(rig, waiter)
-    assert rig.scheduler.has_work
-    rig.run()
-    rig.check_answer(other)
-    rig.check_answer(waiter)
-    check_nothing_is_held(rig)
-
-
-def test_the_blocks_of_a_load_are_held_and_not_given_to_others() -> None:
-    rig = with_prefix(num_blocks=13)  # 12 blocks: 4 of them are loaded
-    rig.wait_for_load(PROMPT)
-    assert rig.cache.pool.num_free == 8
-    rig.arrive(range(500, 540), max_tokens=2)  # needs 10 blocks
-    assert rig.step().is_empty
-    rig.run()
-    check_nothing_is_held(rig)
-
-
-def test_two_requests_for_one_prefix_cause_one_load() -> None:
-    rig = with_prefix()
-    first, second = rig.arrive(PROMPT), rig.arrive([*PROMPT[:16], 7, 8])
-    plan = rig.step()
-    assert len({load.load_id for load in plan.loads}) == 1
-    assert is_loading(rig, first)
-    assert is_loading(rig, second)
-    third = rig.arrive(PROMPT)
-    assert not rig.step().loads
-    rig.finish_loads()
-    rig.run()
-    for request in (first, second, third):
-        rig.check_answer(request)
-        assert request.num_cached_tokens >= 16
-    assert len(rig.happened(PrefixLoaded)) == 1
-
-
-def test_two_loads_are_in_flight_and_end_in_any_order() -> None:
-    rig = with_prefix()
-    rig.compute(OTHER)
-    rig.evict()
-    one, other = rig.arrive(PROMPT), rig.arrive(OTHER)
-    rig.step()
-    assert len(rig.store.loading) == 2
-    first, second = rig.store.loading
-    rig.store.finish_load(rig.scheduler, second)
-    plan = rig.step()
-    assert shape(plan) == [(other.request_id, 16, 1)]
-    assert is_loading(rig, one)
-    rig.store.finish_load(rig.scheduler, first)
-    rig.run()
-    rig.check_answer(one)
-    rig.check_answer(other)
-    check_nothing_is_held(rig)
-
-
 def test_the_first_pieces_of_a_load_are_reported_while_memory_for_the_others_is_taken() -> None:
     rig = with_prefix()
     rig.levels.loads.groups = (1, 2)
@@ -186,43 +125,6 @@ def test_no_piece_is_loaded_before_the_content_that_it_overwrites_is_saved() -> 
     assert len(plan.loads) == 3
 
 
-def test_a_load_extends_what_the_device_has() -> None:
-    rig = with_prefix()
-    rig.compute(PROMPT[:8])  # loads the first two blocks again
-    request = rig.wait_for_load(PROMPT)
-    ((pieces),) = rig.store.loading.values()
-    assert [load.content for load in pieces] == rig.contents(PROMPT, (2, 3))
-    rig.run()
-    rig.check_answer(request)
-    found = explanation_of(request)
-    assert (found.num_tokens, found.num_loaded_tokens, found.source) == (16, 8, Level.HOST)
-
-
-def test_a_block_that_diverges_is_used_up_to_the_divergence() -> None:
-    rig = with_prefix()
-    prompt = [*PROMPT[:10], 7, 8, 9]
-    request = rig.wait_for_load(prompt)
-    ((pieces),) = rig.store.loading.values()
-    assert [load.content for load in pieces] == rig.contents(PROMPT, range(3))
-    rig.run()
-    rig.check_answer(request)
-    assert (request.num_cached_tokens, explanation_of(request).num_loaded_tokens) == (10, 10)
-
-
-def test_a_partial_tail_is_saved_and_loaded_as_one() -> None:
-    rig = host_rig()
-    rig.compute(PROMPT[:14], max_tokens=1)  # three blocks and two tokens
-    rig.evict()
-    tail = rig.content(PROMPT[:14], 3)
-    assert tail in rig.level(Level.HOST)
-    request = rig.wait_for_load(PROMPT)
-    rig.finish_loads()
-    rig.step()
-    rig.run()
-    rig.check_answer(request)
-    assert explanation_of(request).num_loaded_tokens == 14
-
-
 def test_a_longer_tail_replaces_the_one_on_the_device() -> None:
     rig = host_rig()
     rig.compute(PROMPT[:15], max_tokens=1)
@@ -239,14 +141,6 @@ def test_a_longer_tail_replaces_the_one_on_the_device() -> None:
     check_nothing_is_held(rig)
 
 
-def test_nothing_is_loaded_that_the_device_has() -> None:
-    rig = with_prefix()
-    rig.compute(PROMPT)  # loaded, so that both have it
-    request = rig.arrive(PROMPT)
-    assert not rig.step().loads
-    assert explanation_of(request) == CacheExplanation(16, 4, 16, StopReason.COMPLETE, 0, Level.DEVICE, 0)
-
-
 def test_a_request_for_prompt_logprobs_loads_nothing() -> None:
     rig = with_prefix()
     request = rig.request(PROMPT)
@@ -257,42 +151,7 @@ def test_a_request_for_prompt_logprobs_loads_nothing() -> None:
     assert explanation_of(request).reason is StopReason.OFF
 
 
-def test_samples_of_one_prompt_share_one_load() -> None:
-    rig = with_prefix()
-    first = rig.request(PROMPT)
-    rig.scheduler.add(first, 0)
-    sibling = first.sibling(first.request_id + 1, 1)
-    rig.scheduler.add(sibling, 0)
-    rig.step()
-    assert len(rig.store.loading) == 1
-    rig.run()
-    rig.check_answer(first)
-    assert sibling.num_cached_tokens == 16
-    check_nothing_is_held(rig)
-
-
-def test_salts_share_nothing_below_the_device() -> None:
-    rig = TieredRig(host_bytes=UNLIMITED, has_disk=True)
-    rig.compute(PROMPT, salt="one")
-    rig.idle()
-    rig.evict()
-    assert len(rig.level(Level.HOST)) == len(rig.level(Level.DISK)) == 5
-    for salt in ("", "two"):
-        found = rig.scheduler.explain(rig.request(PROMPT, salt=salt))
-        assert found == CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
-        assert rig.compute(PROMPT, salt=salt).num_cached_tokens == 0
-    assert rig.compute(PROMPT, salt="one").num_cached_tokens == 16
-
-
 # Windows and states
-
-
-def evict_windows(rig: TieredRig) -> None:
-    """Evict the window blocks only, and complete the saves."""
-    windows = rig.cache.memory.windows.pool
-    windows.release(windows.take(windows.num_free), is_kept=False)
-    rig.step()
-    rig.finish_saves()
 
 
 @pytest.mark.parametrize(("window", "num_states"), [(6, 0), (0, 40), (6, 40)], ids=["windows", "states", "both"])
@@ -310,38 +169,6 @@ def test_window_blocks_and_a_state_are_loaded_with_the_blocks(window: int, num_s
     rig.run()
     rig.check_answer(request)
     assert (request.num_cached_tokens, explanation_of(request).num_loaded_tokens) == (20, 20)
-    check_nothing_is_held(rig)
-
-
-def test_only_the_state_is_loaded_if_the_device_has_the_rest() -> None:
-    rig = host_rig(num_states=40)
-    first = rig.compute(PROMPT)
-    assert rig.cache.memory.states.pool.evict_unused() == 2
-    rig.step()
-    rig.finish_saves()
-    request = rig.wait_for_load([*PROMPT, *first.output, 1, 2])
-    ((pieces),) = rig.store.loading.values()
-    assert [load.content.kind for load in pieces] == [STATE]
-    rig.run()
-    rig.check_answer(request)
-    found = explanation_of(request)
-    assert (found.num_tokens, found.num_loaded_tokens, found.source) == (20, 20, Level.HOST)
-    check_nothing_is_held(rig)
-
-
-def test_a_failed_state_leaves_a_shorter_prefix() -> None:
-    rig = host_rig(num_states=40)
-    first = rig.compute(PROMPT)
-    rig.evict()
-    request = rig.wait_for_load([*PROMPT, *first.output, 1, 2, 3])
-    ((pieces),) = rig.store.loading.values()
-    (state,) = [load.content for load in pieces if load.content.kind is STATE]
-    rig.finish_loads([state])
-    rig.run()
-    rig.check_answer(request)
-    assert request.num_cached_tokens < 20
-    assert explanation_of(request).reason is StopReason.LOAD_FAILED
-    assert state not in rig.level(Level.HOST)
     check_nothing_is_held(rig)
 
 
@@ -374,32 +201,6 @@ def test_a_load_holds_the_window_blocks_on_the_device_that_the_request_needs_too
     check_nothing_is_held(rig)
 
 
-def test_a_load_holds_the_state_on_the_device_that_the_request_needs_too() -> None:
-    rig = host_rig(window=6, num_window_blocks=14, num_states=40, max_chunk_tokens=4)
-    first = rig.compute(PROMPT)
-    evict_windows(rig)
-    rig.wait_for_load([*PROMPT, *first.output, 1, 2])
-    (load,) = rig.levels.loads
-    assert {stored.content.kind for stored in load.reach.pieces} == {WINDOW}
-    assert [slot.ref_count for slot in load.reach.kept.states] == [1]
-    rig.run()
-    check_nothing_is_held(rig)
-
-
-def test_a_window_block_that_a_request_computed_meanwhile_is_kept() -> None:
-    rig = host_rig(window=6, num_window_blocks=80)
-    first = rig.compute(PROMPT)
-    evict_windows(rig)
-    late = rig.wait_for_load([*PROMPT, *first.output, 1, 2, 3])
-    rig.now_ns += MIN_TIMEOUT_NS
-    rig.step()  # it computes the prefix itself, in the blocks that the device has
-    rig.finish_loads()
-    assert rig.happened(PrefixLoaded) == [PrefixLoaded(Level.HOST, 20, True)]
-    rig.run()
-    rig.check_answer(late)
-    check_nothing_is_held(rig)
-
-
 # Loads that fail, or take too long
 
 
@@ -421,26 +222,6 @@ def test_the_pieces_before_a_failed_one_are_used_and_the_rest_is_computed() -> N
     check_nothing_is_held(rig)
 
 
-def test_a_damaged_piece_of_host_memory_is_dropped_there() -> None:
-    rig = with_prefix()
-    rig.wait_for_load(PROMPT)
-    damaged = rig.content(PROMPT, 0)
-    rig.finish_loads([damaged])
-    assert rig.step().drops == (damaged,)
-    assert damaged not in rig.store.stored[Level.HOST]
-    rig.run()
-    assert rig.store.dropped == [damaged], "dropped once"
-
-
-def test_a_load_that_brings_nothing_is_not_called_loaded() -> None:
-    rig = with_prefix()
-    request = rig.wait_for_load(PROMPT)
-    rig.finish_loads(rig.contents(PROMPT, (0,)))
-    rig.run()
-    rig.check_answer(request)
-    assert explanation_of(request) == CacheExplanation(0, 0, 0, StopReason.LOAD_FAILED)
-
-
 def test_waiters_of_a_late_load_compute_and_its_end_is_harmless() -> None:
     rig = with_prefix()
     request = rig.wait_for_load(PROMPT)
@@ -456,19 +237,6 @@ def test_waiters_of_a_late_load_compute_and_its_end_is_harmless() -> None:
     assert explanation_of(request) == CacheExplanation(0, 0, 0, StopReason.LOAD_FAILED)
     assert rig.levels.stats()[0].num_failed_loads == 1
     check_nothing_is_held(rig)
-
-
-def test_the_late_end_of_a_load_publishes_its_blocks() -> None:
-    rig = with_prefix()
-    request = rig.wait_for_load(PROMPT)
-    rig.now_ns += MIN_TIMEOUT_NS
-    rig.scheduler.cancel(request.request_id)
-    rig.step()
-    assert rig.scheduler.has_work, "the load is still in flight"
-    rig.finish_loads()
-    check_nothing_is_held(rig)
-    again = rig.arrive(PROMPT)
-    assert shape(rig.step()) == [(again.request_id, 16, 1)]
 
 
 def test_nothing_is_loaded_from_a_tier_that_does_not_answer() -> None:
@@ -542,33 +310,6 @@ def test_a_request_waits_for_two_loads_and_then_computes() -> None:
     assert explanation_of(request) == CacheExplanation(0, 0, 0, StopReason.NOT_LOADED)
 
 
-def test_a_waiter_for_a_part_waits_for_the_rest_too() -> None:
-    rig = with_prefix()
-    rig.arrive(PROMPT[:9])  # the load of two blocks
-    request = rig.arrive(PROMPT)  # waits for it, and then for two more
-    assert len(rig.step().loads) == 2
-    rig.finish_loads()
-    plan = rig.step()
-    assert [load.content for load in plan.loads] == rig.contents(PROMPT, (2, 3))
-    rig.run()
-    rig.check_answer(request)
-    found = explanation_of(request)
-    assert (found.num_tokens, found.num_loaded_tokens) == (16, 16)
-
-
-def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
-    rig = with_prefix()
-    request = rig.wait_for_load(PROMPT)
-    assert rig.scheduler.cancel(request.request_id)
-    assert len(rig.scheduler.waiting) == rig.scheduler.waiting.num_tokens == 0
-    assert rig.scheduler.waiting.num_prefix_waiters(request) == 0
-    assert rig.scheduler.has_work, "the copies cannot be recalled"
-    rig.finish_loads()
-    check_nothing_is_held(rig)
-    again = rig.arrive(PROMPT)  # the load was not for nothing
-    assert shape(rig.step()) == [(again.request_id, 16, 1)]
-
-
 # Reads of the disk
 
 
@@ -586,23 +327,6 @@ def read_shapes(rig: TieredRig) -> list[tuple[str, int]]:
     return [(read.state.name, len(read.pieces)) for read in rig.levels.reads]
 
 
-def test_a_read_holds_no_memory_of_the_device() -> None:
-    rig = with_disk(num_blocks=13)
-    rig.compute(PROMPT[:9])
-    num_free = rig.cache.pool.num_free
-    waiter = rig.wait_for_load(PROMPT)
-    assert rig.cache.pool.num_free == num_free == 12
-    high = rig.request(range(500, 544), max_tokens=2)  # needs 11 of the 12 blocks
-    high.priority = Priority.HIGH
-    rig.scheduler.add(high, 0)
-    assert shape(rig.step()) == [(high.request_id, 0, 44)]
-    rig.run_without_loads_of(high)
-    rig.run()
-    rig.check_answer(waiter)
-    assert waiter.num_cached_tokens == 16, "the first blocks were evicted meanwhile, and are read again"
-    check_nothing_is_held(rig)
-
-
 def test_a_request_computes_if_its_read_never_ends() -> None:
     rig = with_disk()
     request = rig.wait_for_load(PROMPT)
@@ -617,55 +341,6 @@ def test_a_request_computes_if_its_read_never_ends() -> None:
     rig.finish_reads()
     assert rig.levels.reads.num_buffers == [0, 0, 0]
     assert not rig.store.buffers
-
-
-def test_reads_wait_for_buffers_and_are_copied_in_parts() -> None:
-    rig = with_disk(buffers=(4, 1, 1))
-    request = rig.wait_for_load(PROMPT)
-    other = rig.arrive(OTHER)
-    rig.step()
-    assert is_loading(rig, other)
-    assert read_shapes(rig) == [("READING", 1)] * 4 + [("QUEUED", 1)] * 4
-    first, *_ = rig.store.reading
-    rig.store.finish_read(rig.scheduler, first)
-    plan = rig.step()  # the first block is copied; its buffer is still in use
-    assert [load.content for load in plan.loads] == rig.contents(PROMPT, (0,))
-    assert read_shapes(rig) == [("READING", 1)] * 3 + [("QUEUED", 1)] * 4
-    rig.finish_loads()
-    assert len(rig.step().reads) >= 1
-    rig.run()
-    for one in (request, other):
-        rig.check_answer(one)
-        found = explanation_of(one)
-        assert (found.num_tokens, found.num_loaded_tokens, found.source) == (16, 16, Level.DISK)
-    assert rig.levels.reads.num_buffers == [0, 0, 0]
-    check_nothing_is_held(rig)
-
-
-def test_reads_that_wait_for_buffers_are_given_up_with_a_late_one() -> None:
-    rig = with_disk(buffers=(4, 1, 1))
-    requests = [rig.wait_for_load(PROMPT), rig.wait_for_load(OTHER)]
-    rig.now_ns += MIN_TIMEOUT_NS
-    assert len(rig.step().slices) == 2
-    assert read_shapes(rig) == [("READING", 1)] * 4
-    rig.run_without_loads()
-    for request in requests:
-        rig.check_answer(request)
-    check_nothing_is_held(rig)
-
-
-def test_what_was_read_is_used_although_the_device_lost_the_prefix_meanwhile() -> None:
-    rig = with_disk()
-    rig.compute(PROMPT[:9])
-    request = rig.wait_for_load(PROMPT)  # reads two blocks
-    rig.evict()
-    rig.finish_reads()
-    plan = rig.step()
-    assert [read.content for read in plan.reads] == rig.contents(PROMPT, (0, 1))
-    rig.run()
-    rig.check_answer(request)
-    assert request.num_cached_tokens == 16
-    assert rig.levels.reads.num_buffers == [0, 0, 0]
 
 
 def test_what_was_read_is_dropped_if_there_is_no_room_for_it_for_a_while() -> None:
@@ -715,32 +390,6 @@ def test_a_load_leaves_room_for_a_request_of_a_higher_tier() -> None:
     assert not loads.park(request, rig.cache.match(request), 0)
     rig.scheduler.cancel(high.request_id)
     assert loads.park(request, rig.cache.match(request), 0)
-
-
-def test_the_read_of_a_cancelled_request_is_dropped() -> None:
-    rig = with_disk()
-    request = rig.wait_for_load(PROMPT)
-    rig.scheduler.cancel(request.request_id)
-    assert rig.scheduler.has_work, "the next step drops the read"
-    rig.step()
-    check_nothing_is_held(rig)
-    rig.finish_reads()
-    assert len(rig.levels.reads) == 0
-    assert not rig.store.buffers
-
-
-@pytest.mark.parametrize(("window", "num_states"), [(6, 0), (0, 40), (6, 40)], ids=["windows", "states", "both"])
-def test_a_read_holds_no_window_blocks_and_states(window: int, num_states: int) -> None:
-    rig = with_disk(window=window, num_window_blocks=80 if window else 0, num_states=num_states, buffers=(4, 4, 4))
-    request = rig.wait_for_load([*PROMPT, 1, 2])
-    assert rig.levels.reads.num_buffers[0] == 4
-    assert rig.cache.pool.num_free == rig.cache.pool.num_usable
-    for pool in rig.cache.memory.pools[1:]:
-        assert pool.num_free == pool.num_usable
-    rig.run()
-    rig.check_answer(request)
-    assert request.num_cached_tokens >= 16
-    check_nothing_is_held(rig)
 
 
 # Whether a load pays
@@ -832,32 +481,6 @@ def test_a_request_that_preempts_starts_at_once() -> None:
     rig.check_answer(low)
 
 
-def test_a_request_that_drops_pins_still_loads() -> None:
-    rig = with_prefix(num_blocks=9)
-    pinned = rig.compute(range(500, 513), max_tokens=1)
-    assert rig.cache.pin("pin", pinned.tokens, "", 10**18) == 12
-    rig.evict()
-    request = rig.arrive([*PROMPT, 1, 2, 3, 4, 5], max_tokens=1)  # needs six of the eight blocks
-    rig.step()
-    assert is_loading(rig, request)
-    assert len(rig.cache.pins) == 0
-    rig.run()
-    rig.check_answer(request)
-
-
-def test_a_tail_that_memory_is_too_short_to_copy_is_not_loaded_either() -> None:
-    rig = host_rig(num_blocks=6)
-    rig.compute(PROMPT, max_tokens=1)
-    tail = [*PROMPT, 1]
-    rig.compute(tail, max_tokens=1)  # four blocks and two tokens
-    rig.evict()
-    rig.compute([*tail, 2], max_tokens=1)
-    request = rig.arrive([*PROMPT, 5, 6], max_tokens=1)  # shares one token of the tail; no block is free for a copy
-    plan = rig.step()
-    assert not plan.loads
-    assert shape(plan) == [(request.request_id, 16, 3)]
-
-
 def test_a_load_needs_free_blocks_for_itself_and_for_the_prefix_that_it_holds() -> None:
     rig = with_prefix(num_blocks=9)
     rig.compute(PROMPT[:9], max_tokens=1)
@@ -869,20 +492,6 @@ def test_a_load_needs_free_blocks_for_itself_and_for_the_prefix_that_it_holds() 
     held = rig.cache.pool.take(5)
     assert rig.levels.loads.shortage(hit, reach) == 1
     rig.cache.pool.release(held)
-
-
-def test_a_pin_of_a_loaded_prefix_holds_it() -> None:
-    rig = TieredRig(host_bytes=UNLIMITED, has_disk=True)
-    rig.compute(PROMPT)
-    rig.evict()
-    assert rig.cache.pin("pin", PROMPT, "", 10**18) == 0, "it is not on the device"
-    rig.compute(PROMPT)
-    assert rig.cache.pin("pin", PROMPT, "", 10**18) == 16
-    rig.cache.evict_unused()
-    request = rig.arrive(PROMPT)
-    assert shape(rig.step()) == [(request.request_id, 16, 1)]
-    rig.run()
-    assert all(content in rig.level(Level.DISK) for content in rig.contents(PROMPT, range(4)))
 
 
 # Clearing
@@ -927,26 +536,6 @@ def test_a_late_load_that_is_cleared_does_not_stop_later_ones() -> None:
     rig.wait_for_load(OTHER)
 
 
-def test_a_save_that_ends_after_a_clear_is_not_recorded() -> None:
-    rig = TieredRig(host_bytes=50, has_disk=True)
-    rig.compute(PROMPT)
-    rig.arrive(PROMPT)  # the second use: to disk
-    while rig.scheduler.has_work:
-        rig.step()
-    rig.cache.evict_unused()
-    rig.step()
-    saving = rig.store.saving[:]
-    assert [one.level for one in saving].count(Level.DISK) == 4
-    assert [one.level for one in saving].count(Level.HOST) == 5
-    rig.cache.clear()
-    rig.store.clear()
-    for one in saving:
-        rig.scheduler.finish_save(one.save.content, one.level, is_saved=True)
-    assert [(len(level), level.num_bytes, sum(level.num_reserved)) for level in rig.levels.levels] == [(0, 0, 0)] * 2
-    assert [stats.num_saves for stats in rig.levels.stats()] == [0, 0]
-    check_nothing_is_held(rig)
-
-
 # Restarts
 
 
@@ -977,17 +566,6 @@ def test_a_restart_finds_window_blocks_and_states(window: int, num_states: int) 
 # Explanations and counters
 
 
-def test_explanations_name_the_slowest_tier() -> None:
-    rig = TieredRig(host_bytes=20, has_disk=True)
-    rig.compute(PROMPT)
-    rig.idle()
-    rig.evict()  # host memory has two blocks, the disk all
-    found = rig.scheduler.explain(rig.request(PROMPT))
-    assert found == CacheExplanation(16, 4, 16, StopReason.COMPLETE, 0, Level.DISK, 16)
-    request = rig.compute(PROMPT)
-    assert explanation_of(request) == found
-
-
 def test_a_prefix_from_two_loads_names_the_slower_tier() -> None:
     rig = TieredRig(host_bytes=UNLIMITED, has_disk=True)
     rig.compute(PROMPT)
@@ -1011,20 +589,6 @@ def test_a_waiter_is_not_told_that_others_tokens_were_loaded_for_it() -> None:
     rig.run()
     found = explanation_of(request)
     assert (found.num_tokens, found.num_loaded_tokens) == (12, 8)
-
-
-def test_the_explanation_of_a_failed_load_counts_what_came_before() -> None:
-    rig = TieredRig(has_disk=True)
-    rig.compute(PROMPT)
-    rig.idle()
-    rig.evict()
-    rig.compute(PROMPT[:4])
-    request = rig.wait_for_load(PROMPT)
-    rig.finish_loads(rig.contents(PROMPT, (3,)))
-    rig.run()
-    assert explanation_of(request) == CacheExplanation(12, 3, 12, StopReason.LOAD_FAILED, 0, Level.DISK, 8)
-    disk = rig.levels.stats()[0]
-    assert (disk.num_loads, disk.num_loaded_tokens, disk.num_failed_loads) == (2, 3 + 8, 1)
 
 
 def test_counters() -> None:

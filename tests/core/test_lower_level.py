@@ -8,7 +8,7 @@ from typing import Any
 from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.cache.prefix import NO_HIT
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.lower_level import LevelSearch, LevelSpeed, LowerLevel, Reach
+from quire.core.levels.lower_level import LevelSearch, LowerLevel, Reach
 from quire.core.request import Request
 from quire.core.step import Content, MemoryKind
 from quire.core.values import Level
@@ -104,18 +104,6 @@ def test_each_kind_has_its_own_room() -> None:
     assert level.max_bytes == SIZES[0] + SIZES[1]
 
 
-def test_room_for_saves_in_flight_is_kept() -> None:
-    level = LowerLevel(Level.HOST, SIZES, (4, 0, 0))
-    for number in range(3):
-        level.add(piece(number))
-    level.num_reserved = [1, 0, 0]
-    assert level.reserve(BLOCK) == (True, piece(0))
-    level.clear()
-    level.num_reserved = [4, 0, 0]
-    assert level.reserve(BLOCK) == (False, None)
-    assert level.num_evictions == 1
-
-
 def test_content_that_is_being_loaded_is_not_evicted() -> None:
     level = LowerLevel(Level.HOST, SIZES, (2, 0, 0))
     first, second = piece(1), piece(2)
@@ -136,18 +124,6 @@ def test_a_tier_whose_store_evicts_has_always_room() -> None:
     assert level.reserve(BLOCK) == (True, None)
     assert len(level) == 3
     assert level.max_bytes == 10
-
-
-def test_a_cleared_tier_is_empty() -> None:
-    level = LowerLevel(Level.HOST, SIZES, (10, 10, 10))
-    level.add(piece(1))
-    level.add(piece(2, kind=STATE))
-    level.clear()
-    assert (len(level), level.num_bytes, level.blocks_after(ROOT), level.states_after(ROOT)) == (0, 0, None, {})
-
-
-def test_the_duration_of_a_load() -> None:
-    assert LevelSpeed(latency_ns=500, bytes_per_s=10**9).load_ns(1_000) == 1_500
 
 
 # The search
@@ -187,12 +163,6 @@ def test_a_search_ends_at_the_first_block_that_is_missing() -> None:
     assert [content for _, content in found(reach)] == rig.contents(TOKENS, (0, 1))
     assert reach is not None
     assert reach.start == 8
-
-
-def test_a_search_without_the_first_block_finds_nothing() -> None:
-    rig = two_tiers()
-    rig.levels.restore(Level.DISK, rig.contents(TOKENS, (1, 2, 3)))
-    assert search(rig, TOKENS) is None
 
 
 def test_the_last_token_is_left_to_compute() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.events import Admitted, Preempted
 from quire.core.policy import POLICIES, Aging, Fcfs, Policy
 from quire.core.request import Request, RequestState
 from quire.core.values import Priority
@@ -100,50 +99,6 @@ def test_a_long_prompt_is_not_starved_by_later_ones_of_its_tier() -> None:
         rig.add(steps, [steps] * 100, max_tokens=1)  # more new work per step than a step can compute
         rig.step()
     assert steps == -(-2_000 // 64)
-
-
-def test_low_is_overtaken_only_within_the_bound_while_high_keeps_arriving() -> None:
-    """There is one batch row, and HIGH work arrives faster than it is served. LOW arrives at 0 s."""
-    policy = Aging(patience_s=1)
-    rig = Rig(max_num_seqs=1, policy=policy, max_waiting=1000)
-    rig.add(0, [9, 9], priority=Priority.HIGH, max_tokens=4)
-    rig.step()
-    low = rig.add(1, [1, 2, 3], priority=Priority.LOW, max_tokens=4)
-    window_s = policy.overtake_window_s(Priority.LOW, Priority.HIGH)
-    arrived: dict[int, int] = {}
-    for request_id in range(2, 400):
-        rig.now_ns += NS // 50
-        arrived[request_id] = rig.now_ns
-        rig.add(request_id, [request_id] * 3, priority=Priority.HIGH, max_tokens=4)
-        rig.step()
-        rig.step()
-        if low.finish_reason:
-            break
-    assert low.finish_reason is not None
-    order = [event.request_id for event in rig.happened(Admitted)]
-    overtakers = order[1 : order.index(1)]
-    assert overtakers, "HIGH never went first"
-    assert all(arrived[request_id] < window_s * NS for request_id in overtakers)
-    assert max(arrived[request_id] for request_id in overtakers) > 0.5 * window_s * NS
-
-
-def test_high_preempts_low_requests_that_have_run_for_a_long_time() -> None:
-    rig = Rig(max_num_seqs=4, num_blocks=400, policy=Aging(patience_s=1))
-    for request_id in range(4):
-        rig.add(request_id, [request_id] * 5, priority=Priority.LOW, max_tokens=None)
-    rig.step()
-    for _ in range(30):
-        rig.now_ns += 10 * NS  # they run for 300 s; if running time counted as age, they would precede HIGH
-        rig.step()
-    assert len(rig.scheduler.running) == 4
-    for request_id in range(4, 10):
-        high = rig.add(request_id, [100 + request_id] * 5, priority=Priority.HIGH, max_tokens=2)
-        rig.now_ns += NS // 1000
-        plan = rig.step()
-        assert high.request_id in [piece.request_id for piece in plan.slices], "HIGH had to wait for LOW"
-        rig.step()
-        assert high.finish_reason is not None
-    assert {event.priority for event in rig.happened(Preempted)} == {Priority.LOW}
 
 
 def test_a_preempted_request_keeps_its_age() -> None:

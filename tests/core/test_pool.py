@@ -175,32 +175,6 @@ def test_fork_never_takes_its_own_source() -> None:
     assert pool.fork(pool.blocks[2]).block_id == 1
 
 
-def test_evict_unused_evicts_free_blocks_only() -> None:
-    pool, tree, _ = make_pool(7)
-    taken = pool.take(4)
-    publish_chain(pool, tree, taken)
-    pool.release(taken)
-    pool.share(taken[:2])
-    assert pool.evict_unused() == 2
-    assert len(tree) == 2
-    assert pool.stats().num_cached == 0
-    assert sorted(free_ids(pool)) == [3, 4, 5, 6]
-    assert pool.evict_unused() == 0
-
-
-def test_clear_removes_all_content_and_keeps_references() -> None:
-    pool, tree, _ = make_pool(6)
-    taken = pool.take(4)
-    publish_chain(pool, tree, taken)
-    pool.release(taken[2:])
-    pool.clear()
-    assert len(tree) == 0
-    assert [block.ref_count for block in taken] == [1, 1, 0, 0]
-    assert not any(block.is_published for block in pool.blocks)
-    pool.release(taken[:2])
-    assert len(pool.free) == 5
-
-
 def test_releasing_a_free_block_fails() -> None:
     pool, _, _ = make_pool(3)
     with pytest.raises(AssertionError, match="released without a reference"):

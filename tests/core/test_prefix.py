@@ -164,12 +164,6 @@ def test_a_match_starts_at_the_first_token_and_stops_at_the_first_miss() -> None
     assert forest.match(range(4, 12)) == ([], None, 0, False)  # the same tokens at another position have different KV
 
 
-def test_the_same_block_after_a_different_prefix_is_not_a_hit() -> None:
-    forest = Forest()
-    forest.put([0, 0, 0, 0, 5, 6, 7, 8])
-    assert forest.match([1, 1, 1, 1, 5, 6, 7, 8]) == ([], None, 0, False)
-
-
 def test_a_partial_match_of_a_full_block_is_a_tail_hit() -> None:
     forest = Forest()
     forest.put(range(8))
@@ -222,13 +216,6 @@ def test_a_longer_tail_supersedes_the_one_it_contains() -> None:
     forest.put([1, 2, 3])
     assert not short.is_published
     assert forest.match([1, 2, 3, 4]) == ([], 2, 3, True)
-
-
-def test_different_salts_share_nothing() -> None:
-    forest = Forest()
-    forest.put(range(8), salt="a")
-    assert forest.match(range(8), salt="b") == ([], None, 0, False)
-    assert forest.match(range(8), salt="a") == ([1, 2], None, 8, False)
 
 
 def test_a_collision_is_a_miss_and_is_not_published() -> None:
@@ -300,17 +287,6 @@ def test_descendants_of_an_evicted_block_are_explained_as_evicted() -> None:
     forest.tree.remove(first[0])
     forest.put(range(4))
     assert forest.explain(range(13)) == (4, StopReason.EVICTED)
-
-
-def test_clear_removes_everything() -> None:
-    forest = Forest()
-    forest.put(range(10))
-    forest.put(range(10))
-    forest.tree.remember(b"ghost")
-    forest.tree.clear()
-    assert not any(block.is_published for block in forest.blocks)
-    assert forest.match(range(10)) == ([], None, 0, False)
-    assert len(forest.tree) == 0
 
 
 # Explanations

@@ -306,23 +306,6 @@ def test_a_step_is_not_empty_because_its_rows_are_rationed(monkeypatch: pytest.M
 # Reserve, seal, refund
 
 
-def test_a_request_that_is_taken_out_of_a_plan_gets_its_tokens_back() -> None:
-    """LOW is given a chunk in its turn, which comes first. HIGH then preempts it in the same plan."""
-    fair = Fair()
-    rig = Rig(num_blocks=13, max_num_seqs=1, max_chunk_tokens=8, policy=fair)
-    low = rig.add(1, range(40), priority=LOW, max_tokens=4, tenant="batch")
-    rig.step()
-    time = fair.ledger.clocks[LOW].time("batch")
-    credit = fair.ledger.credits[LOW]
-    low.num_caught_up_at = 1000  # it catches up, so that credit does not protect it
-    fair.ledger.credits[LOW] = 8 * UNITS
-    rig.add(2, range(100, 140), priority=HIGH, max_tokens=1)
-    assert ids(rig.step()) == [2]
-    assert low.state is RequestState.WAITING
-    assert fair.ledger.clocks[LOW].time("batch") == time, "LOW paid for tokens that were not computed"
-    assert fair.ledger.credits[LOW] > credit
-
-
 def test_a_refund_lets_a_tenant_go_first_again() -> None:
     fair = Fair()
     clock, lane = fair.ledger.clocks[LOW], fair.make_lane(LOW)
@@ -343,27 +326,6 @@ def test_a_refund_lets_a_tenant_go_first_again() -> None:
 
 
 # Guesses
-
-
-def test_guesses_leave_a_block_for_every_other_running_request() -> None:
-    """Both requests have a block left until they need another. A guess would take it at the first step."""
-
-    def first_preemption(*, is_guessing: bool) -> int | None:
-        rig = Rig(num_blocks=7, max_num_seqs=4)  # 6 blocks of 4 tokens
-        rig.add(1, range(5), max_tokens=20)
-        rig.add(2, range(100, 105), max_tokens=20)
-        rig.step()
-        for number in range(30):
-            for request in rig.scheduler.running if is_guessing else ():
-                request.draft = [900, 901, 902]
-            rig.step()
-            if rig.happened(Preempted):
-                return number
-        return None
-
-    without = first_preemption(is_guessing=False)
-    assert without is not None
-    assert first_preemption(is_guessing=True) == without
 
 
 def test_guesses_use_free_blocks_of_their_request_when_no_other_is_free() -> None:

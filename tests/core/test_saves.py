@@ -134,23 +134,6 @@ def test_content_that_is_on_disk_uses_no_credit() -> None:
     assert rig.levels.stats()[0].num_saves == 5 + CREDIT_PER_REGRET
 
 
-def test_a_request_that_preempts_regrets_too() -> None:
-    rig = TieredRig(has_disk=True, num_blocks=13)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    low = rig.request(range(500, 532), max_tokens=8)
-    low.priority = Priority.LOW
-    rig.scheduler.add(low, 0)
-    rig.step()
-    high = rig.request(PROMPT)
-    high.priority = Priority.HIGH
-    rig.scheduler.add(high, 0)
-    rig.run()
-    assert low.num_preemptions == 1
-    rig.evict()
-    assert rig.levels.stats()[0].num_saves > 0
-
-
 def test_a_request_that_cannot_use_the_cache_regrets_nothing() -> None:
     rig = TieredRig(has_disk=True)
     rig.compute(PROMPT)
@@ -308,17 +291,6 @@ def test_idle_saves_skip_no_piece_when_a_plan_is_full() -> None:
     assert {content.kind for content in rig.store.stored[Level.DISK]} == {BLOCK, WINDOW, STATE}
 
 
-def test_idle_saves_wait_for_those_in_flight() -> None:
-    rig = TieredRig(has_disk=True, limits=SaveLimits(max_bytes=1000, idle_bytes=1000, max_pending=2, max_writes=100))
-    rig.compute(PROMPT)
-    rig.store.start(rig.scheduler.schedule_idle())
-    assert rig.levels.saves.num_pending == 2
-    assert not rig.scheduler.schedule_idle().saves
-    assert has_unsaved(rig)
-    rig.finish_saves()
-    assert len(rig.scheduler.schedule_idle().saves) == 2
-
-
 def test_a_failed_idle_save_is_not_repeated_until_something_changes() -> None:
     rig = TieredRig(has_disk=True)
     rig.compute(PROMPT)
@@ -339,13 +311,6 @@ def test_idle_saves_are_limited_to_what_the_disk_can_hold() -> None:
     assert len(found) == 7
     assert found[:5] == rig.contents(recent, range(5))
     assert not has_unsaved(rig)
-
-
-def test_nothing_is_saved_while_idle_without_a_disk() -> None:
-    rig = TieredRig(host_bytes=UNLIMITED)
-    rig.compute(PROMPT)
-    assert not has_unsaved(rig)
-    assert rig.idle() == StepPlan((), (), ())
 
 
 # To host memory
@@ -458,42 +423,3 @@ def test_content_on_its_way_to_disk_is_saved_to_host_memory_when_it_is_evicted()
     assert all(save.levels == (Level.HOST,) for save in plan.saves if save.content in rig.contents(PROMPT, range(4)))
     rig.finish_saves()
     assert [len(level) for level in rig.levels.levels] == [5, 4]
-
-
-def test_a_failed_save_is_not_recorded_and_its_room_is_free_again() -> None:
-    rig = TieredRig(host_bytes=50)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    rig.step()
-    assert sum(rig.level(Level.HOST).num_reserved) == 5
-    rig.finish_saves(is_saved=False)
-    host = rig.level(Level.HOST)
-    assert (len(host), host.num_bytes, sum(host.num_reserved)) == (0, 0, 0)
-    assert rig.levels.stats()[0].num_failed_saves == 5
-    rig.compute(PROMPT)
-    rig.evict()
-    assert len(host) == 5
-
-
-def test_a_save_that_nothing_awaits_is_ignored() -> None:
-    rig = TieredRig(host_bytes=50, has_disk=True)
-    content = rig.content(PROMPT, 0)
-    rig.scheduler.finish_save(content, Level.HOST, is_saved=True)
-    assert content not in rig.level(Level.HOST)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    rig.step()
-    rig.scheduler.finish_save(content, Level.DISK, is_saved=True)  # it goes to host memory only
-    assert content not in rig.level(Level.DISK)
-
-
-def test_saves_read_what_the_device_has_before_the_step_overwrites_it() -> None:
-    """In a small pool, a step takes the blocks whose content the same plan saves."""
-    rig = TieredRig(host_bytes=UNLIMITED, num_blocks=9)
-    prompts = [range(1000 + 20 * number, 1017 + 20 * number) for number in range(6)]
-    for _ in range(3):
-        for prompt in prompts:
-            rig.compute(prompt)  # compares every answer
-    host = rig.levels.stats()[0]
-    assert host.num_loads >= 10
-    assert host.num_failed_loads == 0

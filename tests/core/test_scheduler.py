@@ -22,7 +22,7 @@ from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepResult
 from quire.core.values import FinishReason, Priority, SamplingParams
-from quire.errors import ContextTooLong, Draining, InvalidRequest, InvariantViolation, QueueFull
+from quire.errors import ContextTooLong, Draining, InvalidRequest, InvariantViolation
 from tests.core.helpers import NS, Rig, answer, shape
 
 # Batching
@@ -62,18 +62,6 @@ def test_prompts_beside_answers_are_bounded() -> None:
     assert shape(rig.step()) == [(1, 50, 1), (2, 0, 6)]
     assert shape(rig.step()) == [(1, 51, 1), (2, 6, 4), (3, 0, 3)]
     assert shape(rig.step()) == [(1, 52, 1), (2, 10, 1), (3, 3, 7)]  # its reserved token and 6 more
-
-
-def test_every_decode_gets_its_token_with_a_small_budget() -> None:
-    rig = Rig(max_num_batched_tokens=4, max_num_seqs=4)
-    for request_id in range(3):
-        rig.add(request_id, [request_id], max_tokens=50)
-    rig.step()
-    rig.add(9, range(100, 150), priority=Priority.HIGH)
-    for _ in range(20):
-        plan = rig.step()
-        assert {0, 1, 2} <= {piece.request_id for piece in plan.slices}
-        assert plan.num_tokens == 4
 
 
 def test_a_batch_index_is_held_from_admission_to_release() -> None:
@@ -130,45 +118,6 @@ def test_at_most_two_plans_are_in_flight_and_they_are_committed_in_order() -> No
         rig.scheduler.commit(first, StepResult(()))
 
 
-def test_a_stop_token_makes_the_next_step_in_flight_stale() -> None:
-    rig = Rig()
-    request = Request(1, range(5), SamplingParams(stop_token_ids=(7,)))
-    rig.scheduler.add(request, 0)
-    first = rig.scheduler.schedule(0)
-    second = rig.scheduler.schedule(0)
-    (update,) = rig.scheduler.commit(first, answer(first, token=7))
-    assert update.finish_reason is FinishReason.STOP
-    assert rig.scheduler.commit(second, answer(second)) == []
-    assert request.output == [7]
-    assert [event.request_id for event in rig.happened(StaleResultDropped)] == [1]
-    check_scheduler(rig.scheduler)
-
-
-def test_a_late_result_is_not_given_to_the_new_owner_of_the_batch_index() -> None:
-    rig = Rig(max_num_seqs=1)
-    rig.add(1, range(5))
-    first = rig.launch()
-    rig.scheduler.cancel(1)
-    second = rig.add(2, range(50, 55), max_tokens=3)
-    plan = rig.launch()
-    assert plan.slices[0].batch_index == first.slices[0].batch_index
-    assert rig.land(first) == []
-    assert [update.request_id for update in rig.land(plan)] == [2]
-    rig.run()
-    assert second.output == run_alone(range(50, 55), second.sampling, 3, block_size=4, vocab_size=1000)
-
-
-def test_a_stop_token_before_min_tokens_is_ignored() -> None:
-    rig = Rig()
-    request = Request(1, range(5), SamplingParams(stop_token_ids=(7,), min_tokens=2))
-    rig.scheduler.add(request, 0)
-    for _ in range(3):
-        plan = rig.scheduler.schedule(0)
-        rig.scheduler.commit(plan, answer(plan, token=7))
-    assert request.output == [7, 7, 7]
-    assert request.finish_reason is FinishReason.STOP
-
-
 # The prefix cache
 
 
@@ -186,31 +135,12 @@ def test_eight_siblings_of_one_new_prompt_cost_one_prefill() -> None:
     assert len({tuple(sibling.output) for sibling in siblings}) == 1  # the answer does not depend on a cache hit
 
 
-def test_siblings_share_blocks_while_they_run() -> None:
-    rig = Rig()
-    requests = [rig.add(request_id, range(10)) for request_id in range(3)]
-    rig.step()
-    rig.step()
-    assert [request.block_table[:2] for request in requests] == [[1, 2]] * 3
-    assert rig.cache.pool.blocks[1].ref_count == 3
-    assert len({request.block_table[2] for request in requests}) == 3
-
-
 def test_a_prefix_waiter_does_not_block_later_requests() -> None:
     rig = Rig(max_chunk_tokens=8)
     rig.add(1, range(30))
     rig.add(2, range(30))
     rig.add(3, range(500, 504))
     assert shape(rig.step()) == [(1, 0, 8), (3, 0, 4)]
-
-
-def test_a_prefix_waiter_starts_when_the_owner_is_cancelled() -> None:
-    rig = Rig(max_chunk_tokens=8)
-    rig.add(1, range(30))
-    rig.add(2, range(30))
-    rig.step()
-    rig.scheduler.cancel(1)
-    assert shape(rig.step()) == [(2, 8, 8)]  # reuses the blocks that the owner computed
 
 
 def test_high_does_not_wait_for_the_prefix_of_low() -> None:
@@ -221,20 +151,6 @@ def test_high_does_not_wait_for_the_prefix_of_low() -> None:
     assert shape(rig.step()) == [(2, 8, 8), (1, 8, 8)]  # both compute the same blocks: twins
     rig.run()
     assert rig.cache.stats().num_twins > 0
-
-
-def test_n_samples_share_the_prompt_and_have_different_outputs() -> None:
-    rig = Rig()
-    first = rig.add(1, range(10), max_tokens=6)
-    samples = [first, first.sibling(2, 1), first.sibling(3, 2)]
-    for sibling in samples[1:]:
-        rig.scheduler.add(sibling, 0)
-    computed = rig.step().num_tokens + rig.step().num_tokens
-    assert computed == 10 + 1 + 2 * 1  # the prompt once; then a decode, and one token for each sibling
-    rig.run()
-    assert len({tuple(sample.output) for sample in samples}) == 3
-    for sample in samples:
-        assert sample.output == run_alone(range(10), sample.sampling, 6, block_size=4, vocab_size=1000)
 
 
 def test_n_samples_wait_for_a_chunked_prompt() -> None:
@@ -255,31 +171,6 @@ def test_prompt_logprobs_are_computed_in_full_even_for_a_sibling() -> None:
     rig.step()
     rig.scheduler.add(first.sibling(2, 1), 0)
     assert shape(rig.step()) == [(1, 10, 1), (2, 0, 10)]
-
-
-def test_explain_reports_off_for_a_request_that_skips_the_cache() -> None:
-    rig = Rig()
-    rig.add(1, range(10))
-    rig.run()
-    probe = Request(9, range(10), SamplingParams(prompt_logprobs=0))
-    assert rig.scheduler.explain(probe).reason is StopReason.OFF
-    assert rig.scheduler.explain(Request(9, range(10))).reason is StopReason.COMPLETE
-
-
-def test_a_branch_continues_a_running_request_with_one_copy() -> None:
-    rig = Rig()
-    parent = rig.add(1, range(6), max_tokens=20)
-    for _ in range(4):
-        rig.step()
-    branch = parent.branch(2, SamplingParams(seed=5, max_tokens=4))
-    known = [*branch.tokens]
-    rig.scheduler.add(branch, 0)
-    plan = rig.step()
-    (piece,) = [piece for piece in plan.slices if piece.request_id == 2]
-    assert (piece.start, piece.length) == (9, 1)
-    assert len(plan.copies) == 1
-    rig.run()
-    assert branch.output == run_alone(known, branch.sampling, 4, block_size=4, vocab_size=1000)
 
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:
@@ -309,33 +200,6 @@ def test_explain_sees_prefixes_in_flight_and_changes_nothing() -> None:
 # Memory or batch rows run out
 
 
-def test_the_least_urgent_request_is_preempted_and_its_output_is_unchanged() -> None:
-    rig = Rig(num_blocks=7, max_num_seqs=2)  # 6 blocks
-    first = rig.add(1, range(8), max_tokens=12)
-    second = rig.add(2, range(100, 108), max_tokens=12)
-    rig.run()
-    victims = [event.request_id for event in rig.happened(Preempted)]
-    assert victims
-    assert set(victims) == {2}
-    for request, prompt in ((first, range(8)), (second, range(100, 108))):
-        assert request.output == run_alone(prompt, request.sampling, 12, block_size=4, vocab_size=1000)
-    streamed = [token for update in rig.updates if update.request_id == 2 for token in update.tokens]
-    assert streamed == second.output  # each token was streamed once
-
-
-def test_a_resumed_request_finds_its_own_blocks_again() -> None:
-    rig = Rig(num_blocks=30, max_num_seqs=1)
-    low = rig.add(1, range(20), priority=Priority.LOW)
-    rig.step()
-    rig.step()
-    rig.add(2, range(100, 104), priority=Priority.HIGH, max_tokens=1)
-    rig.step()
-    assert low.num_preemptions == 1
-    plan = rig.step()
-    assert shape(plan) == [(1, 21, 1)]  # 21 tokens are still cached; the last token is computed
-    assert rig.happened(Admitted)[-1].is_resumed
-
-
 def test_waiting_high_preempts_running_low_for_a_batch_row_and_for_blocks() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=2)  # 8 blocks
     rig.add(1, range(16), priority=Priority.LOW, max_tokens=30)
@@ -343,25 +207,6 @@ def test_waiting_high_preempts_running_low_for_a_batch_row_and_for_blocks() -> N
     rig.add(2, range(100, 124), priority=Priority.HIGH, max_tokens=2)  # needs 6 blocks, 4 are free
     assert shape(rig.step()) == [(2, 0, 24)]
     assert rig.happened(Preempted) == [Preempted(1, Priority.LOW, by_request_id=2, num_computed=16)]
-
-
-def test_a_waiting_request_does_not_preempt_its_own_tier() -> None:
-    rig = Rig(num_blocks=9, max_num_seqs=1)
-    rig.add(1, range(16), max_tokens=4)
-    rig.step()
-    rig.add(2, range(100, 104))
-    rig.step()
-    assert rig.happened(Preempted) == []
-
-
-def test_low_is_not_preempted_if_that_would_not_free_enough() -> None:
-    rig = Rig(num_blocks=9, max_num_seqs=3)
-    rig.add(1, range(16), priority=Priority.HIGH, max_tokens=4)
-    rig.add(2, range(100, 104), priority=Priority.LOW, max_tokens=4)
-    rig.step()
-    rig.add(3, range(200, 224), priority=Priority.HIGH)  # needs 6 blocks; request 1 keeps 5 of 8
-    rig.step()
-    assert rig.happened(Preempted) == []
 
 
 def test_later_requests_do_not_overtake_a_head_that_does_not_fit() -> None:
@@ -398,18 +243,6 @@ def test_a_step_that_preempted_admits_only_requests_that_may_preempt_the_victims
     rig.add(4, range(200, 244), priority=Priority.HIGH, max_tokens=20)  # preempts both
     assert shape(rig.step()) == [(4, 0, 44)]  # 3 is next and would fit, but it may not preempt the victims
     assert [event.request_id for event in rig.happened(Preempted)] == [2, 1]
-
-
-def test_later_requests_of_a_tier_do_not_overtake_a_preempted_one() -> None:
-    rig = Rig(max_num_seqs=1)
-    low = rig.add(1, range(8), priority=Priority.LOW, max_tokens=20)
-    rig.step()
-    rig.now_ns += 100 * NS
-    rig.add(2, range(50, 58), priority=Priority.LOW, max_tokens=20)
-    rig.add(3, range(90, 98), priority=Priority.HIGH, max_tokens=1)
-    rig.step()
-    assert low.num_preemptions == 1
-    assert shape(rig.step())[0][0] == 1
 
 
 def test_a_batch_row_is_left_for_a_prefix_waiter() -> None:
@@ -549,16 +382,6 @@ def test_pins_are_dropped_before_requests_are_preempted() -> None:
     assert rig.happened(Preempted) == []
 
 
-def test_pins_alone_never_block_a_request() -> None:
-    rig = Rig(num_blocks=9, max_num_seqs=2)
-    rig.add(1, range(16), max_tokens=1)
-    rig.run()
-    rig.cache.pin("system", list(range(16)), "", expires_ns=10**18)
-    rig.add(2, range(100, 125), max_tokens=1)
-    rig.run()
-    assert rig.happened(PinYielded) == [PinYielded("system", (1, 2, 3, 4), by_request_id=2)]
-
-
 # End of requests
 
 
@@ -570,22 +393,6 @@ def test_a_prompt_that_cannot_fit_is_refused() -> None:
     rig.run()
     assert longest.finish_reason is FinishReason.LENGTH
     assert len(longest.tokens) == 16
-
-
-def test_without_max_tokens_generation_continues_to_the_end_of_the_context() -> None:
-    rig = Rig(num_blocks=5)
-    request = rig.add(1, range(3), max_tokens=None)
-    rig.run()
-    assert (len(request.tokens), request.finish_reason) == (16, FinishReason.LENGTH)
-
-
-def test_a_full_queue_refuses_new_requests_and_keeps_the_others() -> None:
-    rig = Rig(max_waiting=1)
-    rig.add(1, range(3))
-    with pytest.raises(QueueFull):
-        rig.add(2, range(3))
-    rig.run()
-    assert rig.add(2, range(3)).state is RequestState.WAITING
 
 
 def test_an_id_in_use_is_refused() -> None:
@@ -608,19 +415,6 @@ def test_a_late_result_is_not_given_to_a_new_request_with_an_old_id() -> None:
     check_scheduler(rig.scheduler)
     rig.run()
     assert again.output == run_alone(range(50, 60), again.sampling, 3, block_size=4, vocab_size=1000)
-
-
-def test_cancel_frees_the_blocks_of_waiting_and_running_requests() -> None:
-    rig = Rig(max_num_seqs=1)
-    rig.add(1, range(10))
-    rig.add(2, range(50, 60))
-    rig.launch()
-    assert rig.cache.pool.num_free < rig.cache.pool.num_usable
-    assert rig.scheduler.cancel(1)
-    assert rig.scheduler.cancel(2)
-    assert rig.cache.pool.num_free == rig.cache.pool.num_usable
-    assert not rig.scheduler.cancel(1)
-    assert [event.reason for event in rig.happened(Finished)] == [FinishReason.CANCELLED] * 2
 
 
 def test_finish_truncates_the_output_at_a_stop_string() -> None:

@@ -45,18 +45,6 @@ def test_full_blocks_are_published_in_order_and_tails_never() -> None:
     assert len(changes) == 2  # found in the cache, with a partial tail
 
 
-def test_a_tail_that_becomes_full_is_published_then() -> None:
-    cache, changes = watched()
-    request = Request(1, range(7))
-    compute(cache, request)
-    assert published(changes) == [pack_tokens(range(4))]
-    cache.release(request)
-    longer = Request(2, range(9))
-    assert cache.match(longer).is_adoptable
-    compute(cache, longer)
-    assert published(changes) == [pack_tokens(range(4)), pack_tokens(range(4, 8))]
-
-
 def test_content_is_published_with_its_first_block_and_removed_with_its_last() -> None:
     cache, changes = watched()
     requests = [Request(number, range(5)) for number in (1, 2, 3)]

@@ -8,7 +8,7 @@ from quire.core.policy import Aging
 from quire.core.queues import ArrivalLane, WaitingQueue
 from quire.core.request import Request
 from quire.core.values import Priority
-from quire.errors import InvalidRequest, QueueFull
+from quire.errors import QueueFull
 from tests.core.helpers import NS, make_request
 
 
@@ -84,11 +84,6 @@ def test_the_limit_applies_to_arrivals_only() -> None:
     assert queue.num_tokens == 6
 
 
-def test_a_limit_of_zero_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="max_requests = 0"):
-        WaitingQueue(Aging().make_lane, max_requests=0)
-
-
 def test_load_waiters_wait_in_groups() -> None:
     queue = WaitingQueue(Aging(patience_s=2).make_lane, max_requests=10)
     first, second, third = (make_request(number, 3) for number in range(3))
@@ -114,15 +109,3 @@ def test_load_waiters_wait_in_groups() -> None:
     queue.remove(second)
     assert queue.unpark_load(8) == []
     assert (len(queue.load_waiters), queue.num_prefix_waiters(second)) == (0, 0)
-
-
-def test_load_waiters_are_counted_for_their_tier_and_tenant() -> None:
-    queue = WaitingQueue(Aging(patience_s=2).make_lane, max_requests=10)
-    ours, theirs, low = (make_request(number, 1) for number in range(3))
-    theirs.tenant, low.priority = "another", Priority.LOW
-    for request in (ours, theirs, low):
-        queue.push(request)
-        queue.park_for_load(request, load_id=1)
-    assert [queue.num_prefix_waiters(request) for request in (ours, theirs, low)] == [1, 1, 1]
-    queue.unpark_load(1)
-    assert [queue.num_prefix_waiters(request) for request in (ours, theirs, low)] == [0, 0, 0]

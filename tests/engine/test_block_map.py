@@ -98,25 +98,6 @@ def update_all(block_map: BlockMap, max_blocks: int) -> int:
     return num_updates
 
 
-def test_free_blocks_that_lose_their_content_are_updated() -> None:
-    """New content of a request supersedes equal content of free blocks: a twin and a shorter tail."""
-    cache = KVCacheManager(17, 4)
-    short, longer = make_request(1, 6), make_request(2, 7)
-    block_map = BlockMap(cache, 100)
-    for request in (short, longer):
-        cache.grow(request, len(request.tokens))
-        request.num_computed = request.num_planned = len(request.tokens)
-    cache.publish(short)
-    cache.release(short)
-    update_all(block_map, 100)
-    assert block_map.totals == (12, 2, 2, 0, 0)
-    cache.publish(longer)
-    cache.publish_tail(longer)
-    update_all(block_map, 100)
-    assert block_map.totals == (14, 0, 2, 0, 0)
-    assert expand(block_map) == cells(counted(cache, [longer.block_table]), 1)
-
-
 def test_runs_are_short_and_in_order() -> None:
     cache = KVCacheManager(17, 4)
     first, second = make_request(1, 20), make_request(2, 20)

@@ -21,7 +21,7 @@ from quire.engine import engine as engine_module
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
 from quire.engine.params import PinPrefix
-from quire.errors import ContextTooLong, InvalidRequest
+from quire.errors import InvalidRequest
 
 CAPACITY = Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50)
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -275,15 +275,6 @@ def test_a_runner_that_keeps_failing_ends_the_engine() -> None:
     assert engine.step()[0].finish_reason is FinishReason.ERROR
 
 
-def test_a_finish_that_is_refused_changes_nothing() -> None:
-    engine = make(FakeRunner(replace(CAPACITY, has_overlap=False)))
-    engine.add(1, [1, 2, 3], GREEDY)
-    engine.step()
-    with pytest.raises(InvalidRequest, match="num_output_tokens = 5 is not from 0 to 1"):
-        engine.finish(1, 5)
-    assert tokens(drain(engine)[1]) == alone([1, 2, 3])[1:]
-
-
 @pytest.mark.parametrize(
     ("prompt", "sampling", "problem"),
     [
@@ -314,40 +305,6 @@ def test_the_tokens_of_a_packed_prompt_are_not_checked_again(monkeypatch: pytest
         engine.add(1, outside, GREEDY)
     engine.add(1, packed, GREEDY)
     assert engine.has_work
-
-
-def test_a_prompt_that_is_too_long_is_refused_with_the_numbers() -> None:
-    engine = make(FakeRunner(CAPACITY))
-    with pytest.raises(ContextTooLong, match="100 tokens"):
-        engine.add(1, [1] * 100, GREEDY)
-
-
-def test_cancel_and_finish_end_the_outputs() -> None:
-    engine = make(FakeRunner(CAPACITY))
-    for request_id in (1, 2, 3):
-        engine.add(request_id, [request_id] * 6, GREEDY)
-    for _ in range(4):
-        engine.step()
-    assert engine.cancel(1)
-    assert engine.finish(2, 2)
-    assert not engine.cancel(1)
-    outputs = drain(engine)
-    assert set(outputs) == {3}
-    assert engine.scheduler.cache.stats().num_in_use == 0
-
-
-def test_samples_share_their_prompt() -> None:
-    engine = make(FakeRunner(CAPACITY))
-    computed: list[int] = []
-    engine.on_plan = lambda plan: computed.append(plan.num_tokens)
-    prompt = list(range(1, 22))
-    engine.add(1, prompt, SamplingParams(seed=3, max_tokens=4))
-    for index in (1, 2):
-        engine.add(1 + index, prompt, SamplingParams(seed=3, sample_index=index, max_tokens=4), parent_id=1)
-    outputs = drain(engine)
-    assert len({tuple(tokens(outputs[i])) for i in (1, 2, 3)}) == 3
-    assert sum(computed) < 2 * len(prompt)
-    assert outputs[2][0].num_cached_tokens == len(prompt) - 1
 
 
 @pytest.mark.parametrize("has_overlap", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import msgspec
@@ -155,51 +154,6 @@ def test_no_tier_announces_salted_orphaned_or_partial_content() -> None:
         queue.removed(level, [block.key for block in chain(3, root=SALTED)])
     assert queue.pop(1.0) is None
     assert len(queue) == 0
-
-
-def test_any_order_of_tier_changes_can_be_applied_by_a_router() -> None:
-    random = Random(7)
-    queue, router = started(), Router(SIZE)
-    public = [block for first in (0, 100, 200) for block in chain(6, first=first)]
-    salted = chain(6, root=SALTED)
-    held: dict[Level, set[int]] = {level: set() for level in Level}
-    for _ in range(3000):
-        level, block = random.choice(list(Level)), random.choice(public + salted)
-        known = {one for names in held.values() for one in names}
-        if random.random() < 0.6:
-            queue.stored(level, *block)
-            parent = int.from_bytes(block.parent_key[:8], "big")
-            if block not in salted and (block.parent_key == ROOT or parent in known or name(block) in known):
-                held[level].add(name(block))
-        else:
-            queue.removed(level, [block.key])
-            held[level].discard(name(block))
-        if random.random() < 0.01:
-            queue.take(Cleared())
-            held[Level.DEVICE].clear()
-        if random.random() < 0.2 and (payload := queue.pop(1.0)) is not None:
-            # An orphan keeps its place in a level while its parent is in none, as files on disk do.
-            _apply(router, payload)
-            assert {"GPU": held[Level.DEVICE], "CPU": held[Level.HOST], "STORAGE": held[Level.DISK]} == {
-                medium: set(router.media.get(medium, ())) for medium in ("GPU", "CPU", "STORAGE")
-            }
-    assert router.num_stored > 500
-
-
-def _apply(router: Router, payload: bytes) -> None:
-    """Apply a batch without the check for parents."""
-    for event in vllm.decode(payload).events:
-        match event:
-            case vllm.BlockStored(block_hashes=names, medium=medium):
-                assert medium is not None
-                known = router.media.setdefault(medium, {})
-                assert known.keys().isdisjoint(names), "stored twice"
-                known.update({one: (None, ()) for one in names if isinstance(one, int)})
-                router.num_stored += len(names)
-            case vllm.BlockRemoved():
-                router._remove(event)
-            case vllm.AllBlocksCleared():
-                router.media.clear()
 
 
 # Settings

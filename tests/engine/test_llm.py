@@ -64,16 +64,6 @@ def test_more_prompts_than_the_queue_can_hold(llm: LLM) -> None:
     assert all(len(output.completions) == 2 for output in outputs)
 
 
-def test_seeded_answers_do_not_depend_on_batching(llm: LLM) -> None:
-    params = GenerationParams(temperature=1.5, seed=42, n=3, max_tokens=12, ignore_eos=True)
-    (alone,) = llm.generate("The quick", params)
-    crowd = llm.generate([f"dog {i}" for i in range(9)] + ["The quick"], params)
-    assert [one.text for one in crowd[-1].completions] == [one.text for one in alone.completions]
-    assert len({one.text for one in alone.completions}) == 3
-    (other,) = llm.generate("The quick", GenerationParams(temperature=1.5, seed=43, max_tokens=12, ignore_eos=True))
-    assert other.text != alone.text
-
-
 def test_chat_uses_the_template(llm: LLM) -> None:
     (plain,) = llm.chat("Hi <|im_end|>", SHORT)
     assert plain.prompt_token_ids.count(2) == 1  # the template's own; the one in the message is text
@@ -264,10 +254,3 @@ def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
         LLM(tiny_model, max_model_len=5000)
     with pytest.raises(ModelNotFound):
         LLM("no-such-model-anywhere")
-
-
-def test_a_budget_sizes_the_pool(tiny_model: Path) -> None:
-    bytes_per_block = 2 * 2 * 2 * 16 * 32 * 4  # keys and values, layers, heads, head size, tokens, fp32
-    with LLM(tiny_model, backend="torch", kv_memory=10 * bytes_per_block + 5, threads=1) as llm:
-        assert llm.engine.capacity.num_blocks == 10
-        assert llm.max_model_len == 9 * 32

@@ -314,19 +314,6 @@ def test_a_grammar_with_slow_masks_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert last.error == "grammar is too complex: its tokens take more than 20 ms to choose"
 
 
-def test_masks_of_many_rows_use_several_threads() -> None:
-    masking = GrammarMasks()
-    engine = make(num_blocks=100)
-    for number in range(1, 9):
-        engine.add(number, [1, number], SamplingParams(max_tokens=3))
-        masking.add(number, Toy(number, 9))
-    plan = engine.scheduler.schedule(0)
-    masks = masking.compute(plan)
-    assert sorted(masks.by_batch_index) == list(range(8))
-    assert not masks.failures
-    masking.close()
-
-
 def test_a_family_of_matchers_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.masks.usable_cores", lambda: 4)
     masking, engine = GrammarMasks(), make(num_blocks=100)

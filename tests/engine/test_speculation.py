@@ -82,18 +82,6 @@ def test_a_prediction_outside_the_vocabulary_is_refused() -> None:
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("has_overlap", [False, True])
-def test_repeated_text_is_guessed_beside_other_requests(has_overlap: bool) -> None:
-    """The fake's answers never repeat, so all guesses are wrong: every answer is as without them."""
-    engine = make(has_overlap=has_overlap)
-    prompts = [[number, *range(20), *range(20), *range(10)] for number in range(4)]
-    for number, prompt in enumerate(prompts):
-        engine.add(number, prompt, SamplingParams(temperature=0, max_tokens=30))
-    tokens, _, _ = run(engine)
-    for number, prompt in enumerate(prompts):
-        assert tokens[number] == alone(prompt, 30)
-
-
 def test_every_call_plans_a_step_while_drafts_are_verified() -> None:
     """The call that collects a step with drafts also plans the next one, so that the device does not wait for it."""
     engine = make(has_overlap=True)
@@ -176,20 +164,6 @@ def test_text_that_repeats_nothing_is_looked_up_less_often(monkeypatch: pytest.M
     found = arrive([1, 2, 3, 4, 5, 6, 7])  # repeats the prompt: found a few tokens late
     assert any(found[3:])
     assert all(found[found.index(True) :])  # and then at every token
-
-
-def test_stop_tokens_and_limits_within_a_draft() -> None:
-    prompt = [3, 1, 4, 1, 5, 9]
-    expected = alone(prompt, 60)
-    stop = next(token for place, token in enumerate(expected) if place > 10 and token not in expected[:place])
-    engine = make(has_overlap=True)
-    prediction = PackedPrompt.of(expected)
-    sampling = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=(stop,))
-    engine.add(1, prompt, sampling, prediction=prediction)
-    engine.add(2, prompt, SamplingParams(temperature=0, max_tokens=9), prediction=prediction)
-    tokens, _, _ = run(engine)
-    assert tokens[1] == expected[: expected.index(stop) + 1]
-    assert tokens[2] == expected[:9]
 
 
 def test_requests_that_have_no_drafts() -> None:

@@ -142,17 +142,6 @@ def test_calls_in_the_wrong_order(runner: MlxRunner) -> None:
     run(runner, piece())
 
 
-def test_copies_are_whole_blocks_of_every_layer(runner: MlxRunner) -> None:
-    run(runner, piece(), piece(batch_index=1, block_table=[3], tokens=[9, 8, 7, 6, 5]))
-    before = contents(runner.store)
-    mx.eval(runner.store.copy((BlockCopy(1, 7), BlockCopy(3, NUM_BLOCKS - 1))))
-    for now, then in zip(contents(runner.store), before, strict=True):
-        assert np.array_equal(now[7], then[1])
-        assert np.array_equal(now[NUM_BLOCKS - 1], then[3])
-        others = [number for number in range(NUM_BLOCKS) if number not in (7, NUM_BLOCKS - 1)]
-        assert np.array_equal(now[others], then[others])
-
-
 def test_a_step_writes_only_its_own_positions(runner: MlxRunner) -> None:
     before = contents(runner.store)
     run(runner, piece(start=30, block_table=[4, 9]))

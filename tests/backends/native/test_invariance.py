@@ -112,58 +112,6 @@ def test_in_chunks(rig: Rig, alone: list[Answer], chunk: int, overlap: bool) -> 
         assert len(answers[request_id].prompt_rows) == len(expected.prompt_rows)
 
 
-def test_after_a_prefix_hit(rig: Rig, alone: list[Answer]) -> None:
-    rig.reset(max_chunk_tokens=13)
-    for is_second in (False, True):
-        for prompt, expected in zip(PROMPTS, alone, strict=True):
-            answer = rig.answer(prompt, NUM_TOKENS)
-            assert answer.num_cached_tokens == (len(prompt) - 1 if is_second else 0)
-            check_same(answer, expected)
-
-
-def test_with_the_prefix_of_another_request(rig: Rig, alone: list[Answer]) -> None:
-    """Full blocks and, by a copy, the tail of a prompt that continues differently."""
-    for length in (32, 40, 64, 69):
-        rig.reset()
-        rig.answer([*PROMPTS[0][:length], 7, 8, 9], 3)
-        answer = rig.answer(PROMPTS[0], NUM_TOKENS)
-        assert answer.num_cached_tokens == length
-        check_same(answer, alone[0])
-
-
-def test_forked(rig: Rig) -> None:
-    samples = []
-    for index in range(3):
-        rig.reset(enable_prefix_caching=False)
-        samples.append(rig.answer(PROMPTS[0], NUM_TOKENS, temperature=1.0, seed=5, sample_index=index))
-    assert len({tuple(sample.tokens) for sample in samples}) == 3
-    rig.reset()
-    first = rig.start(PROMPTS[0], NUM_TOKENS, temperature=1.0, seed=5)
-    others = [
-        rig.start(PROMPTS[0], NUM_TOKENS, parent=first, temperature=1.0, seed=5, sample_index=index) for index in (1, 2)
-    ]
-    answers = rig.run(first, *others)
-    assert rig.num_copies == 2
-    for request_id, expected in zip((first, *others), samples, strict=True):
-        check_same(answers[request_id], expected)
-
-
-def test_preempted(rig: Rig) -> None:
-    prompts = [random_prompt(20 + i, 60) for i in range(4)]
-    expected = []
-    for prompt in prompts:
-        rig.reset(enable_prefix_caching=False)
-        expected.append(rig.answer(prompt, 45))
-    for is_caching in (True, False):
-        rig.reset(num_blocks=11, enable_prefix_caching=is_caching)  # four requests cannot all grow
-        ids = [rig.start(prompt, 45) for prompt in prompts]
-        requests = [rig.engine.scheduler.get(request_id) for request_id in ids]
-        answers = rig.run(*ids)
-        assert any(request is not None and request.num_preemptions for request in requests)
-        for request_id, one in zip(ids, expected, strict=True):
-            check_same(answers[request_id], one)
-
-
 def test_repeated_runs_on_two_threads(rig: Rig, alone: list[Answer]) -> None:
     """The first free thread takes the next piece of work: the order must not matter."""
     native(rig).use_threads(2)

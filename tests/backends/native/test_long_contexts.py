@@ -88,19 +88,6 @@ def test_one_sequence(long: tuple[Long, float], alone: list[Answer], num_threads
     check_same(rig.answer(PROMPTS[4], NUM_TOKENS, prompt_logprobs=160), alone[4])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 7])
-def test_in_a_batch(long: tuple[Long, float], alone: list[Answer], num_threads: int) -> None:
-    """A long sequence is divided beside short ones, and not beside others of its length."""
-    rig = long[0][1]
-    native(rig).use_threads(num_threads)
-    for chosen in ((0, 1), (0, 1, 2, 3, 4, 5, 6)):
-        rig.reset(max_chunk_tokens=80, max_num_batched_tokens=200)
-        ids = [rig.start(PROMPTS[index], NUM_TOKENS) for index in chosen]
-        answers = rig.run(*ids)
-        for request_id, index in zip(ids, chosen, strict=True):
-            check_same(answers[request_id], alone[index])
-
-
 @pytest.mark.parametrize("block_size", [4, 64, 256])
 def test_block_sizes(block_size: int, kernels: str, tmp_path: Path) -> None:
     """Pieces of many blocks and of one, with every variant of the kernels."""

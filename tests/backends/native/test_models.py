@@ -10,24 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.native.library import Engine, Floats
-from quire.backends.native.model import Batch, NativeModel, may_attend_in_halves
-from quire.backends.native.packing import pack_model
+from quire.backends.native.model import may_attend_in_halves
 from quire.backends.native.runner import NativeRunner
 from quire.weights.config import spec_from_config
-from quire.weights.opening import open_checkpoint
-from quire.weights.spec import Activation
-from quire.weights.tensors import expected_tensors
-from tests.backends.native.matrices import floats
-from tests.backends.native.references import RoundedReference, llama_name
+from tests.backends.native.references import RoundedReference
 from tests.backends.torch.families import FAMILIES
 from tests.backends.torch.rig import Answer, Rig
-from tests.weights.makers import config, write_folder
+from tests.weights.makers import config
 
 # Of log-probabilities, over three layers: inputs in 16 bits, and sometimes a key or value that rounds to the other fp16
 # neighbour. Measured over all families and shapes: 9e-4 at most, 1.8e-4 on average.
@@ -110,31 +103,8 @@ def test_attention_in_halves(in_halves: Pair, chunk: int) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_when_attention_may_be_in_halves(precision: str, has_bias: bool) -> None:
     """A bias can make keys so large that fp16 sums lose their differences."""
-    attention = replace(spec_from_config(HAND_CONFIG, {}, "m", "F32").attention, has_qkv_bias=has_bias)
+    attention = replace(spec_from_config(config(), {}, "m", "F32").attention, has_qkv_bias=has_bias)
     assert may_attend_in_halves(attention, precision) == (precision != "exact" and not has_bias)
-
-
-@pytest.mark.sweep("test")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_batch_of_all_lengths(pair: Pair, overlap: bool) -> None:
-    """Prompts in progress and decodes in one pass. With a step in flight, decodes continue from the runner's sample."""
-    reference, rig = pair
-    rig.reset(max_chunk_tokens=16, max_num_batched_tokens=40, overlap=overlap)
-    prompts = [random_prompt(10 + length, length) for length in (1, 2, 31, 32, 33, 64, 100, 5)]
-    ids = [rig.start(prompt, 6 + i) for i, prompt in enumerate(prompts)]
-    answers = rig.run(*ids)
-    for prompt, request_id in zip(prompts, ids, strict=True):
-        check(reference, prompt, answers[request_id])
-
-
-def test_prompt_logprobs(pair: Pair) -> None:
-    reference, rig = pair
-    rig.reset(max_chunk_tokens=16)
-    prompt = random_prompt(5, HEAD)
-    answer = rig.answer(prompt, 2, prompt_logprobs=160)
-    assert sorted(answer.prompt_rows) == list(range(1, HEAD))
-    found = torch.stack([answer.prompt_rows[position] for position in range(1, HEAD)])
-    check_rows(reference, found, reference.logprobs(prompt)[:-1])
 
 
 @pytest.mark.parametrize("precision", ROUNDED_BOUND)
@@ -199,91 +169,3 @@ def test_every_variant(kernels: str, tmp_path: Path) -> None:
 
 
 # Handmade weights, for which 8 bits hold every input: the rest of the error is the arithmetic between the products
-
-HANDS = 32  # values computed in one pass, each alone in its group of 32
-HAND_CONFIG = config(
-    hidden_size=2 * HANDS,
-    intermediate_size=HANDS * 32,
-    num_hidden_layers=1,
-    num_attention_heads=HANDS,
-    num_key_value_heads=HANDS,
-    head_dim=32,
-    rope_theta=1e12,  # the last pair of a head is almost not rotated
-    rms_norm_eps=1e-6,
-)
-HAND_SIZE = 127 / 128  # a number that packing preserves
-HAND_NORMED = HAND_SIZE / np.sqrt(HAND_SIZE**2 + 1e-6)
-HAND_BOUND = 1e-6
-
-
-def hand_made(folder: Path, activation: Activation, block_size: int, **weights: Floats) -> Floats:
-    """Return the last hidden state [E] of token 1 after token 0, with weights of zero except for these.
-
-    The embeddings are HAND_SIZE everywhere, but negative in one place of token 0.
-    """
-    arrays = {
-        llama_name(name): np.full(shape, float(len(shape) == 1), np.float32)
-        for name, shape in expected_tensors(spec_from_config(HAND_CONFIG, {}, "m", "F32")).items()
-    }
-    arrays["model.embed_tokens.weight"][:] = HAND_SIZE
-    arrays["model.embed_tokens.weight"][0, 0] = -HAND_SIZE
-    for name in arrays:
-        arrays[name] = weights.get(name.split(".")[-2], arrays[name])
-    checkpoint = open_checkpoint(write_folder(folder, HAND_CONFIG, arrays))
-    engine = Engine(1)
-    mlp = replace(checkpoint.spec.mlp, activation=activation)
-    spec = checkpoint.spec = replace(checkpoint.spec, layers=(replace(checkpoint.spec.layers[0], mlp=mlp),))
-    model = NativeModel(
-        spec, pack_model(checkpoint, 1), engine, num_blocks=4, block_size=block_size, max_model_len=8, precision="exact"
-    )
-    tokens, rows = np.array([0, 1], np.int32), np.array([0, 2], np.int32)
-    hidden: Floats = np.empty((2, spec.hidden_size), np.float32)
-    tables = np.array([[1, 2]], np.int32)
-    model.forward(Batch(tokens, tokens, rows, tables, ()), np.array([], np.int32), hidden)
-    engine.close()
-    checkpoint.close()
-    return hidden[1:]
-
-
-def check_hand(found: Floats, added: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> None:
-    """Compare after adding `added` to the first places of the residual stream and taking the norm."""
-    expected = np.full(2 * HANDS, HAND_SIZE)
-    expected[:HANDS] += added
-    expected /= np.sqrt((expected**2).mean() + 1e-6)
-    assert np.abs(found - expected).max() < HAND_BOUND * np.abs(expected).max()
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("activation", Activation)
-def test_activations_by_hand(activation: Activation, tmp_path: Path) -> None:
-    shape = (HANDS * 32, 2 * HANDS)
-    gate, up, down = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape[::-1], np.float32)
-    gate[::32, 1] = np.linspace(-7, 5, HANDS)
-    up[::32, 1] = 1
-    down[np.arange(HANDS), np.arange(HANDS) * 32] = 1
-    found = hand_made(tmp_path / "m", activation, 32, gate_proj=gate, up_proj=up, down_proj=down)
-    x = floats(gate).unpack()[::32, 1].astype(np.float64) * HAND_NORMED
-    other = floats(up).unpack()[::32, 1].astype(np.float64) * HAND_NORMED
-    sigmoid = x if activation is Activation.SILU else np.sqrt(8 / np.pi) * (x + 0.044715 * x**3)
-    if activation is Activation.CLAMPED_SWIGLU:
-        x, other = np.minimum(x, 7), np.clip(other, -7, 7) + 1
-        sigmoid = 1.702 * x
-    check_hand(found, x / (1 + np.exp(-sigmoid)) * other * floats(down).unpack()[0, 0])
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("block_size", [1, 32])
-def test_attention_by_hand(block_size: int, tmp_path: Path) -> None:
-    """Each head weighs a value of 0, of the first token, against one of 1: the weight is a sigmoid of the score."""
-    scores = np.linspace(-20, 20, HANDS).astype(np.float16)
-    shape = (HANDS * 32, 2 * HANDS)
-    q, k, v = (np.zeros(shape, np.float32) for _ in range(3))
-    o = np.zeros(shape[::-1], np.float32)
-    q[15::32, 1] = 127 / 64  # dimension 15 of a head is half of the last pair
-    k[15::32, 0] = k[15::32, 1] = scores / 2
-    v[::32, 0] = v[::32, 1] = 127 / 256
-    o[np.arange(HANDS), np.arange(HANDS) * 32] = 127 / 64
-    found = hand_made(tmp_path / "m", Activation.SILU, block_size, q_proj=q, k_proj=k, v_proj=v, o_proj=o)
-    keys = (floats(k).unpack()[15::32, :2].sum(1) * HAND_NORMED).astype(np.float16).astype(np.float64)
-    weights = 1 / (1 + np.exp(-keys * 127 / 64 * HAND_NORMED / np.sqrt(32)))
-    check_hand(found, weights * 127 / 128 * 127 / 64)

@@ -17,7 +17,7 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.spec import ModelSpec
 from tests.backends.native.matrices import KIND_OF_Q4_0, PANEL, Packed, coded, floats
-from tests.weights.makers import config, llama_arrays, set_scales, tiny_gguf, write_folder
+from tests.weights.makers import config, llama_arrays, set_scales, write_folder
 
 ROWS = (1, 7, 8, 9, 33)
 COLUMNS = (1, 31, 32, 33, 64, 100, 289)
@@ -253,22 +253,6 @@ def check_model(checkpoint: Checkpoint, packed: PackedModel, spec: ModelSpec) ->
         check_matrix(checkpoint, layer.down, f"{prefix}down_proj.weight")
         norm = to_float32(checkpoint.read(f"{prefix}input_norm.weight")) + np.float32(spec.norm_offset)
         assert read(layer.input_norm, spec.hidden_size) == norm.tolist()
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_gguf_file_of_mixed_types(tmp_path: Path, num_threads: int) -> None:
-    path = tmp_path / "m.gguf"
-    path.write_bytes(tiny_gguf())
-    checkpoint = open_checkpoint(path)
-    reports: list[tuple[int, int]] = []
-    packed = pack_model(checkpoint, num_threads, lambda *progress: reports.append(progress))
-    check_model(checkpoint, packed, checkpoint.spec)
-    kinds = [part.kind for part in packed.layers[0].qkv.parts[:3]]
-    assert kinds == [KIND_OF_Q4_0, KIND_OF_Q4_0, 1]  # Q4_0, Q4_0 and F16 side by side
-    assert len(reports) == len(checkpoint.tensors)
-    assert reports[-1][0] == reports[-1][1] == sum(info.num_bytes for info in checkpoint.tensors.values())
-    assert packed.num_bytes == sum(array.nbytes for array in packed.arrays)
-    checkpoint.close()
 
 
 def test_a_folder_of_bfloat16(tmp_path: Path) -> None:

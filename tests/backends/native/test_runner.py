@@ -22,10 +22,9 @@ from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.config import spec_from_config
 from quire.weights.opening import open_checkpoint
 from quire.weights.tensors import expected_tensors
-from tests.backends.native.matrices import same_bits
 from tests.backends.native.references import llama_name
 from tests.backends.native.test_invariance import check_same
-from tests.backends.plans import TOKENS, piece, plan, run
+from tests.backends.plans import piece, plan, run
 from tests.backends.torch.rig import Rig
 from tests.weights.makers import VOCAB, config, llama_arrays, write_folder
 
@@ -123,18 +122,6 @@ def test_after_close_nothing_reaches_c(model_path: Path) -> None:
 
 
 # Blocks
-
-
-def test_copies_are_whole_blocks_of_every_layer(runner: NativeRunner) -> None:
-    model = runner.model
-    blocks = model.memory.blocks[:-64].reshape(model.spec.num_layers, NUM_BLOCKS, -1)
-    blocks[:] = np.random.default_rng(0).integers(0, 256, blocks.shape, np.uint8)
-    before = blocks.copy()
-    model.copy_blocks((BlockCopy(1, 7), BlockCopy(3, NUM_BLOCKS - 1)))
-    assert np.array_equal(blocks[:, 7], before[:, 1])
-    assert np.array_equal(blocks[:, NUM_BLOCKS - 1], before[:, 3])
-    others = [number for number in range(NUM_BLOCKS) if number not in (7, NUM_BLOCKS - 1)]
-    assert np.array_equal(blocks[:, others], before[:, others])
 
 
 def test_only_values_that_are_not_finite_are_purged(runner: NativeRunner) -> None:
@@ -256,30 +243,11 @@ def test_nan_weights_never_produce_a_token(name: str, tmp_path: Path) -> None:
 # Threads
 
 
-@pytest.mark.parametrize("num_threads", [2, 3, 8, 300])
-def test_other_numbers_of_threads(runner: NativeRunner, num_threads: int) -> None:
-    """More threads than units of work, cores, or the library's limit: the same tokens, to the bit."""
-    batch = list(range(20))
-    expected = runner.model.logits(batch)
-    runner.use_threads(num_threads)
-    assert runner.facts().num_threads == min(num_threads, 256)
-    assert same_bits(runner.model.logits(batch), expected)
-    runner.use_threads(1)
-    assert same_bits(runner.model.logits(batch), expected)
-
-
 @pytest.mark.parametrize("num_threads", [0, -1])
 def test_invalid_thread_counts_are_refused(runner: NativeRunner, num_threads: int) -> None:
     with pytest.raises(InvalidRequest):
         runner.use_threads(num_threads)
     run(runner, piece())
-
-
-def test_the_thread_count_can_change_repeatedly(runner: NativeRunner) -> None:
-    expected = runner.model.logits(TOKENS)
-    for number in range(60):
-        runner.use_threads(1 + number % 3)
-        assert same_bits(runner.model.logits(TOKENS), expected)
 
 
 # Memory

@@ -250,18 +250,6 @@ def test_only_broken_and_blocked_rows_are_marked(sampler: NativeSampler) -> None
         assert found.tokens[index] == reference(before[index : index + 1], [rows[index]]).tokens[0]
 
 
-@pytest.mark.parametrize("place", [0, 130, 4095, 4096, 4099])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_broken_logit_is_found_wherever_a_mask_hides_it(sampler: NativeSampler, place: int, value: float) -> None:
-    logits = normal(Random(1), 2, 4100)
-    logits[1, place] = value
-    rows = [row(SamplingParams(temperature=0), [1, 2], batch_index=batch_index) for batch_index in range(2)]
-    only_five = bytes([1 << 5, *bytes(512)])
-    found = run(sampler, logits, rows, {0: only_five, 1: only_five})
-    assert (found.is_broken.tolist(), found.is_blocked.tolist()) == ([False, True], [False, False])
-    assert found.tokens[0] == 5
-
-
 def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSampler) -> None:
     """Also if the history is one token short because a step is in flight, and if batch indices are reused."""
     vocab_size = 300

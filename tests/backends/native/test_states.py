@@ -20,7 +20,7 @@ from quire.errors import InvariantViolation
 from tests.backends.native.matrices import same_bits
 from tests.backends.native.references import RoundedReference
 from tests.backends.native.test_invariance import check_same, random_prompt, run_requests
-from tests.backends.native.test_models import check, check_rows
+from tests.backends.native.test_models import check_rows
 from tests.backends.native.test_runner import open_runner
 from tests.backends.native.test_windows import logits
 from tests.backends.plans import piece, plan
@@ -186,17 +186,6 @@ def test_random_requests(name: str, seed: int, tmp_path: Path, monkeypatch: pyte
     for one, answer in found.values():
         rig.reset(enable_prefix_caching=False)
         check_same(answer, rig.answer(one.prompt, one.num_tokens, **one.sampling))
-    rig.engine.close()
-
-
-@pytest.mark.parametrize("name", STATE_FAMILIES)
-def test_a_prompt_is_found_again(name: str, tmp_path: Path) -> None:
-    reference = RoundedReference(name, tmp_path)
-    rig = Rig(tmp_path, backend="native", precision="exact")
-    first, second = rig.answer(PROMPTS[4], 8), rig.answer(PROMPTS[4], 8)
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, len(PROMPTS[4]) - 1)
-    check_same(second, first)
-    check(reference, PROMPTS[4], second)
     rig.engine.close()
 
 

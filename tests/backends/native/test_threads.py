@@ -12,7 +12,7 @@ import pytest
 
 from quire.backends import native
 from quire.backends.native.library import Engine
-from tests.backends.native.matrices import floats, project, same_bits
+from tests.backends.native.matrices import floats, project
 from tests.waiting import HANG_S, eventually
 
 SOURCES = Path(native.__file__).parent / "csrc"
@@ -64,17 +64,3 @@ def test_idle_threads_sleep() -> None:
         project(engine, [floats(np.ones((400, 64)))], np.ones((5, 64), np.float32), 0)
     eventually(is_asleep, "all threads sleep")
     engine.close()
-
-
-@pytest.mark.parametrize("num_threads", [2, 3, 7, 16])
-def test_products_have_the_same_bits_on_any_number_of_threads(num_threads: int) -> None:
-    rng = np.random.default_rng(num_threads)
-    part = floats(rng.normal(size=(333, 96)))
-    one, many = Engine(1), Engine(num_threads)
-    for num_rows in (1, 2, 5, 40):
-        x = rng.normal(size=(num_rows, 96)).astype(np.float32)
-        expected = project(one, [part], x, 52)
-        for _ in range(20):
-            assert same_bits(project(many, [part], x, 52), expected)
-    one.close()
-    many.close()

@@ -272,37 +272,6 @@ def test_prompt_logprobs_in_chunks(llama: Reference, monkeypatch: pytest.MonkeyP
     check(llama, prompt(20, 4), answers[other])
 
 
-def test_samples_of_one_prompt_are_forks(tmp_path: Path) -> None:
-    reference = small("llama", tmp_path)  # two layers: copies are made in all of them
-    rig = FusedRig(tmp_path)
-    rig.reset(overlap=True)
-    tokens = prompt(40, 4)  # the second block is not full: it is copied for each of the other samples
-    first = rig.start(tokens, 4, temperature=1.0, seed=7)
-    others = [rig.start(tokens, 4, parent=first, temperature=1.0, seed=7, sample_index=i) for i in (1, 2)]
-    answers = rig.run(first, *others)
-    assert rig.num_copies == 2
-    assert rig.num_computed < 2 * len(tokens)
-    assert len({tuple(answer.tokens) for answer in answers.values()}) == 3
-    for answer in answers.values():
-        check(reference, tokens, answer)
-
-
-def test_after_preemption(llama: Reference) -> None:
-    """Not all requests can grow: one gives up its batch index and blocks, which others reuse, and resumes later."""
-    judge, rig = Rig(llama.path, device="cpu"), FusedRig(llama.path, block_size=8, max_num_seqs=4)
-    prepare(rig)
-    rig.reset(overlap=True, num_blocks=6)
-    prompts = [prompt(7, 20 + number) for number in range(3)]
-    ids = [rig.start(tokens, 8, frequency_penalty=0.5) for tokens in prompts]
-    requests = [rig.engine.scheduler.get(request_id) for request_id in ids]
-    answers = rig.run(*ids)
-    assert any(request is not None and request.num_preemptions for request in requests)
-    for request_id, tokens in zip(ids, prompts, strict=True):
-        check(llama, tokens, answers[request_id])
-        assert answers[request_id].tokens == judge.answer(tokens, 8, frequency_penalty=0.5).tokens
-    judge.engine.close()
-
-
 def test_a_step_that_does_not_fit_runs_in_halves(llama: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = FusedRig(llama.path)
     whole = cuda.CudaRunner._pass

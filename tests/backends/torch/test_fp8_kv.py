@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
-from quire.backends.sampling import BROKEN
 from quire.backends.torch import attention_work, graphs
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import BlockCopy
 from quire.engine.composition import EngineConfig, make_engine
-from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.hf_architectures import write_model
@@ -160,37 +155,7 @@ def test_a_purge_removes_what_is_not_finite() -> None:
     assert float((context.keys[0, 0, 0] - 1).abs().max()) < 0.01
 
 
-@pytest.mark.nightly
-def test_a_failed_request_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A NaN in the cache fails its request, and not the next one, which gets the same blocks."""
-    small("llama", tmp_path)
-    tokens = [token for token in prompt(40) if token != 7]
-    for rig in (Rig(tmp_path, kv_cache_dtype="fp8", num_blocks=4), FusedRig(tmp_path, is_fp8=True, num_blocks=4)):
-        runner: Any = rig.engine.runner
-        expected = rig.answer(tokens, 2)
-        rig.reset()
-        assert isinstance(runner.model, DecoderModel)
-        with torch.inference_mode():
-            runner.model.embedding[7] = float("nan")
-        assert rig.answer([7, *tokens], 2).error == BROKEN
-        assert not any(bool(pool.isnan().any()) for pool in runner.store.scale_pools.values())
-        rig.reset()
-        assert distance(rig.answer(tokens, 2), expected) < BOUND
-
-
 # Settings
-
-
-def test_the_pool_holds_more_tokens(tmp_path: Path) -> None:
-    path = small("qwen3", tmp_path).path
-    sizes: dict[str, Any] = {"kv_memory": 1 << 20, "num_blocks": None}
-    plain, fp8 = Rig(path, **sizes), Rig(path, kv_cache_dtype="fp8", **sizes)
-    head_size = plain.engine.runner.model.spec.attention.head_size  # type: ignore[attr-defined]
-    ratio = fp8.engine.capacity.num_blocks / plain.engine.capacity.num_blocks
-    assert ratio == pytest.approx(4 * head_size / (head_size + 2), rel=0.03)  # fp32 on a CPU
-    assert fp8.engine.runner.facts().kv_bytes <= 1 << 20
-    assert (plain.engine.runner.facts().kv_dtype, fp8.engine.runner.facts().kv_dtype) == ("float32", "fp8")
-    assert fp8.engine.runner.facts().dtype == "float32, KV cache in fp8"
 
 
 def test_models_of_transformers_are_refused(tmp_path: Path) -> None:
@@ -198,26 +163,3 @@ def test_models_of_transformers_are_refused(tmp_path: Path) -> None:
     config = EngineConfig(backend="torch", device="cpu", num_blocks=20, kv_cache_dtype="fp8")
     with pytest.raises(InvalidRequest, match=r"kv_cache_dtype = 'fp8': \w+ runs through transformers"):
         make_engine(tmp_path, config)
-
-
-def test_a_cache_on_disk_is_not_read_in_another_type(tiny_model: Path, tmp_path: Path) -> None:
-    """A cache that was written in FP8 is read in FP8 only, and one in fp32 in fp32 only."""
-    given = GenerationParams(max_tokens=2, temperature=0.0)
-    tokens = [7 + number % 50 for number in range(200)]
-    num_cached = []
-    for kv_cache_dtype in ("fp8", "auto", "fp8", "auto"):
-        with LLM(
-            tiny_model,
-            backend="torch",
-            device="cpu",
-            num_blocks=40,
-            max_model_len=512,
-            disk_cache="16M",
-            cache_dir=str(tmp_path / "kv"),
-            kv_cache_dtype=kv_cache_dtype,
-        ) as llm:
-            assert llm.engine.scheduler.cache.levels is not None
-            llm.engine.scheduler.cache.levels.ns_per_token = 10**9  # so that every load pays
-            (output,) = llm.generate([tokens], given)
-            num_cached.append(output.usage.cached_tokens)
-    assert num_cached == [0, 0, 199, 199]

@@ -93,18 +93,6 @@ def test_only_new_table_entries_are_sent() -> None:
     assert not device.tables.host[[0, 1, 3]].any()
 
 
-def test_after_a_failure_everything_is_sent_again() -> None:
-    device = Device(BlockTables(3, 8, 4, CPU))
-    tables = [[1, 2], [3, 4, 5], [6]]
-    slices = [piece(batch_index, table, 4 * len(table) - 1) for batch_index, table in enumerate(tables)]
-    assert device.update(*slices) == [1, 2, 3, 4, 5, 6]
-    assert device.update(*slices) == []
-    device.tables.forget()
-    device.flat[:] = 0
-    assert device.update(*slices) == [1, 2, 3, 4, 5, 6]
-    assert device.update(*slices) == []
-
-
 def test_tables_follow_random_requests() -> None:
     rng = Random(2)
     device = Device(BlockTables(5, 20, 4, CPU))
@@ -127,34 +115,6 @@ def test_tables_follow_random_requests() -> None:
         device.update(piece(batch_index, table, lengths[batch_index] - count, count))
         num_blocks = -(-lengths[batch_index] // 4)
         assert device.tables.host[batch_index, :num_blocks].tolist() == table[:num_blocks]
-
-
-def test_only_entries_of_window_tables_within_the_window_are_sent() -> None:
-    """A window of 8 tokens in blocks of 4: a row at position 13 reads from position 6 on, in block 1."""
-    tables = BlockTables(3, 8, 4, CPU, window=8)
-    assert tables.device.shape == tables.window_device.shape == (3, 8)
-    flat = tables.whole.view(-1)
-
-    def update(*slices: SeqSlice) -> list[int]:
-        places, blocks = tables.update(slices)
-        flat[places] = torch.tensor(blocks, dtype=torch.int32)
-        return blocks
-
-    table = [1, 2, 3, 4]
-    window = [0, 12, 13, 14]
-    assert update(piece(1, table, 13)._replace(window_table=window)) == [1, 2, 3, 4, 12, 13, 14]
-    assert tables.window_device[1].tolist() == [0, 12, 13, 14, 0, 0, 0, 0]
-    assert not tables.window_device[[0, 2]].any()
-    window[1] = 0
-    table.append(5)
-    window.append(15)
-    assert update(piece(1, table, 15)._replace(window_table=window)) == []
-    assert update(piece(1, table, 16)._replace(window_table=window)) == [5, 15]
-    assert tables.window_device[1].tolist() == [0, 12, 13, 14, 15, 0, 0, 0]  # 12 is stale: not read again
-    other = [0, 0, 22, 23, 24]
-    assert update(piece(1, table, 17)._replace(window_table=other)) == [22, 23, 24]
-    tables.forget()
-    assert update(piece(1, table, 17)._replace(window_table=other)) == [1, 2, 3, 4, 5, 22, 23, 24]
 
 
 # Layouts

@@ -311,18 +311,6 @@ def test_matrices_of_files_keep_every_weight(kind: CodeType, group: tuple[int, i
     assert (len(stack), stack.itemsize, stack.format.has_zeros) == (3, 4, has_zeros)
 
 
-def test_some_matrices_of_a_stack_have_zeros() -> None:
-    """A file stores zeros for all; a matrix in which all are 8 is read as one without."""
-    matrices = [random_matrix(CodeType.INT4, (4, 64), (1, 32), has_zeros=seed == 1, seed=seed) for seed in range(3)]
-    plain = PackedFormat(CodeType.INT4, 1, 32)
-    assert [stack_format(matrix) for matrix in matrices] == [plain, replace(plain, has_zeros=True), plain]
-    stack = PackedStack.empty(3, 4, 64, plain, FP32, "cpu")
-    for expert, matrix in enumerate(matrices):
-        stack.set_rows(expert, 0, matrix)
-    assert stack.format.has_zeros
-    assert torch.equal(dense(stack), torch.stack([decoded(matrix) for matrix in matrices]))
-
-
 @pytest.mark.parametrize("order", list(permutations(("plain", "whole", "half"))))
 def test_zeros_of_a_stack_are_as_wide_as_the_widest(order: tuple[str, ...]) -> None:
     """The zeros of an expert may all be whole by chance."""

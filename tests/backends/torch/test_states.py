@@ -163,35 +163,6 @@ def test_snapshots_continue_as_if_the_prompt_had_ended_there(driven: tuple[Refer
     assert not any(pool.any() for pool in driver.state(0))
 
 
-def test_requests_of_a_step_keep_their_own_states(driven: tuple[Reference, Driver]) -> None:
-    """Decodes and prompts in one step, with a snapshot in one of them; states in place and to another slot."""
-    reference, driver = driven
-    prompts = [random_prompt(30 + i, 90) for i in range(4)]
-    expected = [reference.logprobs(prompt) for prompt in prompts]
-    ends = (40, 41, 70, 8)
-    places = [{"batch_index": i, "first_block": 1 + 8 * i} for i in range(4)]
-    rows = driver.run(*(piece(prompts[i], 0, ends[i], 0, 1 + i, **places[i]) for i in range(4)))
-    assert all(near(rows[i], expected[i][ends[i] - 1]) for i in range(4))
-    rows = driver.run(
-        piece(prompts[0], 40, 41, 1, 1, **places[0]),
-        piece(prompts[1], 41, 90, 2, 12, (42, 15), (64, 16), **places[1]),
-        piece(prompts[2], 70, 71, 3, 13, **places[2]),
-        piece(prompts[3], 8, 80, 4, 4, **places[3]),
-    )
-    assert near(rows[0], expected[0][40])
-    assert near(rows[1], expected[1][89])
-    assert near(rows[2], expected[2][70])
-    assert near(rows[3], expected[3][79])
-    rows = driver.run(
-        piece(prompts[0], 41, 42, 1, 11, **places[0]),
-        piece(prompts[1], 42, 43, 15, 20, **places[1]),
-        piece(prompts[1], 64, 65, 16, 21, batch_index=4, first_block=9),
-    )
-    assert near(rows[0], expected[0][41])
-    assert near(rows[1], expected[1][42])
-    assert near(rows[2], expected[1][64])
-
-
 def test_the_empty_state_is_never_written(driven: tuple[Reference, Driver]) -> None:
     _, driver = driven
     prompt = random_prompt(40, 20)

@@ -73,18 +73,6 @@ def test_a_long_prompt_is_attended_in_parts(make_runner: Make, monkeypatch: pyte
     run_both(make_runner, [random_tokens(140, 1)], [[(0, 130)], [(0, 1)]])
 
 
-def test_a_window_as_long_as_every_context_keeps_it_whole(make_runner: Make) -> None:
-    runner = make_runner(num_window_blocks=24, max_model_len=24)
-    assert (runner.store.windows, runner.capacity().window, runner.capacity().num_window_blocks) == ((), 0, 0)
-    assert runner.store.num_window_bytes == 0
-    tokens = [random_tokens(24, 3)]
-    whole, short = Driver(make_runner(), tokens), Driver(runner, tokens)
-    for step in ([(0, 20)], [(0, 1)]):
-        whole.step(*step)
-        short.step(*step)
-    assert difference(whole, short) == 0
-
-
 def test_the_size_of_both_pools(make_runner: Make) -> None:
     runner = make_runner(num_window_blocks=24)
     store, facts, capacity = runner.store, runner.facts(), runner.capacity()

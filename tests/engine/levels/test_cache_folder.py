@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,10 @@ from quire.core.step import MemoryKind
 from quire.engine.levels import cache_folder
 from quire.engine.levels.cache_folder import (
     SECRET_BYTES,
-    STALE_S,
     find_spaces,
     list_files,
     open_root,
     open_space,
-    remove_stale,
     root_secret,
     space_digest,
     space_folders,
@@ -155,18 +152,6 @@ def test_only_names_of_quire_are_listed(tmp_path: Path) -> None:
     assert list_files(tmp_path / "nothing") == ([], [], [], [])
 
 
-def test_stale_temporary_files_are_removed(tmp_path: Path) -> None:
-    space = open_space(tmp_path, "m", FACTS)
-    (space.path / "00").mkdir()
-    for name, age_s in ((".tmp-1-a", 0.0), (".tmp-1-b", STALE_S - 10), (".tmp-1-c", STALE_S + 10)):
-        path = space.path / "00" / name
-        path.write_text("")
-        os.utime(path, (path.stat().st_mtime - age_s,) * 2)
-    now_ns = (space.path / "00" / ".tmp-1-a").stat().st_mtime_ns
-    assert remove_stale(list_files(space.path).temporaries, now_ns) == 1
-    assert sorted(path.name for path in temporary_files(tmp_path)) == [".tmp-1-a", ".tmp-1-b"]
-
-
 # The secret
 
 
@@ -176,26 +161,6 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
     assert root_secret(tmp_path / "kv") == first
     assert root_secret(tmp_path / "other") != first
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["secret"]
-
-
-def test_threads_that_start_together_agree(tmp_path: Path) -> None:
-    for number in range(30):
-        barrier = threading.Barrier(8)
-        found: set[bytes] = set()
-
-        def ask(
-            root: Path = tmp_path / str(number), barrier: threading.Barrier = barrier, found: set[bytes] = found
-        ) -> None:
-            barrier.wait()
-            found.add(root_secret(root))
-
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 1
-        assert not temporary_files(tmp_path)
 
 
 def test_processes_that_start_together_agree(tmp_path: Path) -> None:

@@ -135,15 +135,6 @@ def test_a_clear_reaches_an_engine(engine: Engine, tmp_path: Path, model: tuple[
     assert 0 < len(all_files(folder)) == num_indexed(engine) == num_pieces(engine)[2]
 
 
-def test_a_clear_before_anything_is_saved(engine: Engine, tmp_path: Path) -> None:
-    """Content that is only in memory is dropped too."""
-    assert num_pieces(engine)[0] > 0
-    command("clear", "--yes", folder=tmp_path / "kv")
-    assert engine.save_cache(60)
-    assert num_pieces(engine) == [0, 0, 0]
-    assert all_files(tmp_path / "kv") == []
-
-
 def test_a_clear_of_an_empty_folder_does_not_ask(tmp_path: Path) -> None:
     engine = make(tmp_path / "kv", is_late=False, disk_files=100)
     client = Client(Random(3), CAPACITY)
@@ -166,20 +157,6 @@ def test_a_clear_of_another_model_changes_nothing(engine: Engine, tmp_path: Path
     assert num_pieces(engine) == before
 
 
-def test_a_clear_while_requests_run(engine: Engine, tmp_path: Path) -> None:
-    client = Client(Random(4), CAPACITY)
-    for _ in range(3):
-        client.send(engine)
-    client.step(engine)
-    command("clear", "--yes", folder=tmp_path / "kv")
-    generation = engine.transfers._generation if engine.transfers is not None else 0
-    client.step(engine)
-    assert engine.transfers is not None
-    assert engine.transfers._generation == generation + 1
-    client.finish(engine)  # the answers are right
-    check_scheduler(engine.scheduler)
-
-
 def test_old_files_that_are_deleted_are_forgotten(engine: Engine, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     assert engine.save_cache(60)
@@ -196,17 +173,6 @@ def test_old_files_that_are_deleted_are_forgotten(engine: Engine, tmp_path: Path
     now = num_pieces(engine)
     assert now[0] == before[0]
     assert now[2] == before[2] - 3 == len(all_files(folder)) == num_indexed(engine)
-
-
-def test_damaged_files_that_are_deleted_are_forgotten(engine: Engine, tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    assert engine.save_cache(60)
-    before = num_indexed(engine)
-    os.truncate(all_files(folder)[0].path, 20)
-    command("verify", "--delete", folder=folder)
-    while engine.follow_deletions() or engine.transfers is None or engine.transfers.has_work:
-        engine.idle()
-    assert num_indexed(engine) == len(all_files(folder)) == before - 1
 
 
 def test_a_worker_looks_before_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

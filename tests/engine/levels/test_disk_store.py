@@ -17,7 +17,7 @@ import pytest
 
 from quire.core.step import Content, MemoryKind
 from quire.engine.levels import block_file, disk_store
-from quire.engine.levels.block_file import DamagedBlock, Fault, file_bytes, write_block
+from quire.engine.levels.block_file import DamagedBlock, Fault, file_bytes
 from quire.engine.levels.cache_folder import STALE_S, list_files, root_secret, space_folders
 from quire.engine.levels.disk_store import PAUSE_S, RESCAN_S, WARN_AGAIN_S, DiskStore, Written
 from quire.errors import CacheFolderError, InvalidRequest
@@ -123,17 +123,6 @@ def test_remove_and_clear(tmp_path: Path) -> None:
     store.clear()
     assert (len(store.index), stored_numbers(tmp_path)) == (0, [])
     assert read_back(other, make_content(9))
-
-
-@pytest.mark.parametrize("umask", [0, 0o777])
-def test_files_and_folders_are_for_their_owner_only(tmp_path: Path, umask: int) -> None:
-    before = os.umask(umask)
-    try:
-        write_all(new_store(tmp_path / "kv"), [1, 2])
-    finally:
-        os.umask(before)
-    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
-        assert path.stat().st_mode & 0o7777 == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
@@ -276,15 +265,6 @@ def test_a_file_that_another_process_evicted(tmp_path: Path) -> None:
     assert write(store, 7) == Written(True, (make_content(2),))
 
 
-def test_content_that_is_gone_and_stored_again_is_not_reported(tmp_path: Path) -> None:
-    clock = Clock()
-    store = new_store(tmp_path, clock=clock)
-    write_all(store, [1, 2])
-    new_store(tmp_path).clear()
-    clock.now_s = RESCAN_S
-    assert write(store, 1) == Written(True, (make_content(2),))
-
-
 def test_changes_during_a_listing_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_store(tmp_path)
     write_all(store, [1, 2])
@@ -398,35 +378,6 @@ def test_threads(tmp_path: Path) -> None:
 # What the scan finds
 
 
-def test_the_scan_removes_what_nobody_can_use(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    write_all(store, range(8))
-    paths = [store.space.file(content.kind, content.key) for content in map(make_content, range(8))]
-    os.truncate(paths[0], 50)
-    Path(paths[1]).write_bytes(b"")
-    for number, version in ((2, 0), (3, 2)):
-        data = bytearray(Path(paths[number]).read_bytes())
-        data[8] = version
-        Path(paths[number]).write_bytes(data)
-    os.unlink(paths[4])
-    os.mkdir(paths[4])
-    os.unlink(paths[5])
-    os.symlink(paths[6], paths[5])
-    write_block(paths[6], bytes(32), make_content(6), make_payload(make_content(6)))
-    again = new_store(tmp_path)
-    assert numbers_of(list(again.scan())) == [7]
-    assert again.faults == {
-        Fault.TRUNCATED: 2,
-        Fault.OLDER_VERSION: 1,
-        Fault.NEWER_VERSION: 1,
-        Fault.NOT_A_FILE: 2,
-        Fault.SPACE: 1,
-    }
-    assert [os.path.lexists(path) for path in paths] == [False, False, False, True, True, False, False, True]
-    assert (len(again.index), again.index.num_bytes) == (2, 2 * FILE_BYTES)  # the newer one takes room
-    assert new_store(tmp_path).faults == {}
-
-
 def test_the_scan_removes_temporary_files_of_dead_processes(tmp_path: Path) -> None:
     store = new_store(tmp_path)
     write_all(store, [1])
@@ -438,33 +389,6 @@ def test_the_scan_removes_temporary_files_of_dead_processes(tmp_path: Path) -> N
             os.utime(path, (path.stat().st_mtime - STALE_S - 60,) * 2)
     assert numbers_of(list(store.scan())) == [1]
     assert temporary_files(tmp_path) == [folder / ".tmp-1-a"]
-
-
-def test_a_swapped_name_is_found_by_the_scan(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    write_all(store, [1, 2, 3])
-    first, second, _ = (store.space.file(one.kind, one.key) for one in map(make_content, (1, 2, 3)))
-    shutil.copy(first, second)
-    assert numbers_of(list(store.scan())) == [1, 3]
-    assert store.faults == {Fault.KEY: 1}
-    assert not os.path.exists(second)
-
-
-def test_a_damaged_file_is_removed_and_can_be_written_again(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    write_all(store, [1])
-    path = Path(all_files(tmp_path)[0].path)
-    data = bytearray(path.read_bytes())
-    data[-40] ^= 1
-    path.write_bytes(data)
-    assert numbers_of(list(store.scan())) == [1]  # the payload was not read
-    with pytest.raises(DamagedBlock):
-        read(store, make_content(1), new_buffer())
-    assert not path.exists()
-    assert store.faults == {Fault.DIGEST: 1}
-    assert len(store.index) == 0
-    write_all(store, [1])
-    assert read_back(store, make_content(1))
 
 
 def test_a_file_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,16 +463,6 @@ def test_a_directory_with_the_name_of_a_file_does_not_pause_writes(tmp_path: Pat
     write_all(store, [3])
     assert not temporary_files(tmp_path)
     assert os.path.isdir(f"{path}/inside")
-
-
-def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    content = make_content(2)
-    (store.space.path / content.key[:1].hex()).write_text("in the way")
-    result = write(store, 2)
-    assert not result.is_stored
-    assert isinstance(result.error, NotADirectoryError)
-    assert is_missing(store, 2)
 
 
 def test_folders_that_were_deleted_are_created_again(tmp_path: Path) -> None:

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import random
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +13,6 @@ import pytest
 from quire.core.levels.levels import LevelStats
 from quire.core.values import Level
 from quire.engine.engine import Engine
-from quire.engine.levels.block_file import DamagedBlock, Fault, check_block
 from quire.engine.levels.disk_store import DiskStore
 from quire.engine.model_text import ModelText
 from tests.engine.levels.contents import all_files
@@ -61,14 +57,6 @@ def stored(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Sto
     return Stored(folder, len(all_files(folder)), cases, answers)
 
 
-@pytest.fixture
-def copied(stored: Stored, tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "kv"
-    shutil.copytree(stored.folder, folder)
-    yield folder
-    shutil.rmtree(folder)  # pytest would keep it
-
-
 @pytest.mark.nightly
 def test_answers_after_a_restart(default_model: Path, stored: Stored) -> None:
     engine = open_engine(default_model, stored.folder, threads=1)
@@ -81,40 +69,6 @@ def test_answers_after_a_restart(default_model: Path, stored: Stored) -> None:
     assert outcome.num_from_disk > 1000
     assert outcome.share_from_disk == 1
     assert (stats.num_failed_loads, stats.num_failed_saves, faults) == (0, 0, {})
-
-
-def is_damaged(path: str) -> bool:
-    try:
-        check_block(path)
-    except DamagedBlock as damage:
-        return damage.fault is not Fault.MISSING
-    return False
-
-
-@pytest.mark.nightly
-def test_a_flipped_bit_in_every_file(default_model: Path, stored: Stored, copied: Path) -> None:
-    rng = random.Random(3)
-    files = all_files(copied)
-    for file in files:
-        data = bytearray(Path(file.path).read_bytes())
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        Path(file.path).write_bytes(data)
-    engine = open_engine(default_model, copied, threads=1)
-    store = store_of(engine)
-    num_in_headers = sum(store.faults.values())
-    assert disk_stats(engine).num_pieces == len(files) - num_in_headers
-    answers = answer_again(engine, stored.cases)
-    stats, faults = disk_stats(engine), store.faults
-    engine.close()
-    for answer, expected in zip(answers, stored.answers, strict=True):
-        assert answer.is_equal(expected)
-        assert answer.cache.num_loaded_tokens == 0
-    assert stats.num_loaded_tokens == 0
-    assert stats.num_failed_loads == sum(faults.values()) - num_in_headers > 0
-    num_found = sum(count for fault, count in faults.items() if fault is not Fault.MISSING)
-    num_unread = sum(is_damaged(file.path) for file in files)  # of answers that no prompt continues
-    assert num_found + num_unread == len(files)
-    assert num_unread < len(files) / 2
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -21,14 +21,12 @@ from quire.errors import CacheFolderError
 from tests.engine.levels.contents import all_files, make_content, temporary_files
 from tests.engine.levels.transfer_rig import (
     BOTH,
-    CAPACITY,
     DISK,
     HOST,
     PLENTY,
     TransferRig,
     loaded,
     lost,
-    payload_of,
     saved,
 )
 from tests.waiting import HANG_S, eventually
@@ -94,67 +92,6 @@ def test_an_export_has_the_content_from_before_the_step(make_rig: MakeRig) -> No
     assert rig.has(MemoryRef(MemoryKind.BLOCK, 5), 1)
 
 
-def test_one_load_from_both_tiers_ends_once(make_rig: MakeRig) -> None:
-    rig = make_rig(is_late=True)
-    rig.save([1, 2], HOST)
-    rig.save([3, 4], DISK)
-    rig.finish()
-    pieces = [(1, Level.HOST, 11), (2, Level.HOST, 12), (3, Level.DISK, 13), (4, Level.DISK, 14)]
-    rig.start(loads=[Load(7, block(n), level, MemoryRef(MemoryKind.BLOCK, at)) for n, level, at in pieces])
-    assert loaded(rig.finish()) == {7: frozenset()}
-    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, at), n) for n, _, at in pieces)
-    rig.check_buffers(num_stored=2)
-
-
-def test_host_memory_alone(make_rig: MakeRig) -> None:
-    rig = make_rig(None, host_counts=(2, 2, 2))
-    rig.save([1, 2, 3], HOST)
-    done = rig.finish()
-    assert saved(done, Level.HOST) == [block(1), block(2)]
-    assert saved(done, Level.HOST, is_saved=False) == [block(3)]  # all buffers are in use
-    rig.start(drops=[block(1)])
-    rig.save([3], HOST)
-    assert saved(rig.finish(), Level.HOST) == [block(3)]
-    rig.load(1, [2, 3], Level.HOST, [20, 30])
-    assert loaded(rig.finish()) == {1: frozenset()}
-    assert rig.has(MemoryRef(MemoryKind.BLOCK, 30), 3)
-    rig.load(2, [1, 2], Level.HOST, [21, 31])  # the first is not there any more
-    assert loaded(rig.finish()) == {2: {block(1)}}
-    rig.check_buffers(num_stored=2)
-
-
-def test_content_that_is_dropped_while_it_is_loaded(make_rig: MakeRig) -> None:
-    rig = make_rig(is_late=True, host_counts=(1, 1, 1))
-    rig.save([1], HOST)
-    rig.finish()
-    rig.load(1, [1], Level.HOST, [9])
-    rig.start(drops=[block(1)])
-    rig.save([2], HOST)  # its buffer is not free before the load has ended
-    done = rig.finish()
-    assert saved(done, Level.HOST, is_saved=False) == [block(2)]
-    assert loaded(done) == {1: frozenset()}
-    assert rig.has(MemoryRef(MemoryKind.BLOCK, 9), 1)
-    rig.check_buffers()
-
-
-def test_content_that_is_dropped_while_it_is_written(make_rig: MakeRig) -> None:
-    rig = make_rig(host_counts=(1, 1, 1))
-    assert rig.disk is not None
-    rig.disk.writes.close()
-    rig.save([1], BOTH)
-    assert saved(rig.poll(), Level.HOST) == [block(1)]
-    rig.disk.writes.wait_for(1)
-    rig.start(drops=[block(1)])
-    rig.save([2], HOST)
-    assert saved(rig.poll(), Level.HOST, is_saved=False) == [block(2)]
-    rig.disk.writes.open()
-    assert saved(rig.finish(), Level.DISK) == [block(1)]
-    rig.load(1, [1], Level.DISK, [9])
-    rig.finish()
-    assert rig.has(MemoryRef(MemoryKind.BLOCK, 9), 1)
-    rig.check_buffers()
-
-
 def test_the_store_reports_what_it_evicts(make_rig: MakeRig) -> None:
     rig = make_rig(max_bytes=2 * BLOCK_FILE_BYTES)
     for number in (1, 2, 3):
@@ -198,43 +135,6 @@ def test_a_damaged_file_fails_its_own_piece_only(
         f" {damaged}. It was deleted, and its content is computed again",
     ]
     rig.check_buffers()
-
-
-def test_the_folder_disappears(make_rig: MakeRig, tmp_path: Path) -> None:
-    rig = make_rig(has_host=False)
-    rig.save([1, 2], DISK)
-    rig.finish()
-    os.rename(tmp_path / "kv", tmp_path / "moved")
-    (tmp_path / "kv").write_text("in the way")  # else it would be created again
-    rig.load(1, [1, 2], Level.DISK, [11, 12])
-    rig.save([3], DISK)
-    done = rig.finish()
-    assert loaded(done) == {1: {block(1), block(2)}}
-    assert saved(done, Level.DISK, is_saved=False) == [block(3)]
-    rig.transfers.clear()
-    rig.check_buffers()
-
-
-@pytest.mark.parametrize("levels", [DISK, BOTH], ids=["disk", "both"])
-def test_a_full_disk(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, levels: tuple[Level, ...]) -> None:
-    rig = make_rig()
-    assert rig.disk is not None
-
-    tries: list[None] = []
-
-    def fail(*_: object) -> None:
-        tries.append(None)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "writev", fail)
-        rig.save([1, 2, 3], levels)
-        done = rig.finish()
-    assert len(tries) == 1, "the others were not tried"
-    assert saved(done, Level.DISK, is_saved=False) == [block(1), block(2), block(3)]
-    assert saved(done, Level.HOST) == ([block(1), block(2), block(3)] if Level.HOST in levels else [])
-    assert not temporary_files(rig.disk.space.path)
-    rig.check_buffers(num_stored=3 if Level.HOST in levels else 0)
 
 
 def test_threads_survive_any_exception(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
@@ -298,22 +198,6 @@ def test_memory_that_cannot_be_allocated(make_rig: MakeRig) -> None:
 # Few buffers, many loads
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_many_loads_wait_for_few_buffers(make_rig: MakeRig, is_late: bool) -> None:
-    rig = make_rig(has_host=False, read_counts=(2, 2, 2), is_late=is_late)
-    assert rig.disk is not None
-    rig.save(range(1, 41), DISK)
-    rig.finish()
-    done: list[Done] = []
-    for first in range(1, 41, 4):  # ten loads; the fake runner has 63 blocks, so they share targets in turn
-        rig.load(first, range(first, first + 4), Level.DISK, range(first, first + 4))
-    done += rig.finish()
-    assert loaded(done) == {first: frozenset() for first in range(1, 41, 4)}
-    assert all(rig.has(MemoryRef(MemoryKind.BLOCK, number), number) for number in range(1, 41))
-    assert rig.disk.reads.most_inside <= 2
-    rig.check_buffers()
-
-
 def test_reads_run_at_the_same_time(make_rig: MakeRig) -> None:
     rig = make_rig(has_host=False, num_readers=3)
     assert rig.disk is not None
@@ -326,17 +210,6 @@ def test_reads_run_at_the_same_time(make_rig: MakeRig) -> None:
     rig.disk.reads.open()
     assert loaded(rig.finish()) == {1: frozenset()}
     assert rig.disk.reads.most_inside == 3
-
-
-def test_more_saves_than_buffers(make_rig: MakeRig) -> None:
-    rig = make_rig(has_host=False, save_counts=(3, 3, 3))
-    assert rig.disk is not None
-    rig.disk.writes.close()
-    rig.save(range(1, 6), DISK)
-    assert saved(rig.poll(), Level.DISK, is_saved=False) == [block(4), block(5)]
-    rig.disk.writes.open()
-    assert saved(rig.finish(), Level.DISK) == [block(1), block(2), block(3)]
-    rig.check_buffers()
 
 
 def test_copies_beside_steps_are_paced(make_rig: MakeRig) -> None:
@@ -383,17 +256,6 @@ def test_early_pieces_are_paced_beside_steps(make_rig: MakeRig) -> None:
     assert rig.block_io.imports == [4]
 
 
-def test_an_early_piece_that_is_missing_fails_the_load(make_rig: MakeRig) -> None:
-    rig = make_rig(None)
-    rig.save([2], HOST)
-    rig.finish()
-    loads = [Load(1, block(n), Level.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in (1, 2)]
-    rig.transfers.start_early(loads[:1], is_busy=False)
-    assert loaded(rig.poll()) == {}
-    rig.start(loads=loads[1:])
-    assert loaded(rig.finish()) == {1: {block(1)}}
-
-
 def test_a_thread_reads_several_small_files_in_one_call(make_rig: MakeRig) -> None:
     rig = make_rig(has_host=False, num_readers=2)
     assert rig.disk is not None
@@ -427,20 +289,6 @@ def test_host_memory_is_written_to_disk(make_rig: MakeRig) -> None:
 
 
 # The cache is cleared
-
-
-def test_clear_while_content_is_exported(make_rig: MakeRig) -> None:
-    rig = make_rig(is_late=True)
-    assert rig.disk is not None
-    for levels in (HOST, DISK, BOTH):
-        rig.save([1, 2], levels)
-        assert rig.transfers.has_work
-        rig.transfers.clear()
-        assert rig.finish() == []
-        rig.check_buffers()
-    assert rig.disk.writes.num_arrived == 0
-    rig.load(1, [1], Level.HOST, [9])
-    assert loaded(rig.finish()) == {1: {block(1)}}
 
 
 @pytest.mark.parametrize("levels", [DISK, BOTH], ids=["disk", "both"])
@@ -477,34 +325,6 @@ def test_content_that_is_saved_again_after_a_clear_stays(make_rig: MakeRig, is_l
     assert saved(rig.finish(), Level.DISK) == [block(1)]
     rig.load(1, [1], Level.DISK, [9])
     assert loaded(rig.finish()) == {1: frozenset()}
-
-
-def test_clear_while_loads_wait_for_buffers(make_rig: MakeRig) -> None:
-    rig = make_rig(has_host=False, read_counts=(1, 1, 1))
-    assert rig.disk is not None
-    rig.save([1, 2, 3], DISK)
-    rig.finish()
-    rig.disk.reads.close()
-    rig.load(1, [1], Level.DISK, [11])
-    rig.load(2, [2, 3], Level.DISK, [12, 13])
-    rig.disk.reads.wait_for(1)
-    rig.transfers.clear()
-    rig.disk.reads.open()
-    assert loaded(rig.finish()) == {1: {block(1)}, 2: {block(2), block(3)}}
-    assert rig.disk.reads.num_arrived == 1
-    rig.check_buffers()
-
-
-def test_clear_keeps_the_ends_of_loads(make_rig: MakeRig) -> None:
-    """The scheduler waits for every load that it has started, also for those of before."""
-    rig = make_rig()
-    rig.save([1], HOST)
-    rig.finish()
-    rig.load(1, [1], Level.HOST, [9])
-    rig.save([2], HOST)
-    rig.transfers.clear()
-    assert [type(one) for one in rig.finish()] == [LoadDone]
-    rig.check_buffers()
 
 
 def test_clear_deletes_what_it_can(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -745,14 +565,3 @@ def test_random_transfers(make_rig: MakeRig, seed: int) -> None:
     assert not world.saving
     assert world.num_checked > 10
     rig.check_buffers(num_stored=len(world.stored[Level.HOST]))
-
-
-def test_the_words_of_a_block() -> None:
-    """The rig's own helper: the bytes on disk are those of the runner's memory."""
-    rig = TransferRig(None)
-    rig.fill(MemoryRef(MemoryKind.BLOCK, 3), 5)
-    buffer = memoryview(bytearray(rig.block_io.sizes.block))
-    rig.block_io.export([MemoryRef(MemoryKind.BLOCK, 3)], [buffer])
-    assert bytes(buffer) == payload_of(5)
-    assert CAPACITY.block_size * 8 == len(buffer)
-    rig.close()

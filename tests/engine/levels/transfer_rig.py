@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections import Counter
@@ -309,11 +308,6 @@ class TransferRig:
 
 def _words(number: int) -> list[int]:
     return [number * 100 + at for at in range(CAPACITY.block_size)]
-
-
-def payload_of(number: int) -> bytes:
-    """The bytes of a block that holds the words of a number."""
-    return struct.pack(f"<{CAPACITY.block_size}q", *_words(number))
 
 
 def saved(done: Iterable[Done], level: Level, *, is_saved: bool = True) -> list[Content]:
