@@ -22,7 +22,6 @@ from quire.errors import InvalidRequest
 from quire.text.grammar import Grammar, GrammarKind
 from quire.weights.hub import DEFAULT_MODEL
 from tests.cli.runs import LIMIT_S, EchoLLM, Terminal, quire
-from tests.tiny import write_tiny_model
 
 NO_SHAPE: dict[str, Any] = {"json_schema": None, "regex": None, "grammar": None}
 QUESTION = "What is the capital of Japan?"
@@ -41,21 +40,6 @@ def run(*arguments: str, stdin: str | bytes = "") -> Any:
 
 
 # With weights that are made up
-
-
-@pytest.mark.nightly
-def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
-    (folder / "model.safetensors").unlink()
-    options = ("--model", str(folder), "--kv-memory", "1M", "--max-tokens", "3", "--ignore-eos", "--json")
-    outcome = quire("generate", "Hi", *options, "--load-format", "dummy")
-    assert outcome.returncode == 0, outcome.stderr
-    assert json.loads(outcome.stdout)["usage"]["completion_tokens"] == 3
-    plain = quire("generate", "Hi", *options[:-1], "--load-format", "dummy")
-    assert (plain.returncode, plain.stderr) == (0, "stopped at --max-tokens 3: the answer is cut\n")
-    assert "holds neither model.safetensors nor" in quire("generate", "Hi", *options).stderr
-    refused = quire("generate", "Hi", *options, "--load-format", "gptq")
-    assert refused.stderr == "quire: --load-format = 'gptq' is not one of auto, dummy\n"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
-import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,13 +152,6 @@ def test_errors_are_per_line_and_the_others_run(client: OpenAI) -> None:
     assert by_id["bad-url"]["error"]["code"] == "mismatched_endpoint"
     assert by_id["stream"]["error"]["line"] == 7
     assert {(one.line, one.code) for one in batch.errors.data} >= {(1, "invalid_json_line"), (4, "mismatched_endpoint")}
-
-
-def test_a_custom_id_that_comes_twice_runs_once(client: OpenAI) -> None:
-    batch = finished(client, submit(client, line("same"), line("same", "Other")).id)
-    assert batch.request_counts.completed == 1
-    assert results(client, batch.output_file_id)["same"]["response"]["status_code"] == 200
-    assert results(client, batch.error_file_id)["same"]["error"]["code"] == "duplicate_custom_id"
 
 
 @pytest.mark.parametrize(("lines", "code"), [([""], "empty_file"), (["hello", "{"], "invalid_json_line")])
@@ -481,47 +472,6 @@ def test_a_batch_that_is_too_late_expires(tiny_model: Path, tmp_path: Path) -> N
         assert set(errors) == {"a", "b"}
 
 
-@pytest.mark.nightly
-def test_a_batch_that_stopped_while_its_results_were_moved_keeps_them(tiny_model: Path, tmp_path: Path) -> None:
-    """It has the ids of its results, and is not finished: a disk that was full, or a crash."""
-    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
-    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
-        batch = submit(client, line("a"), line("b"))
-        wanted = results(client, finished(client, batch.id).output_file_id)
-        assert set(wanted) == {"a", "b"}
-    facts = tmp_path / "state" / "batches" / f"{batch.id}.json"
-    text = facts.read_text()
-    for old, new in (
-        (f'"expires_at":{batch.expires_at}', '"expires_at":1000000000'),
-        ('"status":"completed"', '"status":"in_progress"'),
-        ('"ending":"completed"', '"ending":null'),  # as written by servers before that field
-    ):
-        assert old in text
-        text = text.replace(old, new)
-    facts.write_text(text)
-    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
-        found = finished(client, batch.id)
-        assert found.status == "expired"
-        assert results(client, found.output_file_id) == wanted
-
-
-@pytest.mark.nightly
-def test_a_batch_of_a_key_that_is_gone_fails(tiny_model: Path, tmp_path: Path) -> None:
-    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
-    with (
-        serving(str(tiny_model), *FAKE, *KEYS, env=env) as server,
-        client_of(server) as client,
-        paused(server.worker_pid),
-    ):
-        batch = submit(client, line("a"))
-        server.process.kill()
-        server.process.wait(HANG_S)
-    with serving(str(tiny_model), *FAKE, *KEYS[2:], env=env) as server, client_of(server, ADMIN) as admin:
-        found = finished(admin, batch.id)
-        assert found.status == "failed"
-        assert "no longer in use" in found.errors.data[0].message
-
-
 # Exceptions that nobody expects
 
 
@@ -542,28 +492,6 @@ def test_a_batch_whose_results_cannot_be_read_fails_when_it_expires(tiny_model: 
             found = finished(client, batch.id)
             check_failed(client, found)
             assert client.files.content(found.error_file_id).text.startswith("damaged")
-
-
-@pytest.mark.nightly
-def test_a_batch_whose_results_cannot_be_moved_fails_and_keeps_the_others(tiny_model: Path, tmp_path: Path) -> None:
-    """It is interrupted before its end, and then a folder is where its errors belong."""
-    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
-    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
-        batch = finished(client, submit(client, line("a"), line("b"), line("bad", temperature="hot")).id)
-        wanted = results(client, batch.output_file_id)
-    facts = tmp_path / "state" / "batches" / f"{batch.id}.json"
-    facts.write_text(facts.read_text().replace('"status":"completed"', '"status":"finalizing"'))
-    errors = tmp_path / "state" / "files" / f"{batch.error_file_id}.jsonl"
-    errors.replace(tmp_path / "state" / "batches" / f"{batch.id}.err.jsonl")
-    errors.mkdir()
-    (errors / "x").touch()
-    for _ in range(2):
-        with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
-            found = finished(client, batch.id)
-            check_failed(client, found)
-            assert found.error_file_id is None
-            assert results(client, found.output_file_id) == wanted
-            assert finished(client, submit(client, line("next")).id).status == "completed"
 
 
 def check_failed(client: OpenAI, batch: Any) -> None:
@@ -833,47 +761,6 @@ def test_two_servers_do_not_share_a_state_directory(tiny_model: Path, tmp_path: 
         assert str(tmp_path) not in answer.body.decode()
         other.wait_for("another server uses it")
         assert other.chat().status == 200
-
-
-@pytest.mark.nightly
-def test_a_server_without_state_says_so(tiny_model: Path, tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        blocked = tmp_path / "file"
-        blocked.write_text("")
-    else:
-        blocked = tmp_path
-        tmp_path.chmod(0o500)
-    for state, status in (("none", 404), (str(blocked / "state"), 503)):
-        with serving(str(tiny_model), *FAKE, env={"QUIRE_STATE_DIR": state}) as server:
-            answer = server.get("/v1/batches")
-            assert answer.status == status, answer
-            assert server.chat().status == 200
-
-
-@pytest.mark.nightly
-def test_a_disk_that_takes_nothing_is_reported_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
-    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
-        first = upload(client, *(line(f"{number}", max_tokens=50) for number in range(100)))
-        running = client.batches.create(input_file_id=first, endpoint=CHAT, completion_window="24h")
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        for _ in range(2):
-            with pytest.raises(openai.InternalServerError, match="the file could not be stored: File too large"):
-                upload(client, line("x" * 100))
-            with pytest.raises(openai.InternalServerError, match="the batch could not be stored: File too large"):
-                client.batches.create(input_file_id=first, endpoint=CHAT, completion_window="24h")
-        server.wait_for(f"{running.id} cannot be stored: File too large")
-        assert [one.id for one in client.batches.list()] == [running.id]
-        assert client.batches.retrieve(running.id).status in ("validating", "in_progress", "finalizing")
-        assert not [*(tmp_path / "state" / "files").glob("*.upload")]
-        assert server.chat().status == 200
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert finished(client, submit(client, line("good"), endpoint=CHAT).id).status == "completed"
-        found = finished(client, running.id)
-        assert (found.status, found.request_counts.completed) == ("completed", 100)
-        assert len(results(client, found.output_file_id)) == 100
-        assert server.log.count("cannot be stored") == 1
-        assert "Traceback" not in server.log
 
 
 def test_an_upload_that_is_closed_while_a_thread_writes_reserves_nothing(tmp_path: Path) -> None:

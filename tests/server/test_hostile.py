@@ -20,7 +20,7 @@ from _pytest.mark import ParameterSet
 
 from tests.server import corpus
 from tests.server.corpus import WIRE, Hostile, Wire
-from tests.server.rig import FAKE, Server, events, serving, status_of
+from tests.server.rig import FAKE, Server, serving, status_of
 from tests.waiting import HANG_S
 
 MAX_CPU_S = 5.0  # of the server's process, for one refusal: it serves nothing else meanwhile
@@ -322,11 +322,3 @@ def test_prompts_answers_and_keys_are_not_in_logs_errors_or_metrics(tiny_model: 
 def test_the_corpus_is_large_enough() -> None:
     assert len(corpus.corpus()) + len(WIRE) + len(corpus.PATHS) >= 60
     assert len({row.name for row in corpus.corpus()}) == len(corpus.corpus())
-
-
-def test_frames_of_a_whole_stream_parse(plain_server: Server) -> None:
-    answer = plain_server.post(corpus.CHAT, STREAM | {"max_tokens": 50})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *chunks, last = [data for _, data in events(answer.body)]
-    assert last == "[DONE]"
-    assert all(json.loads(chunk)["object"] == "chat.completion.chunk" for chunk in chunks)

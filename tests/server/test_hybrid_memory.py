@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.server.rig import FAKE, Server, serving
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
@@ -24,26 +22,6 @@ def write_model(folder: Path, tiny: Path, **changes: Any) -> Path:
 
 def engine(server: Server) -> Any:
     return server.get("/v1/watch?once=true").json["models"][0]["engine"]
-
-
-@pytest.mark.nightly
-def test_a_model_with_windows(tmp_path: Path, tiny_model: Path) -> None:
-    changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
-    with serving(str(write_model(tmp_path / "windows", tiny_model, **changes)), *FAKE) as server:
-        server.chat(LONG, max_tokens=4)
-        assert server.chat(LONG, max_tokens=4).json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        stats = server.wait_free()
-        windows = stats["windows"]
-        assert stats["states"] is None
-        assert (windows["num_blocks"], windows["num_in_use"]) == (399, 0)
-        assert 0 < windows["num_cached"] <= windows["num_free"] == 399
-        watched = engine(server)
-        assert watched["states"] is None
-        assert watched["windows"]["cached"] == windows["num_cached"]
-        assert sum(watched["windows"][state] for state in ("free", "cached", "in_use")) == 399
-        metrics = server.get("/metrics").body.decode()
-        assert "quire:window_blocks{" in metrics
-        assert "quire:recurrent_states{" not in metrics
 
 
 def test_a_model_with_states(tmp_path: Path, tiny_model: Path) -> None:
@@ -70,12 +48,3 @@ def test_a_model_with_states(tmp_path: Path, tiny_model: Path) -> None:
         assert watched["states"]["cached"] == stats["states"]["num_cached"]
         metrics = server.get("/metrics").body.decode()
         assert "quire:recurrent_states{" in metrics
-
-
-@pytest.mark.nightly
-def test_a_model_without_them(tiny_model: Path) -> None:
-    with serving(str(tiny_model), *FAKE) as server:
-        server.chat(max_tokens=1)
-        stats = server.stats()
-        assert (stats["windows"], stats["states"], stats["num_recomputed_tokens"]) == (None, None, 0)
-        assert (engine(server)["windows"], engine(server)["states"]) == (None, None)

@@ -180,14 +180,6 @@ def test_a_taken_port_is_an_error_at_start(tiny_model: Path) -> None:
             assert "Traceback" not in server.log
 
 
-@pytest.mark.nightly
-def test_other_machines_and_every_network(tiny_model: Path) -> None:
-    (port,) = free_ports(1)
-    with serving(str(tiny_model), *FAKE, "--kv-events", f"tcp://0.0.0.0:{port}") as server:
-        server.wait_for(rf"WARNING.*KV events at tcp://0.0.0.0:{port}: every client that reaches this address can read")
-        assert status(server)["replay_endpoint"] is None
-
-
 def test_the_subscriber_of_the_documentation(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```py\n(.*?)^```$", CACHING_PAGE.read_text(), re.DOTALL | re.MULTILINE)
     write_tiny_model(tmp_path / "m")
