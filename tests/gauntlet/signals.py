@@ -17,8 +17,7 @@ from pathlib import Path
 
 from quire.weights.hub import resolve
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, timed
-from tests.gauntlet.flood import Flood, chat_body
-from tests.gauntlet.watch import percentile
+from tests.gauntlet.flood import Flood, chat_body, percentile
 from tests.server.rig import Server, put_away, spawn, wait_ready
 from tests.waiting import HANG_S, eventually
 

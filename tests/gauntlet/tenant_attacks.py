@@ -15,8 +15,7 @@ from typing import Any
 from openai import OpenAIError
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
-from tests.gauntlet.flood import chat_body
-from tests.gauntlet.watch import idle_base, left_over, wait_for_a_place
+from tests.gauntlet.flood import chat_body, idle_base, left_over, wait_for_a_place
 from tests.server.rig import Server, serving
 from tests.server.test_batches import client_of, line, submit, upload
 from tests.waiting import eventually

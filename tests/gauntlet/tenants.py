@@ -17,7 +17,7 @@ from typing import Any
 from quire.server.app import ENDPOINTS
 from quire.server.routes import Access
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import idle_base, left_over
+from tests.gauntlet.flood import idle_base, left_over
 from tests.server.rig import FAKE, Answer, Server, serving
 from tests.server.test_batches import client_of, line, upload
 from tests.tiny import write_tiny_model
