@@ -569,97 +569,87 @@ def rewrite(file: Path, *changes: tuple[str, str]) -> None:
     file.write_text(text)
 
 
-def test_results_that_have_moved_are_kept(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_results_that_have_moved_are_kept(tmp_path: Path) -> None:
     """The server that moved them did not store the end: it was killed. Servers before the field `ending` wrote none."""
 
-    async def main() -> None:
-        batch = (await completed(tmp_path)).batch
-        output = tmp_path / "files" / f"{batch.output_file_id}.jsonl"
-        before = output.read_text()
-        assert json.loads(before)["custom_id"] == "a"
-        facts = tmp_path / "batches" / f"{batch.id}.json"
-        for ending in ('"completed"', "null"):
-            rewrite(
-                facts,
-                ('"status":"completed"', '"status":"in_progress"'),
-                ('"ending":"completed"', f'"ending":{ending}'),
-            )
-            found = (await continued(tmp_path, batch.id)).batch
-            expected = "expired" if ending == "null" else "completed"
-            assert (found.status, found.output_file_id, output.read_text()) == (expected, batch.output_file_id, before)
-
-    asyncio.run(main())
+    batch = (await completed(tmp_path)).batch
+    output = tmp_path / "files" / f"{batch.output_file_id}.jsonl"
+    before = output.read_text()
+    assert json.loads(before)["custom_id"] == "a"
+    facts = tmp_path / "batches" / f"{batch.id}.json"
+    for ending in ('"completed"', "null"):
+        rewrite(
+            facts,
+            ('"status":"completed"', '"status":"in_progress"'),
+            ('"ending":"completed"', f'"ending":{ending}'),
+        )
+        found = (await continued(tmp_path, batch.id)).batch
+        expected = "expired" if ending == "null" else "completed"
+        assert (found.status, found.output_file_id, output.read_text()) == (expected, batch.output_file_id, before)
 
 
-def test_results_that_cannot_be_moved_fail_the_batch(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_results_that_cannot_be_moved_fail_the_batch(tmp_path: Path) -> None:
     """A folder is where they belong."""
 
-    async def main() -> None:
-        batch = (await completed(tmp_path)).batch
-        rewrite(tmp_path / "batches" / f"{batch.id}.json", ('"status":"completed"', '"status":"finalizing"'))
-        output = tmp_path / "files" / f"{batch.output_file_id}.jsonl"
-        output.replace(tmp_path / "batches" / f"{batch.id}.out.jsonl")
-        output.mkdir()
-        for _ in range(2):  # also after a restart
-            found = (await continued(tmp_path, batch.id)).batch
-            assert (found.status, found.output_file_id) == ("failed", None)
-            assert found.errors is not None
-            assert [one.message for one in found.errors.data] == ["the server failed; its log has the reason"]
-
-    asyncio.run(main())
-
-
-def test_a_batch_whose_key_is_gone_fails(tmp_path: Path) -> None:
-    async def main() -> None:
-        batch = (await completed(tmp_path)).batch
-        changes = ('"status":"completed"', '"status":"in_progress"'), ('"ending":"completed"', '"ending":null')
-        output = f'"output_file_id":"{batch.output_file_id}"', '"output_file_id":null'
-        rewrite(tmp_path / "batches" / f"{batch.id}.json", *changes, output)
-        found = (await continued(tmp_path, batch.id, KeyRing([(ALICE, Key("alice"))]))).batch
-        assert found.status == "failed"
+    batch = (await completed(tmp_path)).batch
+    rewrite(tmp_path / "batches" / f"{batch.id}.json", ('"status":"completed"', '"status":"finalizing"'))
+    output = tmp_path / "files" / f"{batch.output_file_id}.jsonl"
+    output.replace(tmp_path / "batches" / f"{batch.id}.out.jsonl")
+    output.mkdir()
+    for _ in range(2):  # also after a restart
+        found = (await continued(tmp_path, batch.id)).batch
+        assert (found.status, found.output_file_id) == ("failed", None)
         assert found.errors is not None
-        assert "no longer in use" in found.errors.data[0].message
-
-    asyncio.run(main())
+        assert [one.message for one in found.errors.data] == ["the server failed; its log has the reason"]
 
 
-def test_a_batch_waits_for_a_full_disk(
+@pytest.mark.anyio
+async def test_a_batch_whose_key_is_gone_fails(tmp_path: Path) -> None:
+    batch = (await completed(tmp_path)).batch
+    changes = ('"status":"completed"', '"status":"in_progress"'), ('"ending":"completed"', '"ending":null')
+    output = f'"output_file_id":"{batch.output_file_id}"', '"output_file_id":null'
+    rewrite(tmp_path / "batches" / f"{batch.id}.json", *changes, output)
+    found = (await continued(tmp_path, batch.id, KeyRing([(ALICE, Key("alice"))]))).batch
+    assert found.status == "failed"
+    assert found.errors is not None
+    assert "no longer in use" in found.errors.data[0].message
+
+
+@pytest.mark.anyio
+async def test_a_batch_waits_for_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It goes on where it was, and the reason is logged once."""
     monkeypatch.setattr(service_module, "STORAGE_RETRY_S", 0.01)
 
-    async def main() -> None:
-        service = service_of(tmp_path, Failing(OSError(errno.ENOSPC, "No space left on device"), num_failures=3))
-        stored = await ended(service, await submit_to(service, line("a"), line("b")))
-        await service.stop()
-        assert (stored.batch.status, stored.batch.request_counts.completed) == ("completed", 2)
-
-    asyncio.run(main())
+    service = service_of(tmp_path, Failing(OSError(errno.ENOSPC, "No space left on device"), num_failures=3))
+    stored = await ended(service, await submit_to(service, line("a"), line("b")))
+    await service.stop()
+    assert (stored.batch.status, stored.batch.request_counts.completed) == ("completed", 2)
     (said,) = [one.message for one in caplog.records if one.levelname == "ERROR"]
     assert said.endswith("cannot be stored: No space left on device; it goes on when that has ended")
 
 
-def test_a_batch_that_cannot_be_stored_is_refused_and_forgotten(
+@pytest.mark.anyio
+async def test_a_batch_that_cannot_be_stored_is_refused_and_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        service = service_of(tmp_path, Failing(RuntimeError("a bug")))
-        await service.open()
-        save = service.store.save_batch
+    service = service_of(tmp_path, Failing(RuntimeError("a bug")))
+    await service.open()
+    save = service.store.save_batch
 
-        async def refuse(_: StoredBatch) -> None:
-            raise OSError(errno.EFBIG, "File too large")
+    async def refuse(_: StoredBatch) -> None:
+        raise OSError(errno.EFBIG, "File too large")
 
-        monkeypatch.setattr(service.store, "save_batch", refuse)
-        with pytest.raises(ApiError, match="the batch could not be stored: File too large"), storing("the batch"):
-            await submit_to(service, line("a"))
-        assert service.store.list_batches(LOCAL) == []
-        monkeypatch.setattr(service.store, "save_batch", save)
-        assert (await ended(service, await submit_to(service, line("a")))).batch.status == "completed"
-        await service.stop()
-
-    asyncio.run(main())
+    monkeypatch.setattr(service.store, "save_batch", refuse)
+    with pytest.raises(ApiError, match="the batch could not be stored: File too large"), storing("the batch"):
+        await submit_to(service, line("a"))
+    assert service.store.list_batches(LOCAL) == []
+    monkeypatch.setattr(service.store, "save_batch", save)
+    assert (await ended(service, await submit_to(service, line("a")))).batch.status == "completed"
+    await service.stop()
     assert [one.message for one in caplog.records] == ["the batch could not be stored in --state-dir: File too large"]
 
 
@@ -670,24 +660,11 @@ def test_without_a_state_directory_nothing_is_stored() -> None:
     assert refused.value.kind == Kind.NOT_FOUND
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     "error", [RuntimeError("a bug"), TimeoutError("of a lock"), OSError(errno.EBADF, "bad"), asyncio.CancelledError()]
 )
-def test_a_batch_that_ends_by_an_unexpected_exception_fails(tmp_path: Path, error: BaseException) -> None:
-    async def main() -> None:
-        service = service_of(tmp_path, Failing(error))
-        batch_id = await submit_to(service, line("a"), line("b"), line("c"))
-        stored = await ended(service, batch_id)
-        await service.stop()
-        for again in (stored, await reopened(batch_id)):
-            batch = again.batch
-            assert (batch.status, batch.request_counts.completed) == ("failed", 1)
-            assert batch.failed_at is not None
-            assert batch.errors is not None
-            assert [one.code for one in batch.errors.data] == ["server_error"]
-            content = (tmp_path / "files" / f"{batch.output_file_id}.jsonl").read_text().splitlines()
-            assert [json.loads(one)["custom_id"] for one in content] == ["a"]
-
+async def test_a_batch_that_ends_by_an_unexpected_exception_fails(tmp_path: Path, error: BaseException) -> None:
     async def reopened(batch_id: str) -> StoredBatch:
         """The batch as the next server finds it."""
         service = service_of(tmp_path, Failing(error))
@@ -697,58 +674,65 @@ def test_a_batch_that_ends_by_an_unexpected_exception_fails(tmp_path: Path, erro
         await service.stop()
         return found
 
-    asyncio.run(main())
+    service = service_of(tmp_path, Failing(error))
+    batch_id = await submit_to(service, line("a"), line("b"), line("c"))
+    stored = await ended(service, batch_id)
+    await service.stop()
+    for again in (stored, await reopened(batch_id)):
+        batch = again.batch
+        assert (batch.status, batch.request_counts.completed) == ("failed", 1)
+        assert batch.failed_at is not None
+        assert batch.errors is not None
+        assert [one.code for one in batch.errors.data] == ["server_error"]
+        content = (tmp_path / "files" / f"{batch.output_file_id}.jsonl").read_text().splitlines()
+        assert [json.loads(one)["custom_id"] for one in content] == ["a"]
 
 
-def test_a_state_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_state_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a reason that is not one of a full disk: a folder has the name of the draft."""
     monkeypatch.setattr(service_module, "STORAGE_RETRY_S", 0.01)
 
-    async def main() -> None:
-        service = service_of(tmp_path, Failing(RuntimeError("a bug")))
-        await service.open()
-        add_batch = service.store.add_batch
+    service = service_of(tmp_path, Failing(RuntimeError("a bug")))
+    await service.open()
+    add_batch = service.store.add_batch
 
-        async def add(stored: StoredBatch) -> None:
-            await add_batch(stored)
-            (tmp_path / "batches" / f"{stored.batch.id}.draft").mkdir()
+    async def add(stored: StoredBatch) -> None:
+        await add_batch(stored)
+        (tmp_path / "batches" / f"{stored.batch.id}.draft").mkdir()
 
-        monkeypatch.setattr(service.store, "add_batch", add)
-        batch_id = await submit_to(service, line("a"), line("b"))
-        draft = tmp_path / "batches" / f"{batch_id}.draft"
-        while service.store.find_batch(batch_id, LOCAL).ending is None:
-            await asyncio.sleep(0.01)
-        draft.rmdir()
-        assert (await ended(service, batch_id)).batch.status == "failed"
-        await service.stop()
-        assert '"status":"failed"' in draft.with_suffix(".json").read_text()
-
-    asyncio.run(main())
+    monkeypatch.setattr(service.store, "add_batch", add)
+    batch_id = await submit_to(service, line("a"), line("b"))
+    draft = tmp_path / "batches" / f"{batch_id}.draft"
+    while service.store.find_batch(batch_id, LOCAL).ending is None:
+        await asyncio.sleep(0.01)
+    draft.rmdir()
+    assert (await ended(service, batch_id)).batch.status == "failed"
+    await service.stop()
+    assert '"status":"failed"' in draft.with_suffix(".json").read_text()
 
 
-def test_an_end_that_fails_unexpectedly_is_stored_later_and_the_next_batch_runs(
+@pytest.mark.anyio
+async def test_an_end_that_fails_unexpectedly_is_stored_later_and_the_next_batch_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an exception that is not one of a disk: no thread could be started."""
     monkeypatch.setattr(service_module, "STORAGE_RETRY_S", 0.01)
 
-    async def main() -> None:
-        service = service_of(tmp_path, Failing(RuntimeError("a bug")))
-        await service.open()
-        save, failures = service.store.save_batch, [RuntimeError("can't start new thread")] * 2
+    service = service_of(tmp_path, Failing(RuntimeError("a bug")))
+    await service.open()
+    save, failures = service.store.save_batch, [RuntimeError("can't start new thread")] * 2
 
-        async def save_later(stored: StoredBatch) -> None:
-            if stored.ending is not None and failures:
-                raise failures.pop()
-            await save(stored)
+    async def save_later(stored: StoredBatch) -> None:
+        if stored.ending is not None and failures:
+            raise failures.pop()
+        await save(stored)
 
-        monkeypatch.setattr(service.store, "save_batch", save_later)
-        ids = [await submit_to(service, line("a")), await submit_to(service, line("b"))]
-        statuses = [(await ended(service, one)).batch.status for one in ids]
-        await service.stop()
-        assert (statuses, failures) == (["completed", "failed"], [])
-
-    asyncio.run(main())
+    monkeypatch.setattr(service.store, "save_batch", save_later)
+    ids = [await submit_to(service, line("a")), await submit_to(service, line("b"))]
+    statuses = [(await ended(service, one)).batch.status for one in ids]
+    await service.stop()
+    assert (statuses, failures) == (["completed", "failed"], [])
 
 
 def test_two_servers_do_not_share_a_state_directory(tiny_model: Path, tmp_path: Path) -> None:
@@ -763,23 +747,21 @@ def test_two_servers_do_not_share_a_state_directory(tiny_model: Path, tmp_path: 
         assert other.chat().status == 200
 
 
-def test_an_upload_that_is_closed_while_a_thread_writes_reserves_nothing(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_an_upload_that_is_closed_while_a_thread_writes_reserves_nothing(tmp_path: Path) -> None:
     """A write after the end, as of a thread that outlives a cancelled request, is refused and not counted."""
 
-    async def check() -> None:
-        store = StateDir(tmp_path / "state", max_file_bytes=1 << 20, max_key_bytes=100)
-        await store.open()
-        upload = store.begin_upload(Key("alice"), 0)
+    store = StateDir(tmp_path / "state", max_file_bytes=1 << 20, max_key_bytes=100)
+    await store.open()
+    upload = store.begin_upload(Key("alice"), 0)
+    upload.write(b"x" * 60)
+    upload.close()
+    with pytest.raises(ValueError, match="the upload was closed"):
         upload.write(b"x" * 60)
-        upload.close()
-        with pytest.raises(ValueError, match="the upload was closed"):
-            upload.write(b"x" * 60)
-        other = store.begin_upload(Key("alice"), 0)
-        other.write(b"x" * 100)  # the whole quota is free again
-        other.close()
-        await store.close()
-
-    asyncio.run(check())
+    other = store.begin_upload(Key("alice"), 0)
+    other.write(b"x" * 100)  # the whole quota is free again
+    other.close()
+    await store.close()
 
 
 def test_uploads_of_one_key_that_do_not_end_leave_room_for_other_keys(server: Server, client: OpenAI) -> None:

@@ -296,16 +296,14 @@ def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
     assert bodies[-1]["more_body"] is False
 
 
-def test_a_failure_before_the_first_keep_alive_has_its_own_status() -> None:
-    async def serve() -> None:
-        work = FakeActiveRequest(ApiError(Kind.OVERLOADED, "the queue is full"))
-        work.may_fail.set()
-        stream = EventStream(cast(ActiveRequest, work), FakeEncoder(), {}, OPENAI, keep_alive_s=600)
-        with pytest.raises(ApiError, match="the queue is full"):
-            await stream.begin()
-        assert work.is_closed
-
-    asyncio.run(serve())
+@pytest.mark.anyio
+async def test_a_failure_before_the_first_keep_alive_has_its_own_status() -> None:
+    work = FakeActiveRequest(ApiError(Kind.OVERLOADED, "the queue is full"))
+    work.may_fail.set()
+    stream = EventStream(cast(ActiveRequest, work), FakeEncoder(), {}, OPENAI, keep_alive_s=600)
+    with pytest.raises(ApiError, match="the queue is full"):
+        await stream.begin()
+    assert work.is_closed
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_macos_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,92 +182,84 @@ def test_a_tenant_that_fills_the_bodies_does_not_shut_out_the_others() -> None:
     assert body_bytes.num_bytes == 0
 
 
-def test_tenants_take_turns() -> None:
+@pytest.mark.anyio
+async def test_tenants_take_turns() -> None:
     order: list[str] = []
 
-    async def work() -> None:
-        slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(4), threading.Event()
-        first = asyncio.create_task(slots.run("a", pool, partial(is_open.wait, HANG_S)))
-        await asyncio.sleep(0)
-        names = ("a", "a", "a", "b", "c", "b")
-        jobs = [asyncio.create_task(slots.run(name, pool, partial(order.append, name))) for name in names]
-        await asyncio.sleep(0)
-        jobs[1].cancel()
-        is_open.set()
-        await asyncio.gather(first, *jobs, return_exceptions=True)
-        await asyncio.wait_for(slots.run("last", pool, partial(order.append, "last")), HANG_S)  # no slot is lost
-        pool.shutdown()
-        with pytest.raises(Draining):
-            await slots.run("late", pool, partial(order.append, "late"))
-
-    asyncio.run(work())
+    slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(4), threading.Event()
+    first = asyncio.create_task(slots.run("a", pool, partial(is_open.wait, HANG_S)))
+    await asyncio.sleep(0)
+    names = ("a", "a", "a", "b", "c", "b")
+    jobs = [asyncio.create_task(slots.run(name, pool, partial(order.append, name))) for name in names]
+    await asyncio.sleep(0)
+    jobs[1].cancel()
+    is_open.set()
+    await asyncio.gather(first, *jobs, return_exceptions=True)
+    await asyncio.wait_for(slots.run("last", pool, partial(order.append, "last")), HANG_S)  # no slot is lost
+    pool.shutdown()
+    with pytest.raises(Draining):
+        await slots.run("late", pool, partial(order.append, "late"))
     assert order == ["a", "b", "c", "a", "b", "last"]
 
 
-def test_a_turn_without_a_thread_is_given_to_the_next_tenant() -> None:
+@pytest.mark.anyio
+async def test_a_turn_without_a_thread_is_given_to_the_next_tenant() -> None:
     order: list[str] = []
 
-    async def work() -> None:
-        slots = FairSlots(1)
+    slots = FairSlots(1)
 
-        async def take(name: str) -> None:
-            async with slots.turn(name):
-                order.append(name)
-                await asyncio.sleep(0)
-                if name == "b":
-                    raise ValueError
+    async def take(name: str) -> None:
+        async with slots.turn(name):
+            order.append(name)
+            await asyncio.sleep(0)
+            if name == "b":
+                raise ValueError
 
-        jobs = [asyncio.create_task(take(name)) for name in ("a", "a", "a", "a", "b", "c")]
-        await asyncio.sleep(0)
-        jobs[1].cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
-        await asyncio.wait_for(take("last"), HANG_S)  # no slot is lost
-
-    asyncio.run(work())
+    jobs = [asyncio.create_task(take(name)) for name in ("a", "a", "a", "a", "b", "c")]
+    await asyncio.sleep(0)
+    jobs[1].cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
+    await asyncio.wait_for(take("last"), HANG_S)  # no slot is lost
     assert order == ["a", "a", "b", "c", "a", "last"]
 
 
-def test_a_job_that_is_cancelled_when_its_turn_has_come_gives_it_up() -> None:
-    async def work() -> None:
-        slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(2), threading.Event()
-        first = asyncio.create_task(slots.run("a", pool, partial(is_open.wait, HANG_S)))
-        second = asyncio.create_task(slots.run("b", pool, int))
-        await asyncio.sleep(0)
-        is_open.set()
-        await first
-        await asyncio.sleep(0)
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
-        assert await asyncio.wait_for(slots.run("c", pool, int), HANG_S) == 0
-
-    asyncio.run(work())
+@pytest.mark.anyio
+async def test_a_job_that_is_cancelled_when_its_turn_has_come_gives_it_up() -> None:
+    slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(2), threading.Event()
+    first = asyncio.create_task(slots.run("a", pool, partial(is_open.wait, HANG_S)))
+    second = asyncio.create_task(slots.run("b", pool, int))
+    await asyncio.sleep(0)
+    is_open.set()
+    await first
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert await asyncio.wait_for(slots.run("c", pool, int), HANG_S) == 0
 
 
-def test_a_slot_is_used_until_its_thread_ends() -> None:
+@pytest.mark.anyio
+async def test_a_slot_is_used_until_its_thread_ends() -> None:
     """A client that disconnects does not stop the thread that works for it."""
     order: list[str] = []
 
-    async def work() -> None:
-        slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(2), threading.Event()
+    slots, pool, is_open = FairSlots(1), ThreadPoolExecutor(2), threading.Event()
 
-        has_begun = asyncio.Event()
-        loop = asyncio.get_running_loop()
+    has_begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
 
-        def long() -> None:
-            loop.call_soon_threadsafe(has_begun.set)
-            is_open.wait(HANG_S)
-            order.append("long")
+    def long() -> None:
+        loop.call_soon_threadsafe(has_begun.set)
+        is_open.wait(HANG_S)
+        order.append("long")
 
-        first = asyncio.create_task(slots.run("a", pool, long))
-        await asyncio.wait_for(has_begun.wait(), HANG_S)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        second = asyncio.create_task(slots.run("b", pool, partial(order.append, "next")))
-        await asyncio.sleep(0.05)
-        is_open.set()
-        await asyncio.wait_for(second, HANG_S)
-
-    asyncio.run(work())
+    first = asyncio.create_task(slots.run("a", pool, long))
+    await asyncio.wait_for(has_begun.wait(), HANG_S)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(slots.run("b", pool, partial(order.append, "next")))
+    await asyncio.sleep(0.05)
+    is_open.set()
+    await asyncio.wait_for(second, HANG_S)
     assert order == ["long", "next"]
 
 
