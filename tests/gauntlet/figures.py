@@ -143,7 +143,7 @@ MODULES = {
     "R27": "faults",
     "R28": "names",
     "R29": "tenants",
-    "R30": "tenant_attacks",
+    "R30": "tenants",
     "R31": "connections",
     "R32": "soak",
     "R33": "pairs",

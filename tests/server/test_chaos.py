@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ from tests.server.rig import (
     request_bytes,
     serving,
 )
-from tests.waiting import HANG_S, eventually, paused
+from tests.waiting import HANG_S, eventually, paused, repeating
 
 SEED = 20_261_115
 ENDLESS = 3900  # tokens: at 5 ms per step they take 20 s; no test waits for the last one
@@ -265,20 +264,13 @@ def fragile(tiny_model: Path) -> Iterator[Server]:
 def health_watched(server: Server) -> Iterator[set[tuple[int, str]]]:
     """Collect the statuses and texts of /health meanwhile."""
     found: set[tuple[int, str]] = set()
-    is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(0.01):
-            answer = server.get("/health")
-            found.add((answer.status, answer.json["status"]))
+        answer = server.get("/health")
+        found.add((answer.status, answer.json["status"]))
 
-    with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(watch)
-        try:
-            yield found
-        finally:
-            is_over.set()
-        watching.result()
+    with repeating(watch, pause_s=0.01):
+        yield found
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
