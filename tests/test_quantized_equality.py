@@ -13,11 +13,10 @@ from quire.weights.quantizing import quantize_folder
 from tests.backends.torch.rig import Rig
 from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
 from tests.selection import mostly_nightly
-from tests.weights.k_quants import write_k_quants
-from tests.weights.layouts import LAYOUTS
+from tests.weights.layouts import LAYOUTS, write_k_quants
 from tests.weights.makers import VOCAB
 from tests.weights.plain_folder import write_plain_folder
-from tests.weights.test_quantized_models import write_pair
+from tests.weights.test_quantizing import write_pair
 
 NUM_PROMPTS, NUM_TOKENS = 4, 5  # of the default model
 LAYOUTS_OF_TINY = {"fp8": "fp8 small blocks", "fp8 per output": "ct fp8 channel", "int4": "awq g32"}

@@ -154,31 +154,6 @@ def test_the_kv_cache_in_fp8(default_model: Path, text: ModelText, rig: Rig) -> 
     fp8.engine.close()
 
 
-@pytest.mark.nightly
-def test_a_shared_head_is_shared_in_memory(rig: Rig, text: ModelText) -> None:
-    """Both requests use the same blocks with reference count 2; nothing is copied and only the new tail is computed."""
-    rig.reset()
-    words = text.tokenizer.encode("The history of the lighthouse is long and full of storms. " * 30)
-    head = words[:256]
-    first = rig.start([*head, *text.tokenizer.encode(" Who built it?")], 40, logprobs=None)
-    for _ in range(8):
-        rig.engine.step()
-    rig.num_computed = 0
-    tail = text.tokenizer.encode(" Where does it stand?")
-    second = rig.start([*head, *tail], 3, logprobs=None)
-    rig.engine.step()
-    scheduler = rig.engine.scheduler
-    one, two = scheduler.get(first), scheduler.get(second)
-    assert one is not None
-    assert two is not None
-    assert one.block_table[:8] == two.block_table[:8]
-    assert {scheduler.cache.pool.blocks[block_id].ref_count for block_id in one.block_table[:8]} == {2}
-    assert two.num_cached_tokens == 256
-    assert rig.num_copies == 0
-    assert rig.num_computed == len(tail) + 1  # plus one decode of the first request
-    rig.run(first, second)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.nightly
 def test_weights_stream(default_model: Path) -> None:

@@ -107,17 +107,6 @@ def test_without_torch_only_a_gpu_misses_it(tmp_path: Path, monkeypatch: pytest.
     assert f"which quire needs to use it, is not installed\n    {how}\n" in outcome.stdout
 
 
-@pytest.mark.usefixtures("default_model")
-@pytest.mark.nightly
-def test_the_reason_of_a_library_that_does_not_load(tmp_path: Path) -> None:
-    (tmp_path / "broken.so").write_bytes(b"no library")
-    outcome = quire("doctor", env={"QUIRE_NATIVE_LIBRARY": str(tmp_path / "broken.so")})
-    assert outcome.returncode == 0, outcome.stderr  # the other backends work
-    assert "native      does not run here" in outcome.stdout
-    assert "note: the native backend cannot be loaded: " in outcome.stdout
-    assert "make install" in outcome.stdout
-
-
 def test_a_library_that_does_not_load_names_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.so").write_bytes(b"no library")
     monkeypatch.setenv("QUIRE_NATIVE_LIBRARY", str(tmp_path / "broken.so"))

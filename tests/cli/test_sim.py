@@ -65,7 +65,6 @@ def test_sim_gives_json_for_programs() -> None:
 
 
 AGENTS = ("--scenario", "agents", "--requests", "30", "--rate", "6", "--max-num-seqs", "8", "--base-ms", "15")
-STATES = ("--states", "18", "--states=400", "--places", "prompt,answer,message,branch", "--places", "every-1024")
 
 
 def test_sim_compares_placement_rules_of_states() -> None:
@@ -76,21 +75,6 @@ def test_sim_compares_placement_rules_of_states() -> None:
     assert [row[0] for row in rows if row] == ["all", "prompt", "answer", "message", "branch", "every-1024"]
     assert rows[0][1:3] == ["20", "1.3"]  # states and GB
     assert max(map(len, outcome.stdout.splitlines())) <= 100
-
-
-@pytest.mark.nightly
-def test_sim_compares_numbers_of_states() -> None:
-    document = json.loads(quire("sim", *AGENTS, *STATES, "--json").stdout)
-    assert "places" not in document["config"]
-    reference, *runs = document["runs"]
-    assert (reference["num_states"], reference["places"], reference["reused_share"]) == (0, None, 1.0)
-    assert [run["places"] for run in runs] == ["prompt,answer,message,branch"] * 2 + ["every-1024"] * 2
-    few, many, every_few, every = (run["reused_share"] for run in runs)
-    assert few < many
-    assert every_few < every < many
-    assert many > 0.99
-    assert runs[0]["state_evictions"] > runs[1]["state_evictions"] == 0
-    assert runs[1]["cache"]["states"]["num_slots"] == 399
 
 
 def test_sim_compares_routers() -> None:

@@ -1,10 +1,12 @@
-"""Text of files, templates and servers cannot control the terminal, whichever command prints it."""
+"""Text of files, templates and servers cannot control the terminal, whichever command prints it. Keys are hidden."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,37 @@ def test_every_module_prints_through_the_escaping_functions() -> None:
             assert found == [], path.name
             consoles = re.findall(r"\bConsole\((?!stderr=True\))", path.read_text())
             assert consoles == [] or path.name == "top.py", path.name  # its view uses `printable`
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from quire.cli.main import hide_keys
+before = list(sys.argv)
+hide_keys()
+assert sys.argv == before
+print(Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").replace(b"\\0", b" ").decode(errors="replace"))
+"""
+KEY = "sk-secret-00000001"
+
+
+def shown(*arguments: str) -> str:
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().rpartition("\n")[2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="only Linux has the file")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serve", "--api-key", KEY, "--port", "1"), f"serve --api-key {'*' * len(KEY)} --port 1"),
+        (("--api-key=" + KEY, "x"), f"--api-key={'*' * len(KEY)} x"),
+        (("--admin-api-key", KEY, "--api-key", "sk-2"), f"--admin-api-key {'*' * len(KEY)} --api-key ****"),
+        (("--api-key", "ä" * 9), f"--api-key {'*' * 18}"),
+        (("chat", KEY), f"chat {KEY}"),
+        (("--api-key",), "--api-key"),
+        (("--api-key", ""), "--api-key"),
+    ],
+)
+def test_keys_are_hidden(arguments: tuple[str, ...], expected: str) -> None:
+    assert shown(*arguments).endswith(expected)

@@ -22,9 +22,19 @@ from pathlib import Path
 
 import msgspec
 
-from tests.gauntlet.figures import Figure, Gauntlet, Result, Row
-from tests.gauntlet.report import machine, table, total, write_report
-from tests.gauntlet.rows import MODULES, all_rows, row
+from tests.gauntlet.figures import (
+    MODULES,
+    Figure,
+    Gauntlet,
+    Result,
+    Row,
+    all_rows,
+    machine,
+    row,
+    table,
+    total,
+    write_report,
+)
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_REPORT = ROOT / "build" / "gauntlet.json"

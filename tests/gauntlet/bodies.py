@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.gauntlet.crowds import crowd_at, memory_of, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
-from tests.gauntlet.watch import left_over
+from tests.gauntlet.flood import left_over
 from tests.server import corpus
 from tests.server.rig import FAKE, Server, serving
 from tests.waiting import HANG_S

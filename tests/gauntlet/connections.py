@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 
 from tests.gauntlet.crowds import CHAT, Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import Base, left_over, percentile
+from tests.gauntlet.flood import Base, left_over, percentile
 from tests.server.rig import FAKE, Server, request_bytes, serving
 from tests.waiting import HANG_S, eventually
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import psutil  # type: ignore[import-untyped]
 
-from tests.gauntlet.watch import Base, idle_base
+from tests.gauntlet.flood import Base, idle_base
 from tests.server.rig import Server, request_bytes
 from tests.waiting import HANG_S, eventually, repeating
 

@@ -16,7 +16,17 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, exactly, timed
-from tests.gauntlet.flood import SHAPE, Flood, chat_body, health_watched, num_changed, text_of, warm_up
+from tests.gauntlet.flood import (
+    SHAPE,
+    Flood,
+    chat_body,
+    family,
+    health_watched,
+    left_over,
+    num_changed,
+    text_of,
+    warm_up,
+)
 from tests.gauntlet.hooks import (
     ALLOCATION,
     CRASH,
@@ -29,7 +39,6 @@ from tests.gauntlet.hooks import (
     TEMPLATE,
     hooked,
 )
-from tests.gauntlet.watch import family, left_over
 from tests.server.rig import Answer, Server, serving
 from tests.waiting import eventually
 

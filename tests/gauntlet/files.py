@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, exactly, timed
-from tests.gauntlet.file_mutants import EVERY, HAND_MADE, TARGETS
-from tests.gauntlet.hand_made import CASES
-from tests.gauntlet.watch import idle_base, left_over
+from tests.gauntlet.file_mutants import CASES, EVERY, HAND_MADE, TARGETS, mutate_bytes, mutate_json
+from tests.gauntlet.flood import idle_base, left_over
 from tests.server.rig import Answer, Server, serving
 from tests.tiny import write_tiny_model
-from tests.weights.fuzz_child import mutate_bytes, mutate_json
 
 MAX_S, MAX_BYTES = 2.0, 1 << 30
 BATCH = 2_000  # mutants of one process: the start of a process takes as long as a few hundred mutants

@@ -11,8 +11,7 @@ from typing import Any
 
 from tests.gauntlet.crowds import CHAT, memory_of, warm_up
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.streams import Streams, streaming
-from tests.gauntlet.watch import family, left_over, percentile
+from tests.gauntlet.flood import Streams, family, left_over, percentile, streaming
 from tests.server.rig import FAKE, Server, ask_async, serving
 from tests.text.test_rendering import HOSTILE as TEMPLATES
 from tests.text.test_schemas import HOSTILE as SCHEMAS

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.flood import warm_up
-from tests.gauntlet.watch import family, left_over, percentile, sum_of
+from tests.gauntlet.flood import family, left_over, percentile, sum_of, warm_up
 from tests.server.corpus import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.server.rig import Server, ask_async, serving
 from tests.server.test_chaos import ENDLESS, Leaver, body_for, num_aborted

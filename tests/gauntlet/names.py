@@ -18,14 +18,14 @@ from quire.errors import DownloadFailed, ModelFileError
 from quire.weights import hub
 from quire.weights.hub import KnownModel, resolve
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, exactly
+from tests.gauntlet.file_mutants import open_and_read_all
+from tests.gauntlet.flood import family, idle_base, left_over
 from tests.gauntlet.secrets import audited
-from tests.gauntlet.watch import family, idle_base, left_over
 from tests.server import corpus
 from tests.server.rig import FAKE, Server, serving
 from tests.server.test_batches import client_of, line, submit
 from tests.tiny import write_tiny_model
 from tests.waiting import eventually
-from tests.weights.fuzz_child import open_and_read_all
 from tests.weights.makers import write_folder
 
 CANARY = "outside-canary-c0ffee"

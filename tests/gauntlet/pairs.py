@@ -17,10 +17,10 @@ from typing import Any
 from quire.server.app import ENDPOINTS
 from tests.gauntlet.bodies import RICH
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted
-from tests.gauntlet.watch import idle_base, left_over, sum_of
+from tests.gauntlet.flood import idle_base, left_over, sum_of
 from tests.server import corpus
 from tests.server.rig import FAKE, Server, request_bytes, serving, status_of
-from tests.server.type_info import read_report, reporting
+from tests.server.test_decoding import read_report, reporting
 from tests.waiting import HANG_S
 
 PADDING = {"padding": "x" * (72 << 10)}  # an unknown field: larger bodies than 64 KiB are decoded in a thread

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 from quire.server.app import ENDPOINTS
 from quire.server.routes import Access
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.watch import family, idle_base, left_over
+from tests.gauntlet.flood import family, idle_base, left_over
 from tests.server import corpus
 from tests.server.rig import FAKE, Server, serving, status_of
 from tests.server.test_access import OPEN, path_of

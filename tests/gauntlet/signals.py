@@ -17,10 +17,8 @@ from pathlib import Path
 
 from quire.weights.hub import resolve
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, timed
-from tests.gauntlet.flood import Flood, chat_body
-from tests.gauntlet.watch import percentile
+from tests.gauntlet.flood import Flood, chat_body, percentile
 from tests.server.rig import Server, put_away, spawn, wait_ready
-from tests.server.test_chaos import has_handler
 from tests.waiting import HANG_S, eventually
 
 STAGES = ("start", "load", "serve", "drain")
@@ -46,6 +44,16 @@ def shared_memory(pids: Sequence[int]) -> set[str]:
             maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
             found |= {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
     return found
+
+
+def has_handler(pid: int) -> bool:
+    """Whether the process handles SIGTERM."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def owned_by(folder: Path) -> list[int]:

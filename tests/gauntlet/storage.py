@@ -15,9 +15,8 @@ from pathlib import Path
 from openai import OpenAI, OpenAIError
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, exactly
-from tests.gauntlet.flood import Flood, chat_body, health_watched, text_of
+from tests.gauntlet.flood import Flood, chat_body, family, health_watched, num_violations, text_of
 from tests.gauntlet.hooks import CLOCK, LOG, ROOT, hooked
-from tests.gauntlet.watch import family, num_violations
 from tests.server.rig import Server, serving
 from tests.server.test_batches import client_of, finished, line, results, submit
 from tests.waiting import HANG_S, eventually

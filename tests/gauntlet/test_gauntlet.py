@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.gauntlet.__main__ import measure
-from tests.gauntlet.figures import Figure, Gauntlet, Result, Row, exactly
-from tests.gauntlet.rows import MODULES, all_rows, row
+from tests.gauntlet.figures import MODULES, Figure, Gauntlet, Result, Row, all_rows, exactly, row
 
 # In `make test`: others have the same kind of test in the suite, or measure what depends on time.
 IN_MAKE_TEST = ("R12", "R33")

@@ -13,7 +13,7 @@ from typing import Any
 from tests.gauntlet.crowds import memory_of
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, timed
 from tests.gauntlet.files import answer_of_good, load_hostile, two_models
-from tests.gauntlet.watch import idle_base, left_over
+from tests.gauntlet.flood import idle_base, left_over
 from tests.server.rig import Answer, Server
 from tests.text.test_hostile_tokenizers import REFUSED, TRIED, Edit, cut, framed, normalized, replace, split
 from tests.text.vocabularies import byte_level_json

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
-from tests.gauntlet.tenant_attacks import ADMIN, ATTACKER, CHAT, COMPLETIONS, VICTIM, WORDS, chat_of
-from tests.gauntlet.watch import idle_base, left_over
+from tests.gauntlet.flood import idle_base, left_over
+from tests.gauntlet.tenants import ADMIN, ATTACKER, CHAT, COMPLETIONS, VICTIM, WORDS, chat_of
 from tests.server.rig import Server, request_bytes, serving, status_of
 from tests.waiting import HANG_S, eventually, repeating
 

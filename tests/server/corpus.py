@@ -212,114 +212,124 @@ _NO_NUMBERS = (
 
 def _numbers() -> Iterator[Hostile]:
     for path in (CHAT, COMPLETIONS):
-        yield field(path, "n", 10**6)
-        yield field(path, "n", 0)
-        yield field(path, "n", -1)
-        yield field(path, "n", 33)
-        yield field(path, "n", True)
-        yield field(path, "max_tokens", -2)
-        yield field(path, "repeat_penalty", 0)
-        yield field(path, "allowed_token_ids", [])
-        yield field(path, "allowed_token_ids", [-1])
-        yield field(path, "allowed_token_ids", [10**6], contains="outside the vocabulary")
-        yield field(path, "allowed_token_ids", list(range(100_000)), label="10^5 ids", contains="100000 tokens")
-        yield field(path, "ebnf", "yes or no", contains="A GBNF grammar looks like")
-        yield field(path, "ebnf", "root ::= " + "(" * 10**4, label="10^4 parentheses", contains="nested")
-        yield field(path, "ebnf", "root ::= root", label="root that is root")
-        yield field(path, "ebnf", "root ::= [a-z" * 10**6, label="10^6 classes", contains="characters are more than")
-        yield field(path, "grammar", "yes or no", contains="neither Lark")
-        yield field(path, "regex", "(")
-        yield field(path, "json_schema", "{")
-        yield field(path, "mirostat", 2, contains="not supported")
-        yield field(path, "max_tokens", 2**63)
-        yield field(path, "max_tokens", 1.5)
-        yield field(path, "min_tokens", 3)  # more than max_tokens
-        yield field(path, "min_tokens", -1)
-        yield field(path, "temperature", -1)
-        yield field(path, "temperature", "hot")
-        yield literal(path, "temperature", "1e999", "temperature")
-        yield literal(path, "temperature", "-1e999", "temperature")
-        yield field(path, "top_p", 0)
-        yield field(path, "top_p", 1.5)
-        yield field(path, "top_k", -2)
-        yield field(path, "min_p", -0.1)
-        yield field(path, "presence_penalty", 2.5)
-        yield field(path, "frequency_penalty", -3)
-        yield field(path, "repetition_penalty", 0)
-        yield field(path, "seed", 2**70)
-        yield field(path, "seed", 1.5)
-        yield literal(path, "seed", "1" * 5000, "seed", label="5000 digits")
-        yield field(path, "priority", "urgent")
-        yield field(path, "priority", [])
-        yield field(path, "priority", 1.5)
-        yield field(path, "cache_salt", "a b")
-        yield field(path, "cache_salt", "\x00")
-        yield field(path, "cache_salt", "s" * 129)
-        yield field(path, "cache_salt", 7)
-        yield field(path, "service_tier", "gold")
-        yield field(path, "prompt_cache_key", "")
-        yield field(path, "prompt_cache_key", "k" * 10_000)
-        yield field(path, "prompt_cache_retention", "for ever")
-    yield field(CHAT, "max_tokens", 0)
-    yield field(CHAT, "max_completion_tokens", 0)
-    yield field(CHAT, "top_logprobs", 21)
-    yield field(CHAT, "top_logprobs", 5)  # without logprobs
-    yield field(CHAT, "prompt_logprobs", 1)
-    yield field(COMPLETIONS, "prompt_logprobs", 10**9)
-    yield field(COMPLETIONS, "logprobs", 21)
-    yield field(COMPLETIONS, "logprobs", True)
-    yield field(COMPLETIONS, "best_of", 10**6)
-    yield field(RESPONSES, "max_output_tokens", 0)
-    yield field(RESPONSES, "max_output_tokens", 2**63)
-    yield field(RESPONSES, "max_output_tokens", "many")
-    yield field(RESPONSES, "n", 2)
-    yield field(RESPONSES, "top_logprobs", 21)
-    yield field(RESPONSES, "temperature", -1)
-    yield literal(RESPONSES, "temperature", "1e999", "temperature")
-    yield field(RESPONSES, "seed", 2**70)
-    yield field(RESPONSES, "min_tokens", 3)
-    yield field(RESPONSES, "stop", [""])
-    yield field(RESPONSES, "logit_bias", {"the": 1})
-    yield field(MESSAGES, "max_tokens", -1)
-    yield field(MESSAGES, "max_tokens", 2**63)
-    yield field(MESSAGES, "max_tokens", "many")
-    yield field(MESSAGES, "temperature", -1)
-    yield literal(MESSAGES, "temperature", "1e999", "temperature")
-    yield field(MESSAGES, "top_k", -2)
-    yield field(MESSAGES, "seed", 2**70)
-    yield field(MESSAGES, "priority", {})
-    yield field(MESSAGES, "cache_salt", "ü")
+        yield from (
+            field(path, "n", 10**6),
+            field(path, "n", 0),
+            field(path, "n", -1),
+            field(path, "n", 33),
+            field(path, "n", True),
+            field(path, "max_tokens", -2),
+            field(path, "repeat_penalty", 0),
+            field(path, "allowed_token_ids", []),
+            field(path, "allowed_token_ids", [-1]),
+            field(path, "allowed_token_ids", [10**6], contains="outside the vocabulary"),
+            field(path, "allowed_token_ids", list(range(100_000)), label="10^5 ids", contains="100000 tokens"),
+            field(path, "ebnf", "yes or no", contains="A GBNF grammar looks like"),
+            field(path, "ebnf", "root ::= " + "(" * 10**4, label="10^4 parentheses", contains="nested"),
+            field(path, "ebnf", "root ::= root", label="root that is root"),
+            field(path, "ebnf", "root ::= [a-z" * 10**6, label="10^6 classes", contains="characters are more than"),
+            field(path, "grammar", "yes or no", contains="neither Lark"),
+            field(path, "regex", "("),
+            field(path, "json_schema", "{"),
+            field(path, "mirostat", 2, contains="not supported"),
+            field(path, "max_tokens", 2**63),
+            field(path, "max_tokens", 1.5),
+            field(path, "min_tokens", 3),  # more than max_tokens
+            field(path, "min_tokens", -1),
+            field(path, "temperature", -1),
+            field(path, "temperature", "hot"),
+            literal(path, "temperature", "1e999", "temperature"),
+            literal(path, "temperature", "-1e999", "temperature"),
+            field(path, "top_p", 0),
+            field(path, "top_p", 1.5),
+            field(path, "top_k", -2),
+            field(path, "min_p", -0.1),
+            field(path, "presence_penalty", 2.5),
+            field(path, "frequency_penalty", -3),
+            field(path, "repetition_penalty", 0),
+            field(path, "seed", 2**70),
+            field(path, "seed", 1.5),
+            literal(path, "seed", "1" * 5000, "seed", label="5000 digits"),
+            field(path, "priority", "urgent"),
+            field(path, "priority", []),
+            field(path, "priority", 1.5),
+            field(path, "cache_salt", "a b"),
+            field(path, "cache_salt", "\x00"),
+            field(path, "cache_salt", "s" * 129),
+            field(path, "cache_salt", 7),
+            field(path, "service_tier", "gold"),
+            field(path, "prompt_cache_key", ""),
+            field(path, "prompt_cache_key", "k" * 10_000),
+            field(path, "prompt_cache_retention", "for ever"),
+        )
+    yield from (
+        field(CHAT, "max_tokens", 0),
+        field(CHAT, "max_completion_tokens", 0),
+        field(CHAT, "top_logprobs", 21),
+        field(CHAT, "top_logprobs", 5),  # without logprobs
+        field(CHAT, "prompt_logprobs", 1),
+        field(COMPLETIONS, "prompt_logprobs", 10**9),
+        field(COMPLETIONS, "logprobs", 21),
+        field(COMPLETIONS, "logprobs", True),
+        field(COMPLETIONS, "best_of", 10**6),
+        field(RESPONSES, "max_output_tokens", 0),
+        field(RESPONSES, "max_output_tokens", 2**63),
+        field(RESPONSES, "max_output_tokens", "many"),
+        field(RESPONSES, "n", 2),
+        field(RESPONSES, "top_logprobs", 21),
+        field(RESPONSES, "temperature", -1),
+        literal(RESPONSES, "temperature", "1e999", "temperature"),
+        field(RESPONSES, "seed", 2**70),
+        field(RESPONSES, "min_tokens", 3),
+        field(RESPONSES, "stop", [""]),
+        field(RESPONSES, "logit_bias", {"the": 1}),
+        field(MESSAGES, "max_tokens", -1),
+        field(MESSAGES, "max_tokens", 2**63),
+        field(MESSAGES, "max_tokens", "many"),
+        field(MESSAGES, "temperature", -1),
+        literal(MESSAGES, "temperature", "1e999", "temperature"),
+        field(MESSAGES, "top_k", -2),
+        field(MESSAGES, "seed", 2**70),
+        field(MESSAGES, "priority", {}),
+        field(MESSAGES, "cache_salt", "ü"),
+    )
 
 
 def _lists() -> Iterator[Hostile]:
     for path in (CHAT, COMPLETIONS):
-        yield field(path, "stop", [f"stop {i}" for i in range(10_000)], label="10^4 strings")
-        yield field(path, "stop", [""])
-        yield field(path, "stop", "")
-        yield field(path, "stop", ["x" * 100_000], label="10^5 characters")
-        yield field(path, "stop", [7], "stop")
-        yield field(path, "stop_token_ids", list(range(100_000)), label="10^5 ids")
-        yield field(path, "stop_token_ids", [-1])
-        yield field(path, "stop_token_ids", [True], "stop_token_ids")
-        yield field(path, "stop_token_ids", [2**40])
-        yield field(path, "logit_bias", {str(i): 1 for i in range(100_000)}, label="10^5 entries")
-        yield field(path, "logit_bias", {"the": 1})
-        yield field(path, "logit_bias", {"-1": 1})
-        yield field(path, "logit_bias", {"1.0": 1})
-        yield field(path, "logit_bias", {"²": 1})
-        yield field(path, "logit_bias", {"9" * 400: 1}, label="400 digits")
-        yield field(path, "logit_bias", {"5": 101})
-        yield literal(path, "logit_bias", '{"5": 1e999}', "logit_bias")
-        yield field(path, "logit_bias", {"5": "much"}, "logit_bias")
-        yield field(path, "logit_bias", {"4294967296": 1}, "logit_bias")
-    yield field(MESSAGES, "stop_sequences", [f"stop {i}" for i in range(10_000)], label="10^4 strings")
-    yield field(MESSAGES, "stop_sequences", [""])
-    yield field(MESSAGES, "stop_sequences", "stop")
+        yield from (
+            field(path, "stop", [f"stop {i}" for i in range(10_000)], label="10^4 strings"),
+            field(path, "stop", [""]),
+            field(path, "stop", ""),
+            field(path, "stop", ["x" * 100_000], label="10^5 characters"),
+            field(path, "stop", [7], "stop"),
+            field(path, "stop_token_ids", list(range(100_000)), label="10^5 ids"),
+            field(path, "stop_token_ids", [-1]),
+            field(path, "stop_token_ids", [True], "stop_token_ids"),
+            field(path, "stop_token_ids", [2**40]),
+            field(path, "logit_bias", {str(i): 1 for i in range(100_000)}, label="10^5 entries"),
+            field(path, "logit_bias", {"the": 1}),
+            field(path, "logit_bias", {"-1": 1}),
+            field(path, "logit_bias", {"1.0": 1}),
+            field(path, "logit_bias", {"²": 1}),
+            field(path, "logit_bias", {"9" * 400: 1}, label="400 digits"),
+            field(path, "logit_bias", {"5": 101}),
+            literal(path, "logit_bias", '{"5": 1e999}', "logit_bias"),
+            field(path, "logit_bias", {"5": "much"}, "logit_bias"),
+            field(path, "logit_bias", {"4294967296": 1}, "logit_bias"),
+        )
+    yield from (
+        field(MESSAGES, "stop_sequences", [f"stop {i}" for i in range(10_000)], label="10^4 strings"),
+        field(MESSAGES, "stop_sequences", [""]),
+        field(MESSAGES, "stop_sequences", "stop"),
+    )
     too_many = [HI] * 100_000
     for path in (CHAT, MESSAGES, COUNT, EXPLAIN, TOKENIZE):
         body = {key: value for key, value in GOOD[path].items() if key != "prompt"}
-        yield instead(path, "10^5 messages", {**body, "messages": too_many}, "messages")
-        yield instead(path, "no messages", {**body, "messages": []}, "messages")
+        yield from (
+            instead(path, "10^5 messages", {**body, "messages": too_many}, "messages"),
+            instead(path, "no messages", {**body, "messages": []}, "messages"),
+        )
 
 
 def _conversations() -> Iterator[Hostile]:
@@ -352,24 +362,28 @@ def _conversations() -> Iterator[Hostile]:
     audio = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
     yield field(CHAT, "messages", [{"role": "user", "content": [audio]}], label="audio")
     block = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9/canary.png"}}
-    yield field(MESSAGES, "messages", [{"role": "user", "content": [block]}], label="image")
-    yield field(
-        MESSAGES,
-        "messages",
-        [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}],
-        label="tool result of no call",
+    yield from (
+        field(MESSAGES, "messages", [{"role": "user", "content": [block]}], label="image"),
+        field(
+            MESSAGES,
+            "messages",
+            [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}],
+            label="tool result of no call",
+        ),
+        field(CHAT, "messages", [{"role": "user", "content": "Hi", "name": ""}], label="empty name"),
+        field(CHAT, "messages", [{"role": "user", "content": "Hi", "name": "n" * 1000}], label="long name"),
+        field(CHAT, "messages", [{"role": "assistant", "content": None, "tool_calls": [{}]}], label="tool calls"),
     )
-    yield field(CHAT, "messages", [{"role": "user", "content": "Hi", "name": ""}], label="empty name")
-    yield field(CHAT, "messages", [{"role": "user", "content": "Hi", "name": "n" * 1000}], label="long name")
-    yield field(CHAT, "messages", [{"role": "assistant", "content": None, "tool_calls": [{}]}], label="tool calls")
     marked = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral", "ttl": "9y"}}
     yield field(MESSAGES, "messages", [{"role": "user", "content": [marked]}], label="cache_control ttl")
     five = [{**marked, "cache_control": {"type": "ephemeral"}} for _ in range(5)]
-    yield field(MESSAGES, "messages", [{"role": "user", "content": five}], "cache_control", label="5 breakpoints")
-    yield field(MESSAGES, "system", 7)
-    yield field(CHAT, "continue_final_message", True)
-    yield field(COMPLETIONS, "suffix", "end")
-    yield field(MESSAGES, "thinking", {"type": "forever"})
+    yield from (
+        field(MESSAGES, "messages", [{"role": "user", "content": five}], "cache_control", label="5 breakpoints"),
+        field(MESSAGES, "system", 7),
+        field(CHAT, "continue_final_message", True),
+        field(COMPLETIONS, "suffix", "end"),
+        field(MESSAGES, "thinking", {"type": "forever"}),
+    )
 
 
 def _items() -> Iterator[Hostile]:
@@ -400,32 +414,36 @@ def _items() -> Iterator[Hostile]:
         ("text", "Hi"),
     ):
         yield field(RESPONSES, "input", [HI, item], label=label)
-    yield field(RESPONSES, "input", 7)
-    yield field(RESPONSES, "input", [])
-    yield instead(RESPONSES, "no input", {"max_output_tokens": 2}, "input")
-    yield field(RESPONSES, "input", [HI] * 100_000, label="10^5 items")
+    yield from (
+        field(RESPONSES, "input", 7),
+        field(RESPONSES, "input", []),
+        instead(RESPONSES, "no input", {"max_output_tokens": 2}, "input"),
+        field(RESPONSES, "input", [HI] * 100_000, label="10^5 items"),
+    )
     parts = [{"type": "input_text", "text": ""}] * 100_000
-    yield field(RESPONSES, "input", [{"role": "user", "content": parts}], label="10^5 parts")
-    yield field(RESPONSES, "input", "a" * (4 * MIB), label="4 MB of a", contains="context")
-    yield literal(RESPONSES, "input", '"\\ud800"', label="escaped lone surrogate")
-    yield field(RESPONSES, "instructions", 7)
-    yield field(RESPONSES, "instructions", "a" * (4 * MIB), "input", label="4 MB of a", contains="context")
-    yield field(RESPONSES, "previous_response_id", "resp_1")
-    yield field(RESPONSES, "background", True)
-    yield field(RESPONSES, "metadata", {"a": 7})
-    yield field(RESPONSES, "include", "everything")
-    yield field(RESPONSES, "text", {"format": {"type": "yaml"}}, label="no such format")
-    yield field(RESPONSES, "text", {"format": {"type": "json_schema", "name": "a"}}, label="no schema")
+    yield from (
+        field(RESPONSES, "input", [{"role": "user", "content": parts}], label="10^5 parts"),
+        field(RESPONSES, "input", "a" * (4 * MIB), label="4 MB of a", contains="context"),
+        literal(RESPONSES, "input", '"\\ud800"', label="escaped lone surrogate"),
+        field(RESPONSES, "instructions", 7),
+        field(RESPONSES, "instructions", "a" * (4 * MIB), "input", label="4 MB of a", contains="context"),
+        field(RESPONSES, "previous_response_id", "resp_1"),
+        field(RESPONSES, "background", True),
+        field(RESPONSES, "metadata", {"a": 7}),
+        field(RESPONSES, "include", "everything"),
+        field(RESPONSES, "text", {"format": {"type": "yaml"}}, label="no such format"),
+        field(RESPONSES, "text", {"format": {"type": "json_schema", "name": "a"}}, label="no schema"),
+    )
     away = {"type": "json_schema", "name": "a", "schema": {"$ref": "http://127.0.0.1:9/"}, "strict": True}
-    yield field(RESPONSES, "text", {"format": away}, label="a schema elsewhere")
-    yield field(RESPONSES, "tool_choice", {"type": "web_search"}, label="a server's tool")
-    yield field(RESPONSES, "tools", [{"type": "function"}], label="no name")
-    yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 200, label="200 tools")
-    yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 2, label="two of a name")
-    yield field(RESPONSES, "tool_choice", "required", label="a call of nothing")
-    yield field(RESPONSES, "tool_choice", {"type": "function", "name": "g"}, label="a call of an unknown tool")
-    yield Hostile(
-        f"{RESPONSES} 17 MB", RESPONSES, lambda: b'{"input": "' + b"a" * (17 * 10**6) + b'"}', statuses=(413,)
+    yield from (
+        field(RESPONSES, "text", {"format": away}, label="a schema elsewhere"),
+        field(RESPONSES, "tool_choice", {"type": "web_search"}, label="a server's tool"),
+        field(RESPONSES, "tools", [{"type": "function"}], label="no name"),
+        field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 200, label="200 tools"),
+        field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 2, label="two of a name"),
+        field(RESPONSES, "tool_choice", "required", label="a call of nothing"),
+        field(RESPONSES, "tool_choice", {"type": "function", "name": "g"}, label="a call of an unknown tool"),
+        Hostile(f"{RESPONSES} 17 MB", RESPONSES, lambda: b'{"input": "' + b"a" * (17 * 10**6) + b'"}', statuses=(413,)),
     )
 
 
@@ -434,42 +452,52 @@ def _tools_and_shapes() -> Iterator[Hostile]:
         return [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
 
     away = {"$ref": "http://127.0.0.1:9/"}
-    yield field(CHAT, "tools", function(**away), label="a schema elsewhere")
-    yield field(CHAT, "tools", function(type="array"), label="arguments that are no object")
-    yield field(CHAT, "tools", function(properties={"a": {"type": "colour"}}), label="a type that is none")
-    yield field(CHAT, "tools", function() * 200, label="200 tools")
-    yield field(CHAT, "tools", function() * 2, label="two of a name")
-    yield field(CHAT, "tools", [{"type": "function", "function": {"name": "f\n<|im_end|>"}}], label="a name of markup")
+    yield from (
+        field(CHAT, "tools", function(**away), label="a schema elsewhere"),
+        field(CHAT, "tools", function(type="array"), label="arguments that are no object"),
+        field(CHAT, "tools", function(properties={"a": {"type": "colour"}}), label="a type that is none"),
+        field(CHAT, "tools", function() * 200, label="200 tools"),
+        field(CHAT, "tools", function() * 2, label="two of a name"),
+        field(CHAT, "tools", [{"type": "function", "function": {"name": "f\n<|im_end|>"}}], label="a name of markup"),
+    )
     deep = '{"a":' * 900 + "1" + "}" * 900
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": deep}}
     yield field(CHAT, "messages", [HI, {"role": "assistant", "tool_calls": [call]}, HI], label="deep arguments")
     use = {"type": "tool_use", "id": "c", "name": "f", "input": json.loads(deep)}
-    yield field(MESSAGES, "messages", [HI, {"role": "assistant", "content": [use]}, HI], label="deep input")
-    yield field(CHAT, "tools", function(properties=json.loads(deep)), label="a deep schema")
-    yield field(CHAT, "tool_choice", "required", label="a call of nothing")
-    yield field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of an unknown tool")
+    yield from (
+        field(MESSAGES, "messages", [HI, {"role": "assistant", "content": [use]}, HI], label="deep input"),
+        field(CHAT, "tools", function(properties=json.loads(deep)), label="a deep schema"),
+        field(CHAT, "tool_choice", "required", label="a call of nothing"),
+        field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of an unknown tool"),
+    )
     strict = {"schema": away, "strict": True}
     yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": strict}, label="elsewhere")
     doubled = {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(30)}
     strict = {"schema": {"$ref": "#/$defs/d0", "$defs": doubled}, "strict": True}
-    yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": strict}, label="doublings")
-    yield field(CHAT, "response_format", {"type": "json_schema"}, label="no schema")
-    yield field(CHAT, "response_format", {"type": "yaml"}, label="no such format")
-    yield field(CHAT, "structured_outputs", {"choice": []}, label="no choice")
-    yield field(CHAT, "structured_outputs", {"choice": ["a"], "regex": "a"}, label="two shapes")
-    yield field(COMPLETIONS, "guided_regex", "(a", label="half a regex")
-    yield field(COMPLETIONS, "guided_grammar", "start: start", label="a grammar of nothing")
-    yield field(COMPLETIONS, "guided_regex", "a" * 10**5, label="a long regex")
-    yield field(MESSAGES, "tools", [{"name": "f", "input_schema": {"type": "array"}}], label="no object")
+    yield from (
+        field(CHAT, "response_format", {"type": "json_schema", "json_schema": strict}, label="doublings"),
+        field(CHAT, "response_format", {"type": "json_schema"}, label="no schema"),
+        field(CHAT, "response_format", {"type": "yaml"}, label="no such format"),
+        field(CHAT, "structured_outputs", {"choice": []}, label="no choice"),
+        field(CHAT, "structured_outputs", {"choice": ["a"], "regex": "a"}, label="two shapes"),
+        field(COMPLETIONS, "guided_regex", "(a", label="half a regex"),
+        field(COMPLETIONS, "guided_grammar", "start: start", label="a grammar of nothing"),
+        field(COMPLETIONS, "guided_regex", "a" * 10**5, label="a long regex"),
+        field(MESSAGES, "tools", [{"name": "f", "input_schema": {"type": "array"}}], label="no object"),
+    )
     tool = {"name": "f", "type": "bash_20250124"}
     forced = {**GOOD[MESSAGES], "tools": [tool], "tool_choice": {"type": "tool", "name": "f"}}
-    yield instead(MESSAGES, "a server's tool", forced, "tool_choice")
-    yield field(MESSAGES, "output_format", {"type": "json_schema", "schema": {"enum": []}}, label="nothing matches")
+    yield from (
+        instead(MESSAGES, "a server's tool", forced, "tool_choice"),
+        field(MESSAGES, "output_format", {"type": "json_schema", "schema": {"enum": []}}, label="nothing matches"),
+    )
 
 
 def _templates() -> Iterator[Hostile]:
-    yield field(CHAT, "chat_template", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    yield field(CHAT, "chat_template", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    yield from (
+        field(CHAT, "chat_template", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+        field(CHAT, "chat_template", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+    )
     for label, value in (
         ("chat_template", {"chat_template": "{{ 'a' * 1000000000 }}"}),
         ("messages", {"messages": []}),
@@ -484,32 +512,38 @@ def _templates() -> Iterator[Hostile]:
         ("long value", {"no_such_name": "v" * 10**6}),
     ):
         yield field(CHAT, "chat_template_kwargs", value, label=label)
-    yield field(CHAT, "chat_template_kwargs", [])
-    yield literal(CHAT, "chat_template_kwargs", '{"no_such_name": 1e999}', "chat_template_kwargs")
-    yield literal(CHAT, "chat_template_kwargs", '{"no_such_name": NaN}')
+    yield from (
+        field(CHAT, "chat_template_kwargs", []),
+        literal(CHAT, "chat_template_kwargs", '{"no_such_name": 1e999}', "chat_template_kwargs"),
+        literal(CHAT, "chat_template_kwargs", '{"no_such_name": NaN}'),
+    )
 
 
 def _sizes() -> Iterator[Hostile]:
     long = "context"  # the message must name the context as the limit
     for path in (CHAT, MESSAGES):
-        yield with_text(path, "4 MB of a", lambda: "a" * (4 * MIB), long)
-        yield with_text(path, "emoji", lambda: "\U0001f9e8" * MIB, long)
-        yield with_text(path, "combining marks", lambda: "e" + "\u0301" * (2 * MIB), long)
-        yield with_text(path, "right to left", lambda: "\u202e\u05d0" * MIB, long)
-        yield replace(
-            with_text(path, "60,000 characters", lambda: "word \u00e9 " * 8_500, long),
-            names="prompt" if path == MESSAGES else "messages",
+        yield from (
+            with_text(path, "4 MB of a", lambda: "a" * (4 * MIB), long),
+            with_text(path, "emoji", lambda: "\U0001f9e8" * MIB, long),
+            with_text(path, "combining marks", lambda: "e" + "\u0301" * (2 * MIB), long),
+            with_text(path, "right to left", lambda: "\u202e\u05d0" * MIB, long),
+            replace(
+                with_text(path, "60,000 characters", lambda: "word \u00e9 " * 8_500, long),
+                names="prompt" if path == MESSAGES else "messages",
+            ),
         )
-    yield with_text(CHAT, "NULs", lambda: "\0" * (2 * MIB), long)
-    yield prompted(COMPLETIONS, "4 MB", lambda: "a " * (2 * MIB), long)
-    yield prompted(EXPLAIN, "4 MB", lambda: "a " * (2 * MIB), long)
-    yield prompted(TOKENIZE, "4 MB", lambda: "a " * (2 * MIB), long)
-    yield prompted(COMPLETIONS, "10^5 tokens", lambda: [5] * 10**5)
-    yield prompted(EXPLAIN, "10^5 tokens", lambda: [5] * 10**5, long)
-    yield prompted(COMPLETIONS, "10^5 texts", lambda: ["a"] * 10**5)
-    yield Hostile("/v1/chat/completions 10^5 unknown fields, one bad", CHAT, _many_fields, "temperature")
-    yield prompted(COMPLETIONS, "10^5 lists", lambda: [[5]] * 10**5)
-    yield prompted(COMPLETIONS, "10^5 tokens to echo", lambda: [5] * 10**5, echo=True)
+    yield from (
+        with_text(CHAT, "NULs", lambda: "\0" * (2 * MIB), long),
+        prompted(COMPLETIONS, "4 MB", lambda: "a " * (2 * MIB), long),
+        prompted(EXPLAIN, "4 MB", lambda: "a " * (2 * MIB), long),
+        prompted(TOKENIZE, "4 MB", lambda: "a " * (2 * MIB), long),
+        prompted(COMPLETIONS, "10^5 tokens", lambda: [5] * 10**5),
+        prompted(EXPLAIN, "10^5 tokens", lambda: [5] * 10**5, long),
+        prompted(COMPLETIONS, "10^5 texts", lambda: ["a"] * 10**5),
+        Hostile("/v1/chat/completions 10^5 unknown fields, one bad", CHAT, _many_fields, "temperature"),
+        prompted(COMPLETIONS, "10^5 lists", lambda: [[5]] * 10**5),
+        prompted(COMPLETIONS, "10^5 tokens to echo", lambda: [5] * 10**5, echo=True),
+    )
     for name, make in _MANY_VALUES.items():
         path = DETOKENIZE if name == "tokens" else COMPLETIONS if name in ("prompt", "logit_bias", "stop") else CHAT
         yield Hostile(f"{path} {name} of 10^6 values", path, filled(path, name, make), None, "values", (413,))
@@ -573,17 +607,19 @@ def _ids() -> Iterator[Hostile]:
         ("null", None),
     ):
         yield field(DETOKENIZE, "tokens", tokens, label=label)
-    yield instead(TOKENIZE, "neither", {}, "prompt")
-    yield instead(TOKENIZE, "both", {"prompt": "a", "messages": [HI]}, "prompt")
-    yield instead(EXPLAIN, "neither", {}, "prompt")
-    yield instead(EXPLAIN, "both", {"prompt": "a", "messages": [HI]}, "messages")
-    yield field(EXPLAIN, "cache_salt", "a b")
-    yield field(PIN, "ttl_s", -1)
-    yield field(PIN, "ttl_s", 10**9)
-    yield literal(PIN, "ttl_s", "1e999", "ttl_s")
-    yield field(PIN, "id", "")
-    yield field(PIN, "id", "line\nline")
-    yield field(UNPIN, "id", "i" * 10_000)
+    yield from (
+        instead(TOKENIZE, "neither", {}, "prompt"),
+        instead(TOKENIZE, "both", {"prompt": "a", "messages": [HI]}, "prompt"),
+        instead(EXPLAIN, "neither", {}, "prompt"),
+        instead(EXPLAIN, "both", {"prompt": "a", "messages": [HI]}, "messages"),
+        field(EXPLAIN, "cache_salt", "a b"),
+        field(PIN, "ttl_s", -1),
+        field(PIN, "ttl_s", 10**9),
+        literal(PIN, "ttl_s", "1e999", "ttl_s"),
+        field(PIN, "id", ""),
+        field(PIN, "id", "line\nline"),
+        field(UNPIN, "id", "i" * 10_000),
+    )
 
 
 def _wrong_types() -> Iterator[Hostile]:
@@ -640,8 +676,10 @@ def _models() -> Iterator[Hostile]:
 
 def _duplicates() -> Iterator[Hostile]:
     """Duplicate keys: the last one counts, in the check and in the use. A bad value cannot hide behind a good one."""
-    yield literal(CHAT, "n", '1, "n": 1000000', "n", label="twice, the last bad")
-    yield literal(MESSAGES, "max_tokens", '1, "max_tokens": -1', "max_tokens", label="twice, the last bad")
+    yield from (
+        literal(CHAT, "n", '1, "n": 1000000', "n", label="twice, the last bad"),
+        literal(MESSAGES, "max_tokens", '1, "max_tokens": -1', "max_tokens", label="twice, the last bad"),
+    )
 
 
 def corpus() -> tuple[Hostile, ...]:

@@ -430,48 +430,6 @@ def test_a_keys_file_can_define_an_admin_key(tiers: Server) -> None:
 # Settings
 
 
-@pytest.mark.nightly
-def test_flags_override_the_environment_which_overrides_the_file(tiny_model: Path, tmp_path: Path) -> None:
-    config = tmp_path / "quire.yaml"
-    config.write_text(
-        "served_model_name: [from-file]\nmax-model-len: 512\nmax_queue: 7\nnum_blocks: 100\nbackend: fake\n"
-        f"api_key: [{ALICE}]\nport: 1\n"
-    )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = {"QUIRE_MAX_MODEL_LEN": "256", "QUIRE_MAX_QUEUE": "8", "QUIRE_CONFIG": str(config), "QUIRE_PORT": str(port)}
-    with serving(str(tiny_model), "--max-queue", "9", env=env, key=ALICE) as server:
-        assert server.address == ("127.0.0.1", port)
-        (model,) = server.get("/v1/models").json["data"]
-        assert model["id"] == "from-file"  # set only in the file
-        assert model["max_model_len"] == 256  # set in the environment too
-        server.wait_for("9 more may wait")  # set as a flag too
-        assert server.stats()["num_blocks"] == 99
-        assert server.get("/v1/models", headers=NO_KEYS["none"]).status == 401
-
-
-@pytest.mark.nightly
-def test_the_environment_can_set_everything(tiny_model: Path) -> None:
-    env = {"QUIRE_MODEL": str(tiny_model), "QUIRE_BACKEND": "fake", "QUIRE_NUM_BLOCKS": "50"}
-    env["QUIRE_API_KEY"] = f"{ALICE} {BOB}"
-    with serving(env=env) as server:
-        assert server.get("/v1/models").status == 401
-        for key in (ALICE, BOB):
-            assert server.get("/v1/models", headers={"x-api-key": key}).status == 200
-        assert ALICE not in server.log
-
-
-def test_a_file_with_an_unknown_option_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    config = tmp_path / "quire.yaml"
-    config.write_text("max_quue: 7\n")
-    server = spawn(str(tiny_model), *FAKE, "--config", str(config))
-    try:
-        assert server.process.wait(HANG_S) != 0
-    finally:
-        put_away(server)
-    assert "max_quue" in server.log
-
-
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
 def test_tls(tiny_model: Path, tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"

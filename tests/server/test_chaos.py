@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,17 +33,12 @@ from tests.server.rig import (
     ask_async,
     children,
     close_sockets,
-    put_away,
-    read_reply,
     request_bytes,
     serving,
-    spawn,
-    wait_ready,
 )
-from tests.waiting import HANG_S, eventually, paused
+from tests.waiting import HANG_S, eventually, paused, repeating
 
 SEED = 20_261_115
-NUM_SIGTERMS = 50
 ENDLESS = 3900  # tokens: at 5 ms per step they take 20 s; no test waits for the last one
 
 
@@ -181,36 +175,6 @@ def test_a_client_that_disconnects_in_the_queue_is_not_computed(busy: Server) ->
     busy.wait_free()
 
 
-def test_pipelined_requests_are_answered_in_order_and_cancelled_together(busy: Server) -> None:
-    async def answered() -> list[str]:
-        reader, writer = await asyncio.open_connection(*busy.address)
-        for i in range(12):
-            writer.write(request_bytes(COMPLETIONS, body_for(COMPLETIONS, f"{i}", 2, stream=i % 2 == 0, echo=True)))
-        texts = []
-        for i in range(12):
-            reply = await read_reply(reader)
-            assert reply.ending == "done"
-            chunks = [data for _, data in reply.events if data != "[DONE]"] if i % 2 == 0 else [reply.json]
-            texts.append("".join(choice["text"] for chunk in chunks for choice in chunk["choices"]))
-        writer.close()
-        return texts
-
-    for i, text in enumerate(asyncio.run(answered())):
-        assert text.startswith(f"{i}")
-    sock = busy.raw()
-    sock.sendall(
-        request_bytes(CHAT, body_for(CHAT, "first", ENDLESS)) + request_bytes(CHAT, body_for(CHAT, "second", ENDLESS))
-    )
-    eventually(lambda: busy.stats()["num_running"], "the first one runs")
-    sock.close()
-    busy.wait_free()
-    with busy.raw() as sock, suppress(ConnectionError):  # a hundred pipelined requests are too many
-        sock.sendall(request_bytes(CHAT, body_for(CHAT, "first", ENDLESS)) * 100)
-        while sock.recv(1 << 16):
-            pass
-    busy.wait_free()
-
-
 def test_it_listens_on_one_loopback_port_only(busy: Server) -> None:
     found = []
     for pid in (busy.process.pid, *children(busy.process.pid)):
@@ -300,20 +264,13 @@ def fragile(tiny_model: Path) -> Iterator[Server]:
 def health_watched(server: Server) -> Iterator[set[tuple[int, str]]]:
     """Collect the statuses and texts of /health meanwhile."""
     found: set[tuple[int, str]] = set()
-    is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(0.01):
-            answer = server.get("/health")
-            found.add((answer.status, answer.json["status"]))
+        answer = server.get("/health")
+        found.add((answer.status, answer.json["status"]))
 
-    with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(watch)
-        try:
-            yield found
-        finally:
-            is_over.set()
-        watching.result()
+    with repeating(watch, pause_s=0.01):
+        yield found
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
@@ -489,12 +446,6 @@ def strict(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def patient(tiny_model: Path) -> Iterator[Server]:
-    with serving(str(tiny_model), *FAKE, "--device", "1ms", "--max-connections", "300") as server:
-        yield server
-
-
 def largest_send_buffer() -> int:
     try:
         return int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
@@ -535,32 +486,6 @@ def test_a_client_that_does_not_read_cannot_block_the_shutdown(tiny_model: Path)
         eventually(lambda: not server.stats()["num_running"], "the whole answer waits for its reader")
         assert server.stop() == 0
         assert "Traceback" not in server.log
-
-
-def test_a_slow_reader_gets_everything(patient: Server) -> None:
-    """The client reads more slowly than the answer is generated."""
-
-    async def sip() -> Reply:
-        reader, writer = await asyncio.open_connection(*patient.address, limit=1 << 14)
-        writer.write(request_bytes(CHAT, body_for(CHAT, "Slowly", 300, n=4, logprobs=True, top_logprobs=20)))
-        num_pieces = 0
-
-        def count(_: bytes) -> None:
-            nonlocal num_pieces
-            num_pieces += 1
-            if num_pieces % 20 == 0:
-                time.sleep(0.05)  # the client pauses, and its TCP window fills
-
-        reply = await read_reply(reader, count)
-        writer.transport.abort()
-        return reply
-
-    reply = asyncio.run(sip())
-    assert reply.ending == "done"
-    ends = [
-        choice for _, data in reply.events if data != "[DONE]" for choice in data["choices"] if choice["finish_reason"]
-    ]
-    assert sorted(choice["index"] for choice in ends) == [0, 1, 2, 3]
 
 
 def test_silence_and_half_requests_are_cut(strict: Server) -> None:
@@ -605,51 +530,7 @@ def test_silence_and_half_requests_are_cut(strict: Server) -> None:
     strict.wait_free()
 
 
-def test_silent_connections_make_room_for_new_ones_and_answers_stay(patient: Server) -> None:
-    async def crowd() -> tuple[list[bytes], Reply]:
-        flowing = asyncio.Event()
-        stream = asyncio.create_task(
-            ask_async(patient, CHAT, body_for(CHAT, "stay", 1000), on_data=lambda _: flowing.set())
-        )
-        await flowing.wait()
-
-        async def come() -> bytes:
-            reader, writer = await asyncio.open_connection(*patient.address)
-            try:
-                return await reader.read()
-            except ConnectionError:
-                return b"reset"
-            finally:
-                writer.transport.abort()
-
-        waiting = {asyncio.create_task(come()) for _ in range(400)}
-        answers: list[bytes] = []
-        while len(waiting) > 299:  # besides the stream
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            answers += [one.result() for one in done]
-        for one in waiting:
-            one.cancel()
-        return answers, await stream
-
-    answers, stream = asyncio.run(asyncio.wait_for(crowd(), HANG_S))
-    assert len(answers) == 101
-    assert all(answer in (b"", b"reset") or answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
-    assert stream.ending == "done"
-    eventually(lambda: is_healthy(patient), "there is room again")
-    assert patient.chat().status == 200
-
-
 # Signals
-
-
-def has_handler(pid: int) -> bool:
-    """Whether the process handles SIGTERM."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
-    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
-    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -657,75 +538,6 @@ def family(pid: int) -> list[psutil.Process]:
         return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
-
-
-class Ending:
-    """A server that receives SIGTERM at a random time, usually more than once."""
-
-    def __init__(self, model: Path, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._moment = ("starting", "idle", "streaming", "streaming", "crowded")[seed % 5]
-        drain = self._random.choice(("0", "0.3", "30"))
-        self._server = spawn(str(model), *FAKE, "--device", "2ms", "--max-num-seqs", "4", "--drain", drain)
-        self._num_signals = 0
-
-    def run(self) -> int:
-        """Return the number of signals sent. Fails if a process is left or a response is broken off."""
-        server, pid = self._server, self._server.process.pid
-        relatives: list[psutil.Process] = []
-        replies: list[Reply] = []
-        try:
-            if self._moment == "starting":
-                eventually(lambda: has_handler(pid), "it hears signals")
-                time.sleep(self._random.random())
-                relatives += family(pid)
-                self._signal()
-            else:
-                wait_ready(server)
-                relatives += family(pid)
-                assert relatives
-                replies = asyncio.run(self._ask())
-            while server.process.poll() is None and self._random.random() < 0.7:
-                self._signal()
-                time.sleep(self._random.random() * 0.1)
-            relatives += family(pid)
-            assert server.process.wait(HANG_S) == 0, f"{self._moment}: {server.log}"
-            for reply in replies:  # every accepted request gets an answer or an error
-                assert reply.ending in ("done", "error") or reply.status == 0, (self._moment, reply)
-            assert not psutil.wait_procs(relatives, timeout=HANG_S)[1], self._moment
-        finally:
-            for relative in relatives:
-                if relative.is_running():
-                    relative.kill()
-            put_away(server)
-        assert "Traceback" not in server.log, f"{self._moment}: {server.log}"
-        return self._num_signals
-
-    async def _ask(self) -> list[Reply]:
-        asked: list[asyncio.Task[Reply]] = []
-        for i in range({"idle": 0, "streaming": 3, "crowded": 12}[self._moment]):
-            path = (CHAT, MESSAGES, RESPONSES, COMPLETIONS)[i % 4]
-            body = body_for(path, f"{i}", self._random.choice((5, 100, 1500)), stream=self._random.random() < 0.7)
-            asked.append(asyncio.create_task(ask_async(self._server, path, body)))
-        for _ in range(self._random.choice((1, 2, 2))):
-            await asyncio.sleep(self._random.random() * 0.3)
-            self._signal()
-        return await asyncio.wait_for(asyncio.gather(*asked), HANG_S)
-
-    def _signal(self) -> None:
-        if self._server.process.poll() is None:
-            self._num_signals += 1
-            self._server.process.send_signal(signal.SIGTERM)
-
-
-@pytest.mark.nightly
-def test_sigterm_at_fifty_moments(tiny_model: Path) -> None:
-    num_signals, seed = 0, SEED
-    with ThreadPoolExecutor(3) as pool:
-        while num_signals < NUM_SIGTERMS:
-            endings = [pool.submit(lambda seed: Ending(tiny_model, seed).run(), seed + i) for i in range(6)]
-            num_signals += sum(ending.result() for ending in endings)
-            seed += len(endings)
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(tiny_model: Path) -> None:

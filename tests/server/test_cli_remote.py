@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.weights.hub import DEFAULT_MODEL
-from tests.cli.runs import LIMIT_S, Terminal, quire
+from tests.cli.runs import quire
 from tests.server.rig import Server, serving
 
 KEY = "command-0000-key"
@@ -52,12 +49,6 @@ def test_the_answer_alone_is_on_stdout(server: Server) -> None:
     server.wait_for("key=key-1 .*completion_tokens=8 ")  # the server has answered
 
 
-def test_the_environment_names_the_server(server: Server) -> None:
-    env = {"QUIRE_SERVER": f"{server.url}/v1", "QUIRE_API_KEY": KEY}  # with /v1, as in OPENAI_BASE_URL
-    outcome = quire("generate", "-", *GREEDY, stdin=f"{QUESTION}\n", env=env)
-    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
-
-
 @pytest.mark.nightly
 def test_json_is_what_it_is_locally(server: Server) -> None:
     """The same seed gives the same answers with and without a server. The protocol has no token ids and ranks."""
@@ -79,73 +70,6 @@ def test_json_is_what_it_is_locally(server: Server) -> None:
         assert [top["text"] for top in remote["top"]] == [top["text"] for top in local["top"]]
 
 
-def test_raw_prompts(server: Server) -> None:
-    raw = ("generate", "The capital of Japan is", "--raw", "--temperature", "0", "--max-tokens", "2")
-    assert ask(server, *raw).stdout == " Tokyo.\n"
-    found = document(ask(server, *raw, "--json", "--logprobs", "2"))
-    assert (found["text"], found["finish_reason"]) == (" Tokyo.", "length")
-    assert [entry["text"] for entry in found["logprobs"]] == [" Tokyo", "."]
-    assert found["usage"]["cached_tokens"] == found["usage"]["prompt_tokens"] - 1 == 4
-    assert found["cache"]["reason"] == "complete"
-
-
-def test_stop(server: Server) -> None:
-    found = document(ask(server, "generate", QUESTION, *GREEDY, "--stop", " is", "--json"))
-    assert (found["text"], found["finish_reason"]) == ("The capital of Japan", "stop")
-
-
-def test_errors_are_one_line(server: Server) -> None:
-    wrong = quire("generate", "Hi", "--server", server.url, "--api-key", "wrong-0000-key", env=NO_SERVER)
-    assert f"{server.url}: this API key is unknown" in wrong.stderr
-    without = quire("generate", "Hi", "--server", server.url, env=NO_SERVER)
-    assert "no API key was sent" in without.stderr
-    assert "--api-key or QUIRE_API_KEY sets a key" in without.stderr
-    model = ask(server, "generate", "Hi", "--model", "someone/else")
-    assert f"has no model 'someone/else', only {DEFAULT_MODEL}" in model.stderr
-    long = ask(server, "generate", "-", stdin="word " * 9000)
-    assert "8192" in long.stderr
-    for outcome in (wrong, without, model, long):
-        assert (outcome.returncode, outcome.stdout) == (2, "")
-        assert outcome.stderr.count("\n") == 1
-
-
-def test_ctrl_c_cancels_the_request_on_the_server(server: Server) -> None:
-    server.wait_free()
-    command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "2000"]
-    command += ["--server", server.url, "--api-key", KEY]
-    env = {**os.environ, **NO_SERVER}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as run:
-        assert run.stdout is not None
-        assert run.stdout.read(3)
-        assert server.stats()["num_running"] == 1
-        run.send_signal(signal.SIGINT)
-        assert run.wait(LIMIT_S) == 130
-    server.wait_free()
-
-
-def test_a_running_request_is_listed_and_cancelled(server: Server) -> None:
-    server.wait_free()
-    command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "2000"]
-    command += ["--server", server.url, "--api-key", KEY]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **NO_SERVER}
-    ) as run:
-        assert run.stdout is not None
-        assert run.stderr is not None
-        assert run.stdout.read(3)
-        (request,) = json.loads(ask(server, "ps", "--requests", "--json").stdout)
-        assert (request["model"], request["state"], request["max_tokens"]) == (DEFAULT_MODEL, "running", 2000)
-        assert request["id"] in ask(server, "ps").stdout
-        assert ask(server, "cancel", request["id"]).stdout == f"{request['id']} is cancelled\n"
-        run.stdout.read()
-        assert "the request was cancelled" in run.stderr.read()
-        assert run.wait(LIMIT_S) == 2
-    server.wait_free()
-    again = ask(server, "cancel", request["id"])
-    assert (again.returncode, again.stdout) == (2, "")
-    assert f"id = '{request['id']}' is not a request in progress" in again.stderr
-
-
 # chat
 
 
@@ -162,24 +86,3 @@ def test_a_conversation(server: Server) -> None:
     assert int(found[1]) == prompt + 7  # the first question and its answer
     assert turns == "conversation: 2 turns, 8192 tokens of context"
     assert re.fullmatch(r"cache: \d+ of 399 blocks hold earlier text, \d+ evicted; .*", cache) is not None
-
-
-def test_at_a_terminal(server: Server) -> None:
-    """The server is named, and Ctrl-C stops the answer but not the conversation."""
-    server.wait_free()
-    options = ("--server", server.url, "--api-key", KEY, "--max-tokens", "2000", "--temperature", "0")
-    terminal = Terminal("chat", *options, env=NO_SERVER)
-    try:
-        at = terminal.wait_for(f"using {DEFAULT_MODEL} on {server.url}")
-        at = terminal.wait_for("> ", after=at)
-        terminal.type("Write a very long story about a ship.\n")
-        at = terminal.wait_for("ship", after=terminal.wait_for("ship.", after=at))  # the echo, then the answer
-        terminal.type("\x03")
-        at = terminal.wait_for("[stopped]", after=at)
-        server.wait_free()
-        terminal.type(f"/reset\n{QUESTION}\n")
-        terminal.wait_for("> ", after=terminal.wait_for(ANSWER, after=at))
-        terminal.type("\x04")
-        assert terminal.exit_code() == 0
-    finally:
-        terminal.close()

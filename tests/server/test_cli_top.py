@@ -53,13 +53,6 @@ def test_snapshots_for_a_program(server: Server) -> None:
     assert second["tick"] > first["tick"]
 
 
-def test_a_key_is_needed(server: Server) -> None:
-    for options in ((), ("--api-key", "wrong-0000-key")):
-        outcome = quire("top", "--once", "--server", server.url, *options, env=NO_SERVER)
-        assert (outcome.returncode, outcome.stdout, outcome.stderr.count("\n")) == (2, "", 1)
-        assert "API key" in outcome.stderr
-
-
 def test_at_a_terminal_it_waits_for_a_stopped_server(default_model: Path) -> None:
     del default_model  # downloaded by the fixture
     with serving(*FAKE) as server:

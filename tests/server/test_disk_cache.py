@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from quire.engine.levels.cache_folder import find_spaces
 from tests.cli.runs import quire
 from tests.engine.levels.contents import all_files
 from tests.server.rig import Server, serving
-from tests.tiny import write_tiny_model
 from tests.waiting import eventually
 
 # A step takes so long that a load always pays, however slow this machine reads files when the server measures them.
@@ -107,55 +105,6 @@ def test_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         assert cached(ask(server)) == 0
 
 
-@pytest.mark.nightly
-def test_a_cleared_folder_stays_cleared(tiny_model: Path, tmp_path: Path) -> None:
-    """`quire cache clear` reaches a running server, which has the prefix in memory too."""
-    folder = tmp_path / "kv"
-    with serving(str(tiny_model), *SLOW_FAKE, "--disk-cache", "10M", "--cache-dir", str(folder)) as server:
-        ask(server)
-        wait_saved(server, 5)
-        assert quire("cache", "clear", "--yes", "--cache-dir", str(folder)).returncode == 0
-        eventually(lambda: levels(server)[0]["num_pieces"] == 0, "the server has noticed")
-        assert server.stats()["num_cached"] == 0
-        assert all_files(folder) == []
-        assert cached(ask(server)) == 0
-        wait_saved(server, 5)
-        assert quire("cache", "clear", "--yes", "--cache-dir", str(folder)).returncode == 0
-    assert all_files(folder) == []  # nothing is saved at the end
-
-
-@pytest.mark.parametrize("log_format", ["text", "json"])
-@pytest.mark.kept("json")
-@pytest.mark.nightly
-def test_a_damaged_file_in_the_log(tiny_model: Path, tmp_path: Path, log_format: str) -> None:
-    """The lines of a worker look like those of the server."""
-    folder = tmp_path / "kv"
-    options = (str(tiny_model), *SLOW_FAKE, "--disk-cache", "10M", "--cache-dir", str(folder))
-    with serving(*options) as server:
-        ask(server)
-        wait_saved(server, 5)
-        server.stop()
-    path = Path(all_files(folder)[0].path)
-    data = bytearray(path.read_bytes())
-    data[-40] ^= 1
-    path.write_bytes(data)
-    with serving(*options, "--log-format", log_format) as server:
-        ask(server)
-        line = server.wait_for("a file of the disk cache was damaged")
-    message = (
-        "a file of the disk cache was damaged (the content does not match its checksum):"
-        f" {path}. It was deleted, and its content is computed again"
-    )
-    if log_format == "json":
-        found = json.loads(line)
-        assert (found["level"], found["logger"]) == ("warning", "quire.engine.levels.transfers")
-        assert found["message"] == message
-    else:
-        assert re.fullmatch(
-            rf"\d{{4}}-[-:.T\d]+Z WARNING quire\.engine\.levels\.transfers: {re.escape(message)}\n", line
-        )
-
-
 def test_keys_share_nothing_on_disk(tiny_model: Path, tmp_path: Path) -> None:
     """Also if the order of the keys changes between two starts: a number is not an identity."""
     folder = tmp_path / "kv"
@@ -180,39 +129,6 @@ def test_keys_share_nothing_on_disk(tiny_model: Path, tmp_path: Path) -> None:
         assert (cached(answer), answer["cache"]["source"]) == (156, "disk")
 
 
-@pytest.mark.nightly
-def test_two_models_in_one_folder(tmp_path: Path) -> None:
-    """Unloading a model keeps its cache. Settings of the file are for all models or for one."""
-    for seed, name in enumerate("abc"):
-        write_tiny_model(tmp_path / name, seed=seed)
-    config = tmp_path / "quire.yaml"
-    config.write_text("""
-backend: fake
-device: 300ms
-cache_dir: kv
-models:
-  - {model: ./a, disk_cache: 1M}
-  - {model: ./b, disk_cache: 2M, preload: true}
-  - {model: ./c}
-""")
-    with serving("--config", str(config)) as server:
-        assert "disk cache up to 1.0 MiB" in banner(server)
-        for name in "abc":
-            assert cached(ask(server, model=name)) == 0
-        for name in "ab":
-            wait_saved(server, 5, name)
-        assert levels(server, "c") == []
-        assert sorted(space.name for space in find_spaces(tmp_path / "kv")) == ["a", "b"]
-        assert len(all_files(tmp_path / "kv")) == 10
-        assert server.post("/v1/models/unload", {"model": "a"}).json["state"] == "unloaded"
-        assert ask(server, model="b")["cache"]["source"] == "device"  # not affected
-        answer = ask(server, model="a")  # is loaded again
-        assert (cached(answer), answer["cache"]["source"]) == (156, "disk")
-        assert server.post("/v1/cache/clear?model=b").json == {"cleared": True}
-        assert len(all_files(tmp_path / "kv")) == 5  # those of the other model
-        assert ask(server, model="a")["cache"]["source"] == "device"
-
-
 def test_content_that_is_evicted_goes_to_host_memory(tiny_model: Path) -> None:
     with serving(str(tiny_model), *SLOW_FAKE, "--num-blocks", "20", "--host-cache", "64K") as server:
         assert "host cache up to 64.0 KiB; faster than computing" in banner(server)
@@ -227,22 +143,6 @@ def test_content_that_is_evicted_goes_to_host_memory(tiny_model: Path) -> None:
         assert (host["tier"], host["max_bytes"], host["num_loads"]) == ("host", 1 << 16, 1)
         assert host["num_saves"] == host["num_pieces"] > 5
         assert metrics(server)["lower_cache_loads_total host"] == 1
-
-
-@pytest.mark.nightly
-def test_the_real_model(default_model: Path, tmp_path: Path) -> None:
-    options = (str(default_model), "--kv-memory", "128M", "--disk-cache", "1G", "--cache-dir", str(tmp_path / "kv"))
-    text = f"Read this text. {LONG * 3} What does the fox jump over? Answer in one word."
-    with serving(*options) as server:
-        first = ask(server, text, max_tokens=8, temperature=0)
-        assert first["usage"]["prompt_tokens"] > 250
-        wait_saved(server, first["usage"]["prompt_tokens"] // 32 + 1)
-        server.stop()
-    with serving(*options) as server:
-        again = ask(server, text, max_tokens=8, temperature=0)
-        assert again["choices"] == first["choices"]
-        assert again["cache"]["source"] == "disk"
-        assert again["cache"]["loaded_tokens"] == cached(again) == first["usage"]["prompt_tokens"] - 1
 
 
 # Errors

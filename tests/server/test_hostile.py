@@ -5,8 +5,8 @@ One long stream runs during the whole corpus, from its first request to its last
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import socket
 import threading
 from collections import Counter, defaultdict
@@ -18,10 +18,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.gauntlet.flood import text_of
 from tests.server import corpus
 from tests.server.corpus import WIRE, Hostile, Wire
-from tests.server.rig import FAKE, Server, events, serving, status_of
-from tests.waiting import HANG_S
+from tests.server.rig import FAKE, Server, ask_async, serving, status_of
+from tests.waiting import HANG_S, eventually, repeating
 
 MAX_CPU_S = 5.0  # of the server's process, for one refusal: it serves nothing else meanwhile
 MAX_ERROR_BYTES = 4096
@@ -38,68 +39,6 @@ OPENAI_TYPES = {"invalid_request_error", "permission_error"}
 ANTHROPIC_TYPES = {"invalid_request_error", "not_found_error", "request_too_large", "permission_error"}
 
 
-class LongStreams(threading.Thread):
-    """Long streams without a pause between them: at least one at any time."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(daemon=True)
-        self._server = server
-        self._is_over = threading.Event()
-        self.texts: list[str] = []
-        self.problems: list[str] = []
-        self.is_flowing = threading.Event()
-
-    def run(self) -> None:
-        while not self._is_over.is_set() and not self.problems:
-            try:
-                self.texts.append(self._read_one())
-            except Exception as error:
-                self.problems.append(repr(error))
-
-    def finish(self) -> None:
-        self._is_over.set()
-        self.join(HANG_S)
-        assert not self.is_alive(), "the stream does not end"
-
-    def _read_one(self) -> str:
-        ours = socket.create_connection(self._server.address, timeout=HANG_S)  # outlives the running test
-        with self._server.send_request(STREAM, sock=ours) as sock, sock.makefile("rb") as file:
-            assert status_of(file.readline()) == 200
-            while file.readline() not in (b"\r\n", b""):
-                pass
-            text, ids, usage, is_done = "", set(), None, False
-            for data in sse_lines(file):
-                self.is_flowing.set()
-                if data == "[DONE]":
-                    is_done = True
-                    break
-                chunk = json.loads(data)
-                assert "error" not in chunk, chunk
-                ids.add(chunk["id"])
-                text += "".join(choice["delta"].get("content", "") for choice in chunk["choices"])
-                usage = chunk["usage"] or usage
-            assert is_done, "the stream broke off"
-            assert len(ids) == 1
-            assert usage is not None
-            assert usage["completion_tokens"] == STREAM_TOKENS
-            return text
-
-
-def sse_lines(file: Any) -> Iterator[str]:
-    """Yield the data of the events in a chunked body as they arrive."""
-    pending = b""
-    while size := int(file.readline().strip() or b"0", 16):
-        pending += file.read(size)
-        file.readline()
-        *whole, pending = pending.split(b"\n\n")
-        for event in whole:
-            if event.startswith(b"data: "):
-                yield event.removeprefix(b"data: ").decode()
-            else:
-                assert event.startswith(b":"), event
-    assert not pending, pending
-
-
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
     with serving(str(tiny_model), *FAKE, "--device", "10ms") as found:
@@ -112,15 +51,22 @@ def worker(server: Server) -> int:
 
 
 @pytest.fixture(scope="module")
-def stream(server: Server, worker: int) -> Iterator[LongStreams]:
+def texts(server: Server, worker: int) -> Iterator[list[str]]:
+    """The texts of long streams without a pause between them, of which at least one runs at any time."""
     del worker  # its pid is known before anything is sent
-    streams = LongStreams(server)
-    streams.start()
-    try:
-        assert streams.is_flowing.wait(HANG_S), streams.problems
-        yield streams
-    finally:
-        streams.finish()
+    found: list[str] = []
+    is_flowing = threading.Event()
+
+    def read_one() -> None:
+        reply = asyncio.run(ask_async(server, corpus.CHAT, STREAM, on_data=lambda _: is_flowing.set()))
+        assert (reply.status, reply.ending) == (200, "done"), reply.body[-500:]
+        chunks = [data for _, data in reply.events if data != "[DONE]"]
+        assert chunks[-1]["usage"]["completion_tokens"] == STREAM_TOKENS
+        found.append(text_of(reply))
+
+    with repeating(read_one):  # raises at the end what it raised
+        assert is_flowing.wait(HANG_S)
+        yield found
 
 
 def cpu_s(server: Server) -> float:
@@ -146,8 +92,9 @@ def hostile_bodies() -> list[ParameterSet]:
     ]
 
 
+@pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize("row", hostile_bodies())
-def test_a_hostile_body_is_refused_clearly(server: Server, stream: LongStreams, row: Hostile) -> None:
+def test_a_hostile_body_is_refused_clearly(server: Server, row: Hostile) -> None:
     before_s = cpu_s(server)
     answer = server.post(row.path, data=row.make())
     assert cpu_s(server) - before_s < MAX_CPU_S, "one body blocks the event loop"
@@ -163,7 +110,6 @@ def test_a_hostile_body_is_refused_clearly(server: Server, stream: LongStreams, 
         if "param" in error:  # only OpenAI's errors have this field
             assert error["param"] is not None
             assert error["param"].startswith(row.names), error
-    assert not stream.problems
 
 
 def error_of(path: str, body: Any) -> Any:
@@ -185,14 +131,14 @@ def error_of(path: str, body: Any) -> Any:
     return body["error"]
 
 
+@pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize("row", WIRE, ids=lambda row: row.name)
-def test_invalid_http_is_refused(server: Server, stream: LongStreams, row: Wire) -> None:
+def test_invalid_http_is_refused(server: Server, row: Wire) -> None:
     before_s = cpu_s(server)
     with server.raw() as sock:
         answer = exchange(sock, row.make())
     assert cpu_s(server) - before_s < MAX_CPU_S, "one request blocks the event loop"
     assert status_of(answer) in row.statuses, answer[:500]
-    assert not stream.problems
 
 
 def exchange(sock: socket.socket, data: bytes) -> bytes:
@@ -206,10 +152,9 @@ def exchange(sock: socket.socket, data: bytes) -> bytes:
     return found
 
 
+@pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize(("method", "path", "statuses"), corpus.PATHS, ids=lambda value: str(value)[:60])
-def test_odd_paths_are_not_found(
-    server: Server, stream: LongStreams, method: str, path: str, statuses: tuple[int, ...]
-) -> None:
+def test_odd_paths_are_not_found(server: Server, method: str, path: str, statuses: tuple[int, ...]) -> None:
     answer = server.ask(method, path)
     assert answer.status in statuses
     assert "x-injected" not in answer.headers
@@ -218,24 +163,20 @@ def test_odd_paths_are_not_found(
         assert answer.json["error"]["message"]
     if answer.status == 405:
         assert answer.headers["allow"]
-    assert not stream.problems
 
 
-def test_good_requests_are_served_among_the_bad_ones(server: Server, stream: LongStreams) -> None:
+@pytest.mark.usefixtures("texts")
+def test_good_requests_are_served_among_the_bad_ones(server: Server) -> None:
     for path, body in corpus.GOOD.items():
         answer = server.post(path, body)
         assert answer.status == 200, (path, answer.body)
-    assert not stream.problems
 
 
-def test_the_concurrent_stream_was_complete(server: Server, worker: int, stream: LongStreams) -> None:
-    """Must run after all other tests with the stream."""
-    stream.finish()
-    assert not stream.problems
-    assert stream.texts
+def test_the_concurrent_streams_were_complete(server: Server, worker: int, texts: list[str]) -> None:
+    """Must run after all other tests with the streams."""
+    eventually(lambda: texts, "a stream has ended")
     alone = server.post(corpus.CHAT, STREAM | {"stream": False, "stream_options": None}).json
-    assert set(stream.texts) == {alone["choices"][0]["message"]["content"]}, "it differs from the answer alone"
-    server.wait_free()
+    assert set(texts) == {alone["choices"][0]["message"]["content"]}, "one differs from the answer alone"
     assert server.worker_pid == worker
     assert server.get("/health").json["status"] == "ok"
     assert " ERROR " not in server.log
@@ -322,11 +263,3 @@ def test_prompts_answers_and_keys_are_not_in_logs_errors_or_metrics(tiny_model: 
 def test_the_corpus_is_large_enough() -> None:
     assert len(corpus.corpus()) + len(WIRE) + len(corpus.PATHS) >= 60
     assert len({row.name for row in corpus.corpus()}) == len(corpus.corpus())
-
-
-def test_frames_of_a_whole_stream_parse(plain_server: Server) -> None:
-    answer = plain_server.post(corpus.CHAT, STREAM | {"max_tokens": 50})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *chunks, last = [data for _, data in events(answer.body)]
-    assert last == "[DONE]"
-    assert all(json.loads(chunk)["object"] == "chat.completion.chunk" for chunk in chunks)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +21,6 @@ from quire.server.launcher import _check_events
 from tests.engine.subscriber import Subscriber, free_ports, routed
 from tests.engine.vllm_events import Router
 from tests.server.rig import FAKE, Server, put_away, serving, spawn
-from tests.server.test_hybrid_memory import write_model
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S, eventually, is_asleep
 
@@ -180,14 +181,6 @@ def test_a_taken_port_is_an_error_at_start(tiny_model: Path) -> None:
             assert "Traceback" not in server.log
 
 
-@pytest.mark.nightly
-def test_other_machines_and_every_network(tiny_model: Path) -> None:
-    (port,) = free_ports(1)
-    with serving(str(tiny_model), *FAKE, "--kv-events", f"tcp://0.0.0.0:{port}") as server:
-        server.wait_for(rf"WARNING.*KV events at tcp://0.0.0.0:{port}: every client that reaches this address can read")
-        assert status(server)["replay_endpoint"] is None
-
-
 def test_the_subscriber_of_the_documentation(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```py\n(.*?)^```$", CACHING_PAGE.read_text(), re.DOTALL | re.MULTILINE)
     write_tiny_model(tmp_path / "m")
@@ -225,3 +218,44 @@ def test_events_that_others_can_read_or_that_nobody_gets_are_warned_of(
     reach, keys = caplog.messages
     assert reach == "KV events at tcp://0.0.0.0:0: every client that reaches this address can read prompts"
     assert keys.endswith("because keys share no prefixes: set --share-prefix-cache to share them")
+
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 8
+
+
+def write_model(folder: Path, tiny: Path, **changes: Any) -> Path:
+    """A tiny model whose layers the fake backend only reads the description of."""
+    shutil.copytree(tiny, folder)
+    config = json.loads((tiny / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def engine(server: Server) -> Any:
+    return server.get("/v1/watch?once=true").json["models"][0]["engine"]
+
+
+def test_a_model_with_states(tmp_path: Path, tiny_model: Path) -> None:
+    changes = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention"],
+        "conv_L_cache": 3,
+        "norm_eps": 1e-5,
+        "block_auto_adjust_ff_dim": False,
+    }
+    with serving(str(write_model(tmp_path / "states", tiny_model, **changes)), *FAKE) as server:
+        server.chat(TEXT, max_tokens=4)
+        other = server.post("/v1/cache/explain", {"messages": [{"role": "user", "content": TEXT[:90]}]}).json
+        assert other["reason"] == "no_state"
+        assert "but the nearest state of the recurrent layers is at token" in other["message"]
+        again = server.chat(TEXT, max_tokens=4, cache=True).json
+        # The state is at the start of the answer's header if that is closer than half a block to the end.
+        assert again["cache"]["matched_tokens"] > again["usage"]["prompt_tokens"] - 18
+        stats = server.wait_free()
+        assert stats["windows"] is None
+        assert stats["states"]["num_cached"] == stats["states"]["num_snapshots"] >= 2  # the prompt and the answer
+        watched = engine(server)
+        assert watched["windows"] is None
+        assert watched["states"]["cached"] == stats["states"]["num_cached"]
+        metrics = server.get("/metrics").body.decode()
+        assert "quire:recurrent_states{" in metrics

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
 
-from tests.backends.mlx.architectures import write_model
-from tests.server.rig import Server, put_away, serving, spawn
+from tests.server.rig import Server, serving
 from tests.tiny import write_tiny_model
-from tests.waiting import HANG_S
 
 LONG = "Count the sheep that jump over the fence, one after the other, and do not stop. " * 4
 SCHEMA = {
@@ -100,27 +95,3 @@ def test_structured_output(client: openai.OpenAI) -> None:
     assert 0 <= value["age"] <= 9
     assert answer.choices[0].logprobs is not None
     assert all(len(entry.top_logprobs) == 2 for entry in answer.choices[0].logprobs.content or ())
-
-
-@pytest.mark.nightly
-def test_a_model_with_a_state_is_refused_at_the_start(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "m")
-    write_model(folder, "mamba", vocab_size=512)
-    server = spawn("--model", str(folder), "--backend", "mlx")
-    try:
-        assert server.process.wait(HANG_S) != 0
-    finally:
-        put_away(server)
-    assert "ArraysCache" in server.log
-
-
-@pytest.mark.nightly
-def test_bench_prints_the_same_report_as_elsewhere(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "quire", "bench", "--model", str(tiny_model), "--backend", "mlx", "--json"]
-    parts = ["--only", "speedup", "--only", "prefix", "--clients", "1,2", "--rounds", "1"]
-    small = [*parts, "--prompt-tokens", "16", "--output-tokens", "4"]
-    done = subprocess.run([*command, *small], capture_output=True, text=True, check=False)
-    report = json.loads(done.stdout)
-    assert report["setup"]["backend"].startswith("mlx "), done.stderr
-    assert list(report["speedup"]) == ["2"]
-    assert (report["prefix"]["shared_blocks"], report["prefix"]["copies"]) == (32, 0)

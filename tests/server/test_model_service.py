@@ -12,7 +12,6 @@ import pytest
 
 from quire.server.models import _is_short
 from tests.server.rig import FAKE, Server, children, close_sockets, serving
-from tests.tiny import write_tiny_model
 from tests.waiting import eventually, is_asleep
 
 KEYS = """
@@ -175,26 +174,6 @@ def test_a_hung_worker_is_found_after_its_clients_disconnected(tiny_model: Path)
         eventually(lambda: server.get("/health").status == 200, "another serves")
         assert server.chat().status == 200
         assert server.worker_pid != worker
-
-
-@pytest.mark.nightly
-def test_a_model_that_cannot_be_loaded_again(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "secretfolder")
-    with serving(str(folder), *FAKE) as server:
-        assert server.chat().status == 200
-        weights = folder / "model.safetensors"
-        whole = weights.read_bytes()
-        weights.write_bytes(b"nothing")
-        os.kill(server.worker_pid, signal.SIGKILL)
-        server.wait_for("cannot|not sound|restart")
-        answer = server.chat()
-        assert answer.status == 503
-        assert answer.headers["x-should-retry"] == "true"
-        assert "secretfolder/" not in answer.body.decode()
-        assert server.get("/health").json["status"] == "restarting"
-        weights.write_bytes(whole)
-        eventually(lambda: server.get("/health").status == 200, "it serves again")
-        assert server.chat().status == 200
 
 
 def test_one_key_cannot_displace_the_pins_of_another(server: Server) -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from quire.server.models import Model, Models, SharedResources
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 from tests.cli.runs import quire
-from tests.server.rig import FAKE, Answer, Server, children, close_sockets, command_line, serving
+from tests.server.rig import FAKE, Server, children, close_sockets, command_line, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S, eventually, paused
 from tests.weights.mlx_folder import write_mlx_model
@@ -41,12 +40,6 @@ OPTIONS: dict[str, Any] = {
     "served_model_name": None,
     "default_max_tokens": 4096,
 }
-KEYS = """
-keys:
-  - {key: sk-admin-key, name: root, admin: true}
-  - {key: sk-two-at-once, name: two, max_requests: 2}
-  - {key: sk-plain-key, name: plain}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -228,21 +221,6 @@ def test_pinned_models_stay_and_a_model_that_cannot_fit_is_refused(tight: Server
     assert tight.chat(model="c").status == 200
 
 
-def test_a_load_waits_for_busy_models_and_is_not_starved(tight: Server) -> None:
-    of_b, of_a = load_anew(tight, "b"), load_anew(tight, "a")
-    streams = [tight.begin({**LONG, "model": name, "max_tokens": 100}) for name in "ab"]
-    with paused(of_b), ThreadPoolExecutor() as pool:  # b stays busy
-        with paused(of_a):
-            wants_c = pool.submit(tight.chat, model="c")
-            wait_state(tight, "unloading ready loading")
-            more = [pool.submit(tight.chat, model="a") for _ in range(4)]
-            tight.wait_for(r"4 request\(s\) are waiting for a, which is unloading")  # it accepts no new requests
-        assert wants_c.result().status == 200
-        assert [one.result().status for one in more] == [200] * 4  # after it was loaded again
-    for stream in streams:
-        rest_of(stream)
-
-
 def test_waiting_for_memory_times_out(folder: Path) -> None:
     """The queue timeout is short, and a busy machine may exceed it: requests that must succeed are retried."""
     options = ("--memory", "15M", *SLOW, "--queue-timeout", "3")
@@ -273,22 +251,6 @@ def test_a_forced_unload_cuts_running_requests(tight: Server) -> None:
         if data.endswith(b"0\r\n\r\n"):
             break
     assert b"a is being unloaded" in data
-
-
-@pytest.mark.nightly
-def test_the_command_line(tight: Server) -> None:
-    def said(*arguments: str) -> str:
-        outcome = quire(*arguments, "--server", tight.url)
-        assert outcome.returncode == 0, outcome.stderr
-        return outcome.stdout.strip()
-
-    assert said("load", "c") == "c is ready"
-    assert said("pin", "c") == "c is ready, pinned"
-    assert re.search(r"^c +ready, pinned +6\.\d MiB +4096$", said("ps"), re.MULTILINE)
-    refused = quire("unload", "c", "--server", tight.url)
-    assert (refused.returncode, "is pinned: unpin it first" in refused.stderr) == (2, True)
-    assert said("unpin", "c") == "c is ready"
-    assert said("unload", "c", "--force") == "c is unloaded"
 
 
 def test_settings_per_model_in_a_file(folder: Path, tmp_path: Path) -> None:
@@ -354,42 +316,6 @@ def test_a_bad_entry_is_named_by_its_field(entries: str, message: str, tmp_path:
     config.write_text(f"models: {entries}")
     with pytest.raises(InvalidRequest, match=re.escape(message)):
         configure(config)
-
-
-@pytest.mark.nightly
-def test_quotas_count_over_all_models_and_queues_per_model(folder: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text(KEYS)
-    models = [str(folder / name) for name in "ab"]
-    options = (*SLOW, "--max-num-seqs", "1", "--max-queue", "1", "--api-keys-file", str(keys))
-    with serving(*models, *FAKE, *options, key="sk-admin-key") as server:
-        assert server.chat(model="b").status == 200
-        two = {"authorization": "Bearer sk-two-at-once"}
-        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-
-        def ask(name: str, headers: dict[str, str]) -> Answer:
-            return server.post("/v1/chat/completions", {**body, "model": name}, headers=headers)
-
-        server.key = "sk-two-at-once"
-        for name in "ab":
-            server.begin({**LONG, "model": name})
-        assert ask("a", two).json["error"]["code"] == "rate_limit_exceeded"  # one request for each model is two
-        server.key = "sk-plain-key"
-        server.send_request({**LONG, "model": "a"})
-        eventually(lambda: server.stats_of("a")["num_waiting"], "one waits for a")
-        plain = {"authorization": "Bearer sk-plain-key"}
-        assert ask("a", plain).json["error"]["code"] == "server_overloaded"  # a's queue is full
-        server.send_request({**LONG, "model": "b"})  # b's queue is not
-        eventually(lambda: server.stats_of("b")["num_waiting"], "one waits for b")
-        for name in "ab":  # this key may also use the lower tier, which has its own queue
-            server.send_request({**LONG, "model": name, "priority": "low"})
-            eventually(lambda model=name: server.stats_of(model)["num_waiting"] == 2, "two wait")  # type: ignore[misc]
-        refused = server.post("/v1/chat/completions", data=b"no JSON", headers=plain)
-        assert refused.status == 429  # both are full: refused before the body is read
-        forbidden = server.post("/v1/models/unload", {"model": "a"}, headers=plain)
-        assert forbidden.status == 403
-        server.wait_for(r"/v1/models/unload.* key=plain status=403")
-        close_sockets()
 
 
 def test_a_model_that_cannot_be_loaded_does_not_disturb_others(folder: Path, tmp_path: Path) -> None:

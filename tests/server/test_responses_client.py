@@ -85,13 +85,6 @@ def test_a_stream_has_the_same_text(client: OpenAI) -> None:
     assert last.response.usage is not None
 
 
-def test_a_conversation_continues_with_returned_items(client: OpenAI) -> None:
-    question = {"role": "user", "content": QUESTION}
-    first = ask(client, [question])
-    second = ask(client, [question, *first.output, {"role": "user", "content": "And of Spain?"}])
-    assert "Madrid" in second.output_text
-
-
 class Capital(BaseModel):
     capital: str
     country: str
@@ -136,30 +129,3 @@ def test_a_bad_request_names_the_field(
     with pytest.raises(openai.BadRequestError) as info:
         client.responses.create(**{"input": QUESTION, **BASICS, **options, "stream": is_streaming})
     assert (info.value.param, info.value.code) == (param, code)
-
-
-def test_what_an_agent_like_codex_sends(server: Server) -> None:
-    """No field is ignored. Its cache key pins blocks, so this runs after the tests that count blocks."""
-    body = {
-        "model": DEFAULT_MODEL,
-        "instructions": "You are a coding agent.",
-        "input": [
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
-        ],
-        "tools": [{**WEATHER, "strict": False}],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "reasoning": {"effort": "medium", "summary": "auto"},
-        "store": False,
-        "stream": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "a-conversation",
-        "text": {"verbosity": "medium"},
-        "max_output_tokens": 24,
-    }
-    answer = server.post("/v1/responses", body)
-    assert answer.status == 200
-    assert answer.headers["x-quire-ignored-fields"] == "reasoning.effort"  # this model does not think
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert b"[DONE]" not in answer.body  # this protocol ends with its last event

@@ -339,3 +339,23 @@ def moe_tensors(seed: int = 0) -> dict[str, Tensor]:
         }
         tensors |= {f"blk.{i}.{name}.weight": one for name, one in layer.items()}
     return tensors
+
+
+TRUNCATED = """
+import os, sys
+from pathlib import Path
+from quire.errors import ModelFileError
+from quire.weights.checkpoint import FileMap
+from quire.weights.opening import open_checkpoint
+
+new = FileMap.__new__
+def truncated(cls, path):
+    made = new(cls, path)
+    os.truncate(path, int(sys.argv[2]))  # by another program
+    return made
+FileMap.__new__ = truncated
+try:
+    open_checkpoint(Path(sys.argv[1]))
+except ModelFileError as error:
+    print(error)
+"""

@@ -29,6 +29,7 @@ from tests.weights.makers import (
     LAYERS,
     Q4_0,
     Q8_0,
+    TRUNCATED,
     VOCAB,
     Tensor,
     encoded,
@@ -38,7 +39,6 @@ from tests.weights.makers import (
     text,
     tiny_gguf,
 )
-from tests.weights.truncating import TRUNCATED
 
 
 def opened(tmp_path: Path, data: bytes) -> GgufCheckpoint:

@@ -22,7 +22,17 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.other import DEFAULT_CONTEXT, find_unsupported, read_spec
 from quire.weights.spec import OTHER, ModelSpec
 from quire.weights.tensors import check_tensors
-from tests.weights.makers import HEAD, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, config, safetensors_bytes, write_folder
+from tests.weights.makers import (
+    HEAD,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    VOCAB,
+    config,
+    safetensors_bytes,
+    write_folder,
+)
 from tests.weights.mlx_folder import write_mlx_model
 
 QUANTIZATION = {"group_size": 64, "bits": 4}

@@ -1,8 +1,8 @@
 """Comparison with the libraries that write AWQ, GPTQ, AutoRound and FP8 files, where they are installed.
 
-Compared with autoawq 0.2.9, gptqmodel 7.7.0, auto-round 0.16.1 and transformers 5.22.2. In one direction a library
-packs matrices, which are read as the library itself decodes them. In the other, a library decodes what
-`tests.weights.layouts` writes.
+Compared with autoawq 0.2.9, gptqmodel 7.7.0, auto-round 0.16.1, compressed-tensors 0.20.0 and transformers 5.22.2. In
+one direction a library packs matrices, which are read as the library itself decodes them. In the other, a library
+decodes what `tests.weights.layouts` writes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.weights.opening import open_checkpoint
+from quire.weights.quantizing import quantize_folder
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors
-from tests.weights.layouts import LAYOUTS, awq_config, fp8_config, gptq_config
-from tests.weights.makers import config, llama_arrays
+from tests.weights.layouts import LAYOUTS, awq_config, float_config, fp8_config, gptq_config, packed_config
+from tests.weights.makers import config, llama_arrays, write_folder
 from tests.weights.test_safetensors import own_name
 
 # O outputs, I inputs, G groups of inputs
@@ -253,3 +254,81 @@ def test_transformers_reads_the_written_layout() -> None:
     codes = tensors["weight"].view(torch.float8_e4m3fn)
     found = fp8.Fp8Dequantize(None)._dequantize_one(codes, tensors["weight_scale_inv"], output_dtype=torch.float32)
     torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-6)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "w4 g32": packed_config(4, 32),
+    "w4 g32 asymmetric": packed_config(4, 32, symmetric=False),
+    "w4 channel asymmetric": packed_config(4, -1, symmetric=False),
+    "w8 g32": packed_config(8, 32),
+    "w8 g32 asymmetric": packed_config(8, 32, symmetric=False),
+    "fp8 channel": float_config("channel"),
+    "fp8 tensor": float_config("tensor"),
+    "fp8 block": float_config("block", block_structure=[32, 32]),
+}
+
+
+def package(name: str) -> Any:
+    return pytest.importorskip(f"compressed_tensors.{name}")
+
+
+def scheme_of(settings: dict[str, Any]) -> Any:
+    return package("quantization").QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
+
+
+def compressor_of(settings: dict[str, Any]) -> Any:
+    return package("compressors").BaseCompressor.get_value_from_registry(settings["format"])
+
+
+def parameters(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
+    """Scales and zero points of a matrix, computed by the package."""
+    rows, columns = weight.shape
+    if args.strategy == "block":
+        blocks = weight.view(rows // 32, 32, columns // 32, 32).permute(0, 2, 1, 3).flatten(2)
+    elif args.strategy == "tensor":
+        blocks = weight.view(1, -1)
+    else:
+        blocks = weight.view(rows, -1, args.group_size or columns)
+    helpers = package("quantization.utils.helpers")
+    scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    return {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_files_of_the_package_are_read_as_it_reads_them(name: str, tmp_path: Path) -> None:
+    settings = CONFIGS[name]
+    scheme, compressor = scheme_of(settings), compressor_of(settings)
+    tensors: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for key, array in llama_arrays().items():
+        weight = torch.from_numpy(array)
+        if not key.endswith("proj.weight"):
+            tensors[key] = weight
+            continue
+        packed = compressor.compress(parameters(weight, scheme.weights), scheme)
+        tensors |= {f"{key.removesuffix('weight')}{part}": one.contiguous() for part, one in packed.items()}
+        expected[key] = compressor.decompress(packed, scheme)["weight"].float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config(quantization_config=settings)))
+    checkpoint = open_checkpoint(tmp_path)
+    check_tensors(checkpoint)
+    assert expected
+    for key, values in expected.items():
+        found = torch.from_numpy(to_float32(checkpoint.read(own_name(key))))
+        torch.testing.assert_close(found, values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "w4a16-asym", "w8a16"])
+def test_the_package_reads_what_quire_writes(name: str, tmp_path: Path) -> None:
+    quantize_folder(write_folder(tmp_path / "source"), tmp_path / "made", name, 32)
+    settings = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    package("quantization").QuantizationConfig.model_validate(settings)
+    scheme, compressor = scheme_of(settings), compressor_of(settings)
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "made")
+    for key in (key for key in llama_arrays() if key.endswith("proj.weight")):
+        stem = key.removesuffix("weight")
+        packed = {part.removeprefix(stem): one for part, one in tensors.items() if part.startswith(stem)}
+        values = compressor.decompress(packed, scheme)["weight"].float()
+        found = torch.from_numpy(to_float32(checkpoint.read(own_name(key))))
+        torch.testing.assert_close(found, values, rtol=1e-6, atol=1e-6)

@@ -19,8 +19,16 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors, expected_tensors
 from tests.weights.layouts import LAYOUTS, write_quantized
-from tests.weights.makers import HIDDEN, VOCAB, config, llama_arrays, safetensors_bytes, tiny_gguf, write_folder
-from tests.weights.truncating import TRUNCATED
+from tests.weights.makers import (
+    HIDDEN,
+    TRUNCATED,
+    VOCAB,
+    config,
+    llama_arrays,
+    safetensors_bytes,
+    tiny_gguf,
+    write_folder,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 OWN_EMBEDDING = "embedding.weight"

@@ -33,7 +33,6 @@ from tests.backends.torch.rig import Rig
 from tests.backends.torch.test_compiling import write_config
 from tests.backends.torch.test_packed_linear import PackedDummy, random_matrix
 from tests.selection import mostly_nightly
-from tests.weights.k_quants import write_expert_quants
 from tests.weights.layouts import (
     LAYOUTS,
     Layout,
@@ -42,6 +41,7 @@ from tests.weights.layouts import (
     fp8_config,
     mixed_safetensors,
     quantize_arrays,
+    write_expert_quants,
     write_quantized,
 )
 from tests.weights.makers import EXPERTS, LAYERS, moe_arrays, moe_config, write_folder

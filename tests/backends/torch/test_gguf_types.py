@@ -14,7 +14,7 @@ from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig
 from tests.selection import mostly_nightly
-from tests.weights.k_quants import write_k_quants
+from tests.weights.layouts import write_k_quants
 
 BOUND = 2e-3 if DEVICE == "cpu" else 2e-2  # difference of log probabilities
 ROUNDED_BOUND = 3e-2  # with scales and zeros that are not rounded to fp16

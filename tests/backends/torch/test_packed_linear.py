@@ -37,7 +37,7 @@ from quire.weights.packed import CodeType, PackedMatrix
 from quire.weights.quants import pack_blocks
 from quire.weights.spec import Activation
 from tests.backends.torch.test_compiling import write_config
-from tests.weights.k_quants import random_blocks
+from tests.weights.layouts import random_blocks
 
 # O outputs, I inputs
 

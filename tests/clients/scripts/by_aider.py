@@ -6,14 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import checks
 
-_KEPT = tempfile.TemporaryDirectory(prefix="aider-")  # removed at exit
-FOLDER = Path(_KEPT.name)
 LINE = "print('hello from quire')"
 EDIT = f"hello.py\n```\n{LINE}\n```\n"
 PLAIN = ("--no-git", "--no-check-update", "--no-show-release-notes", "--analytics-disable", "--no-show-model-warnings")
@@ -28,14 +25,14 @@ def aider(prompt: str, *options: str, model: str = checks.MODEL, more: dict[str,
         "use_temperature": 0,
         "extra_params": {"max_tokens": 64, **(more or {})},
     }
-    path = FOLDER / "settings.yml"
+    path = checks.FOLDER / "settings.yml"
     path.write_text(json.dumps([settings]))  # JSON is valid YAML
     aider = str(Path(sys.executable).with_name("aider"))
     command = [aider, "--model", f"openai/{model}", "--model-settings-file", str(path), *PLAIN, *QUIET]
-    given = {"OPENAI_API_BASE": f"{checks.URL}/v1", "OPENAI_API_KEY": "none", "HOME": str(FOLDER)}
+    given = {"OPENAI_API_BASE": f"{checks.URL}/v1", "OPENAI_API_KEY": "none", "HOME": str(checks.FOLDER)}
     done = subprocess.run(
         [*command, *options, "--message", prompt],
-        cwd=FOLDER,
+        cwd=checks.FOLDER,
         env={**os.environ, **given},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -57,7 +54,7 @@ def edit() -> object:
     """A whole file, streamed, forced by quire's `structured_outputs`."""
     more = {"extra_body": {"structured_outputs": {"choice": [EDIT]}}}
     output = aider("Write hello.py.", "hello.py", more=more)
-    text = (FOLDER / "hello.py").read_text()
+    text = (checks.FOLDER / "hello.py").read_text()
     checks.expect(text.strip() == LINE, (text, output[-300:]))
     return f"hello.py: {text}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import forcing
 
 CLAUDE = Path(os.environ["QUIRE_ENVIRONMENT"]) / "node_modules" / ".bin" / "claude"
 TIMEOUT_S = 3600  # a first prompt of 8,000 to 12,000 tokens takes minutes on a CPU, more on a busy one
-_KEPT = tempfile.TemporaryDirectory(prefix="claude-")  # removed at exit
-FOLDER = Path(_KEPT.name)
 # A schema bounds the answer: a small model may not stop, and Claude Code retries a truncated answer.
 SHORT = {
     "type": "object",
@@ -35,12 +32,12 @@ def claude(url: str, prompt: str, *options: str, model: str = checks.MODEL) -> d
         "CLAUDE_CODE_EXTRA_BODY": json.dumps({"output_config": {"format": {"type": "json_schema", "schema": SHORT}}}),
         "API_TIMEOUT_MS": str(TIMEOUT_S * 1000),
         "CLAUDE_CODE_MAX_RETRIES": "0",
-        "HOME": str(FOLDER),
+        "HOME": str(checks.FOLDER),
     }
     command = [str(CLAUDE), "-p", prompt, "--model", model, "--output-format", "json", *options]
     done = subprocess.run(
         command,
-        cwd=FOLDER,
+        cwd=checks.FOLDER,
         env={"PATH": os.environ["PATH"], **settings},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -67,7 +64,7 @@ def chat() -> object:
 
 def tool() -> object:
     """A turn with the Bash tool: the model calls it, Claude Code runs it and sends its result back."""
-    (FOLDER / "word.txt").write_text(WORD)
+    (checks.FOLDER / "word.txt").write_text(WORD)
     forced = forcing.Forced("Bash", {"command": "cat word.txt", "description": "Read the word"})
     with forcing.proxy(checks.URL, forced) as (url, passed):
         found = claude(url, "Read the word in word.txt.", "--allowedTools", "Bash(cat:*)")

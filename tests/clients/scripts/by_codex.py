@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 
 import checks
@@ -13,8 +12,6 @@ import forcing
 
 CODEX = Path(os.environ["QUIRE_ENVIRONMENT"]) / "node_modules" / ".bin" / "codex"
 TIMEOUT_S = 3600  # a first prompt of 8,000 to 12,000 tokens takes minutes on a CPU, more on a busy one
-_KEPT = tempfile.TemporaryDirectory(prefix="codex-")  # removed at exit
-FOLDER = Path(_KEPT.name)
 WORD = "heron-1729"  # only the tool can find it
 CONFIG = """
 model = "{model}"
@@ -36,13 +33,13 @@ SHORT = {
 
 
 def codex(url: str, prompt: str, *options: str, model: str = checks.MODEL) -> subprocess.CompletedProcess[str]:
-    home = FOLDER / ".codex"
+    home = checks.FOLDER / ".codex"
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(CONFIG.format(url=url, model=model, timeout_ms=TIMEOUT_S * 1000))
     return subprocess.run(
         [str(CODEX), "exec", "--skip-git-repo-check", *options, prompt],
-        cwd=FOLDER,
-        env={"PATH": os.environ["PATH"], "HOME": str(FOLDER), "CODEX_HOME": str(home)},
+        cwd=checks.FOLDER,
+        env={"PATH": os.environ["PATH"], "HOME": str(checks.FOLDER), "CODEX_HOME": str(home)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -59,7 +56,7 @@ def answer_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def shaped() -> tuple[str, str]:
-    path = FOLDER / "schema.json"
+    path = checks.FOLDER / "schema.json"
     path.write_text(json.dumps(SHORT))
     return "--output-schema", str(path)
 
@@ -73,7 +70,7 @@ def chat() -> object:
 
 def tool() -> object:
     """A turn with the shell tool: the model calls it, Codex runs it and sends its output back."""
-    (FOLDER / "word.txt").write_text(WORD)
+    (checks.FOLDER / "word.txt").write_text(WORD)
     with forcing.proxy(checks.URL, forcing.Forced("exec_command", {"cmd": "cat word.txt"})) as (url, passed):
         text = answer_of(codex(url, "Read the word in word.txt.", *shaped()))
     checks.expect([one.status for one in passed] == [200, 200], passed)

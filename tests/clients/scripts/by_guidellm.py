@@ -6,18 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import checks
 
 NUM_REQUESTS = 4
-_KEPT = tempfile.TemporaryDirectory(prefix="guidellm-")  # removed at exit
-FOLDER = Path(_KEPT.name)
 
 
 def benchmark(path: str) -> str:
-    report = FOLDER / "report.json"
+    report = checks.FOLDER / "report.json"
     report.unlink(missing_ok=True)
     options = {
         "backend": f"kind=openai_http,target={checks.URL},model={checks.MODEL},request_format={path}",
@@ -31,7 +28,7 @@ def benchmark(path: str) -> str:
     for name, value in options.items():
         command += [f"--{name}", value]
     done = subprocess.run(
-        command, cwd=FOLDER, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900, check=False
+        command, cwd=checks.FOLDER, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900, check=False
     )
     checks.expect(done.returncode == 0 and report.exists(), (done.returncode, done.stdout[-300:], done.stderr[-600:]))
     (found,) = json.loads(report.read_text())["benchmarks"]

@@ -89,11 +89,7 @@ def schema() -> object:
 
 
 def error() -> object:
-    try:
-        ask(model(checks.NO_MODEL), checks.QUESTION)
-    except Exception as problem:
-        return checks.expect_no_model(str(problem))
-    raise AssertionError("no error")
+    return checks.expect_refusal(Exception, lambda: ask(model(checks.NO_MODEL), checks.QUESTION))
 
 
 def usage() -> object:

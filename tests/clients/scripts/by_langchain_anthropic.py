@@ -18,28 +18,23 @@ def model(name: str = checks.MODEL, **more: Any) -> ChatAnthropic:
 
 
 def models() -> object:
-    found = [one.id for one in anthropic.Anthropic(base_url=checks.URL, api_key="none").models.list()]
-    checks.expect(checks.MODEL in found, found)
-    return ", ".join(found)
+    return checks.expect_model(
+        [one.id for one in anthropic.Anthropic(base_url=checks.URL, api_key="none").models.list()]
+    )
 
 
 def chat() -> object:
-    text = model().invoke(checks.QUESTION).text
-    checks.expect(checks.ANSWER in text, text)
-    return str(text)
+    return checks.expect_answer(model().invoke(checks.QUESTION).text)
 
 
 def stream() -> object:
-    pieces = [chunk.text for chunk in model().stream(checks.QUESTION)]
-    checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), pieces)
-    return f"{len(pieces)} chunks"
+    return checks.expect_stream([chunk.text for chunk in model().stream(checks.QUESTION)])
 
 
 def tool() -> object:
     bound = model().bind_tools([TOOL], tool_choice="any", parallel_tool_calls=False)
     (call,) = bound.invoke(checks.WEATHER).tool_calls
-    checks.expect(call["name"] == "get_weather", call)
-    return checks.expect_city(call["args"])
+    return checks.expect_call(call["name"], call["args"])
 
 
 def schema() -> object:
@@ -51,11 +46,7 @@ def schema() -> object:
 
 
 def error() -> object:
-    try:
-        model(checks.NO_MODEL).invoke(checks.QUESTION)
-    except anthropic.NotFoundError as problem:
-        return checks.expect_no_model(problem.message)
-    raise AssertionError("no error")
+    return checks.expect_refusal(anthropic.NotFoundError, lambda: model(checks.NO_MODEL).invoke(checks.QUESTION))
 
 
 def usage() -> object:

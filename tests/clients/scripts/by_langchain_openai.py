@@ -18,15 +18,11 @@ def model(name: str = checks.MODEL, **more: Any) -> ChatOpenAI:
 
 
 def models() -> object:
-    found = [one.id for one in model().root_client.models.list()]
-    checks.expect(checks.MODEL in found, found)
-    return ", ".join(found)
+    return checks.expect_model([one.id for one in model().root_client.models.list()])
 
 
 def chat() -> object:
-    text = str(model().invoke(checks.QUESTION).content)
-    checks.expect(checks.ANSWER in text, text)
-    return text
+    return checks.expect_answer(str(model().invoke(checks.QUESTION).content))
 
 
 def stream() -> object:
@@ -40,8 +36,7 @@ def stream() -> object:
 def tool() -> object:
     bound = model().bind_tools([TOOL], tool_choice="required", parallel_tool_calls=False)
     (call,) = bound.invoke(checks.WEATHER).tool_calls
-    checks.expect(call["name"] == "get_weather", call)
-    return checks.expect_city(call["args"])
+    return checks.expect_call(call["name"], call["args"])
 
 
 def schema() -> object:
@@ -52,11 +47,7 @@ def schema() -> object:
 
 
 def error() -> object:
-    try:
-        model(checks.NO_MODEL).invoke(checks.QUESTION)
-    except openai.NotFoundError as problem:
-        return checks.expect_no_model(problem.message)
-    raise AssertionError("no error")
+    return checks.expect_refusal(openai.NotFoundError, lambda: model(checks.NO_MODEL).invoke(checks.QUESTION))
 
 
 def usage() -> object:

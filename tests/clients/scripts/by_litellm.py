@@ -31,23 +31,18 @@ def models() -> object:
 
 
 def chat() -> object:
-    text = str(ask(checks.QUESTION).choices[0].message.content)
-    checks.expect(checks.ANSWER in text, text)
-    return text
+    return checks.expect_answer(str(ask(checks.QUESTION).choices[0].message.content))
 
 
 def stream() -> object:
-    pieces = [chunk.choices[0].delta.content or "" for chunk in ask(checks.QUESTION, stream=True)]
-    checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), pieces)
-    return f"{len(pieces)} chunks"
+    return checks.expect_stream([chunk.choices[0].delta.content or "" for chunk in ask(checks.QUESTION, stream=True)])
 
 
 def tool() -> object:
     tools = [{"type": "function", "function": TOOL}]
     answer = ask(checks.WEATHER, tools=tools, tool_choice="required", parallel_tool_calls=False)
     (call,) = answer.choices[0].message.tool_calls
-    checks.expect(call.function.name == "get_weather", call)
-    return checks.expect_city(call.function.arguments)
+    return checks.expect_call(call.function.name, call.function.arguments)
 
 
 def schema() -> object:
@@ -57,11 +52,7 @@ def schema() -> object:
 
 
 def error() -> object:
-    try:
-        ask(checks.QUESTION, checks.NO_MODEL)
-    except litellm.NotFoundError as problem:
-        return checks.expect_no_model(str(problem))
-    raise AssertionError("no error")
+    return checks.expect_refusal(litellm.NotFoundError, lambda: ask(checks.QUESTION, checks.NO_MODEL))
 
 
 def usage() -> object:

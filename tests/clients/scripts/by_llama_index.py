@@ -9,14 +9,7 @@ import openai
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel, Field
-
-
-class Capital(BaseModel):
-    """A capital."""
-
-    capital: str = Field(max_length=24)
-    population: int = Field(ge=0, le=99999999)
+from shapes import Capital
 
 
 def model(name: str = checks.MODEL, **more: Any) -> Any:
@@ -44,15 +37,11 @@ def get_weather(city: str) -> str:
 
 
 def chat() -> object:
-    text = model().chat(asked(checks.QUESTION)).message.content
-    checks.expect(checks.ANSWER in text, text)
-    return text
+    return checks.expect_answer(model().chat(asked(checks.QUESTION)).message.content)
 
 
 def stream() -> object:
-    pieces = [piece.delta or "" for piece in model().stream_chat(asked(checks.QUESTION))]
-    checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), pieces)
-    return f"{len(pieces)} chunks"
+    return checks.expect_stream([piece.delta or "" for piece in model().stream_chat(asked(checks.QUESTION))])
 
 
 def tool() -> object:
@@ -64,8 +53,7 @@ def tool() -> object:
         allow_parallel_tool_calls=False,
     )
     (call,) = one.get_tool_calls_from_response(answer)
-    checks.expect(call.tool_name == "get_weather", call)
-    return checks.expect_city(call.tool_kwargs)
+    return checks.expect_call(call.tool_name, call.tool_kwargs)
 
 
 def schema() -> object:
@@ -80,11 +68,7 @@ def _prompt(text: str) -> Any:
 
 
 def error() -> object:
-    try:
-        model(checks.NO_MODEL).chat(asked(checks.QUESTION))
-    except openai.NotFoundError as problem:
-        return checks.expect_no_model(problem.message)
-    raise AssertionError("no error")
+    return checks.expect_refusal(openai.NotFoundError, lambda: model(checks.NO_MODEL).chat(asked(checks.QUESTION)))
 
 
 def usage() -> object:

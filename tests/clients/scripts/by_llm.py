@@ -7,13 +7,10 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import checks
 
-_KEPT = tempfile.TemporaryDirectory(prefix="llm-")  # removed at exit
-FOLDER = Path(_KEPT.name)
 FUNCTION = """
 def get_weather(city: str) -> str:
     "The weather of a city."
@@ -25,7 +22,7 @@ def llm(*options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("llm")), *options]
     done = subprocess.run(
         command,
-        env={**os.environ, "LLM_USER_PATH": str(FOLDER)},
+        env={**os.environ, "LLM_USER_PATH": str(checks.FOLDER)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -48,9 +45,7 @@ def models() -> object:
 
 
 def chat() -> object:
-    text = ask(checks.QUESTION, "--no-stream").stdout
-    checks.expect(checks.ANSWER in text, text)
-    return text
+    return checks.expect_answer(ask(checks.QUESTION, "--no-stream").stdout)
 
 
 def stream() -> object:
@@ -92,7 +87,7 @@ def configure() -> None:
         {"model_id": "quire-responses", "model_name": checks.MODEL, "responses": True, **common},
         {"model_id": "nothing", "model_name": checks.NO_MODEL, **common},
     ]
-    (FOLDER / "extra-openai-models.yaml").write_text(json.dumps(rows))  # JSON is valid YAML
+    (checks.FOLDER / "extra-openai-models.yaml").write_text(json.dumps(rows))  # JSON is valid YAML
 
 
 if __name__ == "__main__":

@@ -6,16 +6,12 @@ Log-likelihoods use `echo`, `logprobs` and prompts of token ids; answers end at 
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import checks
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-_KEPT = tempfile.TemporaryDirectory(prefix="lm-eval-")  # removed at exit
-FOLDER = Path(_KEPT.name)
 ROWS = [
     {"question": "The capital of Japan is", "choices": [" Tokyo", " Berlin", " bread"], "answer": 0},
     {"question": "Two plus two is", "choices": [" purple", " four"], "answer": 1},
@@ -24,7 +20,7 @@ ROWS = [
 ]
 COMMON = {
     "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": str(FOLDER / "rows.jsonl")}},
+    "dataset_kwargs": {"data_files": {"test": str(checks.FOLDER / "rows.jsonl")}},
     "test_split": "test",
     "doc_to_text": "{{question}}",
 }
@@ -55,7 +51,7 @@ def evaluate(task: str) -> dict[str, Any]:
         "max_retries": 1,
         "max_length": 2048,
     }
-    manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
+    manager = TaskManager(include_path=str(checks.FOLDER), include_defaults=False)
     found: dict[str, Any] = lm_eval.simple_evaluate(
         model="local-completions", model_args=settings, tasks=[task], task_manager=manager, bootstrap_iters=0
     )
@@ -78,7 +74,7 @@ def generate() -> object:
 
 
 if __name__ == "__main__":
-    (FOLDER / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (checks.FOLDER / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     for task in (CHOICE, GENERATE):
-        (FOLDER / f"{task['task']}.yaml").write_text(json.dumps(task))  # JSON is valid YAML
+        (checks.FOLDER / f"{task['task']}.yaml").write_text(json.dumps(task))  # JSON is valid YAML
     checks.run("lm-eval", {check.__name__: check for check in (loglikelihood, generate)})

@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import checks
-from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
+from shapes import Capital, Weather
 
 SETTINGS: Any = {"temperature": 0, "max_tokens": 128, "parallel_tool_calls": False}
 OPENAI = OpenAIProvider(base_url=f"{checks.URL}/v1", api_key="none")
@@ -21,17 +21,6 @@ MODELS = {
     "responses": OpenAIResponsesModel(checks.MODEL, provider=OPENAI),
     "messages": AnthropicModel(checks.MODEL, provider=AnthropicProvider(base_url=checks.URL, api_key="none")),
 }
-
-
-class Capital(BaseModel):
-    capital: str = Field(max_length=24)
-    population: int = Field(ge=0, le=99999999)
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str = Field(max_length=24)
 
 
 def chat() -> object:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+_KEPT = tempfile.TemporaryDirectory(prefix="client-")  # of this script; removed at exit
+FOLDER = Path(_KEPT.name)
 URL = os.environ.get("QUIRE_URL", "http://127.0.0.1:8000")
 MODEL = os.environ.get("QUIRE_MODEL", "")
 NO_MODEL = "no-such-model"
@@ -57,6 +61,35 @@ def expect_capital(text: str | Mapping[str, Any]) -> str:
     expect(set(found) == {"capital", "population"}, found)
     expect(isinstance(found["capital"], str) and isinstance(found["population"], int), found)
     return json.dumps(dict(found))
+
+
+def expect_call(name: str, arguments: str | Mapping[str, Any]) -> str:
+    expect(name == "get_weather", name)
+    return expect_city(arguments)
+
+
+def expect_answer(text: str) -> str:
+    expect(ANSWER in text, text)
+    return text
+
+
+def expect_stream(pieces: Sequence[str]) -> str:
+    expect(len(pieces) > 3 and ANSWER in "".join(pieces), pieces)
+    return f"{len(pieces)} chunks"
+
+
+def expect_model(names: Sequence[str]) -> str:
+    expect(MODEL in names, names)
+    return ", ".join(names)
+
+
+def expect_refusal(error: type[Exception], ask: Callable[[], object]) -> str:
+    """Check that a request for an unknown model raises this exception."""
+    try:
+        ask()
+    except error as problem:
+        return expect_no_model(str(problem))
+    raise AssertionError("no error")
 
 
 def expect_no_model(message: str) -> str:
