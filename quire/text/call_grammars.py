@@ -11,10 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.text.call_readers import END_OF_VALUE, FUNCTION, GEMMA_QUOTE, PARAMETER, Known, value_kinds
 from quire.text.grammar import lark_json, lark_regex, lark_text, schema_text
 from quire.text.schemas import KINDS
-from quire.text.tool_formats import Syntax
+from quire.text.tool_formats import END_OF_VALUE, FUNCTION, GEMMA_QUOTE, PARAMETER, Known, Syntax, value_kinds
 
 MAX_SCHEMAS = 10_000  # of one call: references may expand to many
 Schema = Any  # a held schema: a boolean or a dict

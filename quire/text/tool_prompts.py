@@ -14,11 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import TemplateFailure
-from quire.text.call_readers import decoded_json
 from quire.text.harmony import CHANNEL, HarmonyParser
 from quire.text.messages import Message, Part, Role, Tool, ToolCall
 from quire.text.stream import AnswerParser, CallArguments, CallStart
-from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, Syntax, ToolFormat
+from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, Syntax, ToolFormat, decoded_json
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
