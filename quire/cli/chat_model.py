@@ -155,7 +155,7 @@ class LocalModel:
 
     def _cache_of(self, output: GenerationOutput) -> dict[str, Any] | None:
         """The explanation, with the text of the prompt where the match ended."""
-        from quire.text.excerpt import stopped_text
+        from quire.text.tokenizer import stopped_text
 
         if (cache := output.cache) is None:
             return None

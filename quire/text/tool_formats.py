@@ -1,7 +1,7 @@
 """Formats of tool calls, and an incremental parser for them.
 
 If a model's template does not support tools, or writes calls in a format that is not in TOOL_FORMATS, the tools are
-described in the system prompt (`quire/text/tool_prompts.py`) and the model writes calls in the `PROMPTED` format.
+described in the system prompt (`quire/text/chat_template.py`) and the model writes calls in the `PROMPTED` format.
 
 `CallParser` finds calls in an answer, and a `CallReader` reads one: a generator that gets its characters and writes the
 arguments as JSON.
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -33,9 +32,8 @@ from typing import Any
 from quire.errors import InvalidRequest
 from quire.text.grammar import refuse_constant
 from quire.text.messages import Tool
-from quire.text.reasoning import num_held
 from quire.text.schemas import KINDS, kind_of, kinds_of
-from quire.text.stream import CallArguments, CallStart, Piece, Words
+from quire.text.stream import CallArguments, CallStart, Piece, Words, new_call_id, num_held
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
 MAX_DEPTH = 64
@@ -63,7 +61,7 @@ class Syntax(Enum):
     XML = auto()  # Qwen3.5 and Qwen3-Coder
     GEMMA = auto()  # Gemma 4
     PYTHON = auto()  # LFM2
-    HARMONY = auto()  # gpt-oss: a message to the tool, see quire/text/harmony.py
+    HARMONY = auto()  # gpt-oss: a message to the tool, see quire/text/reasoning.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +112,6 @@ def named_tool_format(name: str) -> ToolFormat:
         if row.name == name:
             return row
     raise InvalidRequest(f"tool_format = {name!r:.80} is not one of {', '.join(row.name for row in TOOL_FORMATS)}")
-
-
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 # Readers

@@ -2,7 +2,7 @@
 
 A tokenizer.json is a small program: normalizers rewrite a text, regular expressions split it, post-processors add
 tokens. Parts that make a text many times longer are refused. Parts in the tables below take time in proportion to the
-text; a tokenizer with any other part runs in a child process (`quire/text/encoder.py`).
+text; a tokenizer with any other part runs in a child process (`quire/text/tokenizer.py`).
 """
 
 from __future__ import annotations

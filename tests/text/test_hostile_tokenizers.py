@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
-from quire.text import encoder, gguf_vocab, vocab_spec
+from quire.text import gguf_vocab, vocab_spec
+from quire.text import tokenizer as encoder
 from quire.text import vocab_spec as tokenizer_bounds
 from quire.text.chat_template import ChatTemplate
 from quire.text.gguf_vocab import PRE_TOKENIZERS
