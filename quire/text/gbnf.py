@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from quire.errors import InvalidRequest
@@ -61,14 +60,24 @@ def gbnf_to_lark(source: str) -> str:
     if len(source) > MAX_SOURCE_CHARS:
         raise InvalidRequest(f"grammar: {len(source)} characters are more than {MAX_SOURCE_CHARS}")
     rules = _Parser(source).parse()
-    used = list(_reachable(rules, "root"))
-    has_tokens = any(isinstance(piece, Token) for name in used for piece in rules[name].body)
-    writer = _Writer({name: i for i, name in enumerate(used)}, is_lexeme=not has_tokens and not _has_cycle(rules, used))
-    lines = [f"{writer.name(name)}: {writer.expression(rules[name].body)}" for name in used]
-    return "\n".join(("%llguidance {}", f"start: {writer.name('root')}", *lines))
-
-
-# The body of a rule is a list of pieces: operators, brackets and classes as in Lark, and these.
+    needs = {name: _references(body) for name, body in rules.items()}
+    used, todo = {"root": None}, ["root"]  # the rules that can be reached, in the order in which they are found
+    while todo:
+        new = needs[todo.pop()]
+        todo += [name for name in new if name not in used]
+        used |= new
+    is_lexeme = not any(isinstance(piece, str) and piece.startswith("<") for name in used for piece in rules[name])
+    try:
+        TopologicalSorter({name: needs[name] for name in used}).prepare()
+    except CycleError:
+        is_lexeme = False
+    # Rules have upper case names as lexemes, else lower case ones, without dashes.
+    names = {}
+    for i, rule in enumerate(used):
+        slug = re.sub(r"\W", "_", rule, flags=re.ASCII)
+        names[rule] = f"T{i}_{slug.upper()}" if is_lexeme else f"r{i}_{slug.lower()}"
+    lines = [f"{names[name]}: {_expression(rules[name], names, is_lexeme=is_lexeme)}" for name in used]
+    return "\n".join(("%llguidance {}", f"start: {names['root']}", *lines))
 
 
 class Literal(NamedTuple):
@@ -77,21 +86,27 @@ class Literal(NamedTuple):
 
 class Reference(NamedTuple):
     name: str
-    line: int
+    at: int  # its position
 
 
-class Token(NamedTuple):
-    text: str  # <[id]> or <name>, which Lark writes in the same way
-
-
-Body = list[str | Literal | Reference | Token]
+# The body of a rule is a list of pieces. Those that are texts are as in Lark: operators, brackets, classes, tokens.
+Body = list[str | Literal | Reference]
 ANY = "/(?s:.)/"
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    body: Body
-    line: int
+def _references(body: Body) -> dict[str, None]:
+    return {piece.name: None for piece in body if isinstance(piece, Reference)}
+
+
+def _expression(body: Body, names: Mapping[str, str], *, is_lexeme: bool) -> str:
+    pieces: list[str] = []
+    for piece in body:
+        if isinstance(piece, Literal):
+            parts = [piece.text] if is_lexeme or not piece.text else list(piece.text)
+            pieces += [json.dumps(part, ensure_ascii=False) for part in parts]
+        else:
+            pieces.append(names[piece.name] if isinstance(piece, Reference) else piece)
+    return " ".join(pieces)
 
 
 # Parsing
@@ -104,26 +119,28 @@ class _Parser:
         self._source = source
         self._at = 0
         self._num_open = 0
-        self._counted = 0  # number of characters whose line breaks are counted
-        self._num_lines = 0
 
-    def parse(self) -> dict[str, _Rule]:
-        rules: dict[str, _Rule] = {}
+    def parse(self) -> dict[str, Body]:
+        """The body of each rule."""
+        rules: dict[str, Body] = {}
+        starts: dict[str, int] = {}
         self._skip()
         while self._at < len(self._source):
-            line = self._line()
+            start = self._at
             name = self._take(_NAME, "the name of a rule")
             self._skip()
             self._take(_DEFINED, f"::= after the name {name}")
             self._skip()
             if name in rules:
-                raise self._wrong(f"rule {name} is defined twice; the first definition is in line {rules[name].line}")
-            rules[name] = _Rule(self._choice(), line)
+                first = self._line(starts[name])
+                raise self._wrong(f"rule {name} is defined twice; the first definition is in line {first}")
+            starts[name] = start
+            rules[name] = self._choice()
         if "root" not in rules:
             raise InvalidRequest(f"grammar: there is no rule root, the start of a GBNF grammar, as in {EXAMPLE}")
-        for reference in (piece for rule in rules.values() for piece in rule.body if isinstance(piece, Reference)):
-            if reference.name not in rules:
-                text = f"grammar: line {reference.line}: there is no rule {reference.name}"
+        for piece in (piece for body in rules.values() for piece in body):
+            if isinstance(piece, Reference) and piece.name not in rules:
+                text = f"grammar: line {self._line(piece.at)}: there is no rule {piece.name}"
                 raise InvalidRequest(f"{text}; literal text needs quotes, as in {EXAMPLE}")
         return rules
 
@@ -153,24 +170,24 @@ class _Parser:
             self._at += 1
             return [ANY]
         if char == "<":
-            return [Token(self._take(_TOKEN, "a token, as in <[17]> or <think>"))]
+            return [self._take(_TOKEN, "a token, as in <[17]> or <think>")]
         if char == "!":
             raise self._wrong("! before a token is not supported: describe the characters that are allowed")
-        line = self._line()
-        return [Reference(self._take(_NAME, 'text in quotes, a class as in [a-z], "(" or the name of a rule'), line)]
+        at = self._at
+        return [Reference(self._take(_NAME, 'text in quotes, a class as in [a-z], "(" or the name of a rule'), at)]
 
     def _group(self) -> Body:
         if self._num_open == MAX_NESTED:
             raise self._wrong(f"parentheses are nested more than {MAX_NESTED} deep")
         if self._source.startswith("(=", self._at):
             raise self._wrong("a look-ahead (= ...) is not supported")
-        line = self._line()
+        start = self._at
         self._at += 1
         self._num_open += 1
         self._skip()
         inner = self._choice()
         if self._next() != ")":
-            raise self._wrong(f'expected ")" for the parenthesis opened in line {line}')
+            raise self._wrong(f'expected ")" for the parenthesis opened in line {self._line(start)}')
         self._at += 1
         self._num_open -= 1
         return inner
@@ -205,25 +222,25 @@ class _Parser:
         return low, high
 
     def _literal(self) -> str:
-        line = self._line()
+        start = self._at
         self._at += 1
         chars: list[str] = []
         while (char := self._next()) != '"':
             if not char or char == "\n":
-                raise self._wrong(f"the string opened in line {line} has no closing quote")
+                raise self._wrong(f"the string opened in line {self._line(start)} has no closing quote")
             chars.append(chr(self._char()))
         self._at += 1
         return "".join(chars)
 
     def _chars(self) -> str:
-        line = self._line()
+        start = self._at
         self._at += 1
         is_negated = self._next() == "^"
         self._at += is_negated
         ranges: list[str] = []
         while (char := self._next()) != "]":
             if not char or char == "\n":
-                raise self._wrong(f"the class opened in line {line} has no closing bracket")
+                raise self._wrong(f"the class opened in line {self._line(start)} has no closing bracket")
             first = last = self._char()
             if self._next() == "-" and self._source[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
@@ -273,76 +290,9 @@ class _Parser:
         self._at = found.end()
         return found[0]
 
-    def _line(self) -> int:
-        """The current line number. The position only advances, so every character is counted once."""
-        self._num_lines += self._source.count("\n", self._counted, self._at)
-        self._counted = self._at
-        return self._num_lines + 1
+    def _line(self, at: int) -> int:
+        """The number of a line, for an error."""
+        return self._source.count("\n", 0, at) + 1
 
     def _wrong(self, what: str) -> InvalidRequest:
-        return InvalidRequest(f"grammar: line {self._line()}: {what}. A GBNF grammar looks like {EXAMPLE}")
-
-
-# Analysis
-
-
-def _names(rule: _Rule) -> set[str]:
-    return {piece.name for piece in rule.body if isinstance(piece, Reference)}
-
-
-def _reachable(rules: Mapping[str, _Rule], start: str) -> dict[str, None]:
-    """The names of all rules reachable from `start`, in the order in which they are found."""
-    found = {start: None}
-    todo = [start]
-    while todo:
-        new = {piece.name: None for piece in rules[todo.pop()].body if isinstance(piece, Reference)}
-        todo += [name for name in new if name not in found]
-        found |= new
-    return found
-
-
-def _has_cycle(rules: Mapping[str, _Rule], names: Iterable[str]) -> bool:
-    """Whether a rule refers to itself, directly or not. Removes rules without references until none is left."""
-    needs = {name: _names(rules[name]) for name in names}
-    users = defaultdict[str, list[str]](list)
-    for name, others in needs.items():
-        for other in others:
-            users[other].append(name)
-    free = [name for name, others in needs.items() if not others]
-    num_left = len(needs)
-    while free:
-        name = free.pop()
-        num_left -= 1
-        for user in users[name]:
-            needs[user].discard(name)
-            if not needs[user]:
-                free.append(user)
-    return num_left > 0
-
-
-# Writing
-
-
-class _Writer:
-    def __init__(self, numbers: Mapping[str, int], *, is_lexeme: bool) -> None:
-        self._numbers = numbers
-        self._is_lexeme = is_lexeme
-
-    def name(self, rule: str) -> str:
-        """The rule's name in Lark: upper case for lexemes, lower case for rules, and without dashes."""
-        slug = re.sub(r"\W", "_", rule, flags=re.ASCII)
-        return f"T{self._numbers[rule]}_{slug.upper()}" if self._is_lexeme else f"r{self._numbers[rule]}_{slug.lower()}"
-
-    def expression(self, body: Body) -> str:
-        return " ".join(self._written(piece) for piece in body)
-
-    def _written(self, piece: str | Literal | Reference | Token) -> str:
-        match piece:
-            case Literal(text):
-                parts = [text] if self._is_lexeme or not text else list(text)
-                return " ".join(json.dumps(part, ensure_ascii=False) for part in parts)
-            case Reference(name):
-                return self.name(name)
-            case Token(text):
-                return text
-        return piece
+        return InvalidRequest(f"grammar: line {self._line(self._at)}: {what}. A GBNF grammar looks like {EXAMPLE}")

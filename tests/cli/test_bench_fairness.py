@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quire.bench.http_load import _dechunked, ask, run_load
-from quire.cli.bench_load import Load, NewTokens, Shape, Stream, StreamClient
+from quire.cli.bench_fairness import Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
 from quire.cli.server_client import PATIENT, ServerClient, ServerError
 from quire.core.values import Priority

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import model_check
+from quire.cli import doctor as model_check
 from quire.cli.fit import Memory
 from quire.cli.main import app
 from quire.cli.models import family_rows
