@@ -19,7 +19,7 @@ import typer
 
 from quire.backends.kv_memory import KVSpec
 from quire.cli import terminal
-from quire.cli.fit import (
+from quire.cli.doctor import (
     FILE_BITS,
     MLX_4BIT,
     MLX_FILE_BITS,

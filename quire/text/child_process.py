@@ -150,14 +150,15 @@ class LimitedChild(Child):
     def request(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
         """The answer to an order. Raises the given failure, or RequestFailed if other processes end the child twice."""
         with self._lock:
-            try:
-                return self._try(order, max_cpu_s)
-            except Interrupted as error:
-                log.warning("%s %s; trying again in a new process", self._names[0], error)
-            try:
-                return self._try(order, max_cpu_s)
-            except Interrupted as error:
-                raise RequestFailed(f"{self._names[0]} {error}") from None
+            for may_try_again in (True, False):
+                try:
+                    self._prepare()
+                    return self._exchange(order, max_cpu_s)
+                except Interrupted as error:
+                    problem = error
+                if may_try_again:
+                    log.warning("%s %s; trying again in a new process", self._names[0], problem)
+        raise RequestFailed(f"{self._names[0]} {problem}")
 
     def warm_up(self) -> None:
         """Start the child and send the first order."""
@@ -172,10 +173,6 @@ class LimitedChild(Child):
         with self._lock:
             self._is_closed = True
             self.kill()
-
-    def _try(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
-        self._prepare()
-        return self._exchange(order, max_cpu_s)
 
     def _prepare(self) -> None:
         if self._is_closed:

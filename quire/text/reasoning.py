@@ -142,7 +142,6 @@ class ThoughtParser:
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
-STOPS = (RETURN, CALL)  # tokens that end an answer
 MAX_HEADER_CHARS = 512
 _ENDS = (END, CALL, RETURN, START, CHANNEL)  # of a message; the last two start another one
 _BETWEEN = "\n\n"  # between two messages of the same kind

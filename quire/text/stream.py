@@ -54,10 +54,6 @@ class Detokenizer:
         self.is_clean = not self._strips_next and not self._decoder.getstate()[0]
         return text
 
-    def push_each(self, token_ids: Sequence[int]) -> list[str]:
-        """Like `push`, with one text per token: a character belongs to the token that completes it."""
-        return [self.push((token_id,)) for token_id in token_ids]
-
     def finish(self) -> str:
         """Flush at the end of the answer: an incomplete character becomes U+FFFD."""
         return self._strip(self._decoder.decode(b"", final=True))

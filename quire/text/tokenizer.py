@@ -21,16 +21,18 @@ from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QuireError
 from quire.text.child_process import LimitedChild, NoAnswer
 from quire.text.encoder_child import Encoder as InlineEncoder
-from quire.text.gguf_vocab import SPACE, ending_ids, gguf_vocab
 from quire.text.vocab_spec import (
     MAX_FRAME_IDS,
+    SPACE,
     AddedToken,
     Bounds,
     add_from_config,
     check_spec,
     checked_vocab,
     decoder_kind,
+    ending_ids,
     find_bounds,
+    gguf_vocab,
     leading_bos,
     parse,
 )

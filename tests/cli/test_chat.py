@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import chat_model
+from quire.cli import chat as chat_model
 from quire.cli.main import app
 from quire.core.values import FinishReason
 from tests.cli.runs import EchoLLM, quire

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import doctor as model_check
-from quire.cli.fit import Memory
+from quire.cli.doctor import Memory
 from quire.cli.main import app
 from quire.cli.models import family_rows
 from quire.text.reasoning import REASONING_FORMATS

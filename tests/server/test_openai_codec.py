@@ -42,10 +42,10 @@ from quire.server.protocols.openai import (
 )
 from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
 from quire.server.protocols.support import protocol_field_names, view
-from quire.text.gbnf import gbnf_to_lark
 from quire.text.grammar import (
     Grammar,
     choice_grammar,
+    gbnf_to_lark,
     json_object_grammar,
     json_schema_grammar,
     lark_grammar,

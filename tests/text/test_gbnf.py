@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from quire.engine import grammars as grammars_module
 from quire.engine.grammars import Grammars
 from quire.errors import InvalidRequest
-from quire.text.gbnf import gbnf_to_lark, is_gbnf, is_lark
-from quire.text.grammar import MAX_SOURCE_CHARS, lark_grammar
+from quire.text.grammar import MAX_SOURCE_CHARS, gbnf_to_lark, is_gbnf, is_lark, lark_grammar
 from quire.text.tokenizer import Tokenizer
 
 # In the style of llama.cpp's documentation: multi-line rules, comments, rule names with dashes.
