@@ -34,7 +34,7 @@ import harness
 from harness import say
 
 from quire.bench.http_load import HttpStream, run_load
-from quire.cli.bench_server import ServerProcess, serving
+from quire.cli.server_client import ServerProcess, serving
 from quire.engine.llm import LLM
 from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams

@@ -2,5 +2,5 @@
 
 The first two call the engine directly, which gives exact control of arrival times, and read their results from the
 scheduler's plans and blocks. Times are measured; sharing and copies are checked. Fairness is measured over HTTP on a
-separate server (`quire/cli/bench_fairness.py`); this package computes its report.
+separate server (`quire/cli/bench.py`); this package computes its report.
 """

@@ -477,7 +477,7 @@ def _level(measurements: Sequence[Measurement], baseline: Baseline) -> Level:
 def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage: None) -> BenchReport:
     """Benchmark a loaded, idle model. Empties its prefix cache.
 
-    The report has no fairness part: `quire/cli/bench_fairness.py` measures it on a server.
+    The report has no fairness part: `quire/cli/bench.py` measures it on a server.
     """
     _check_fits(llm.engine, config)
     begun_s = time.perf_counter()

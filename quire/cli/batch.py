@@ -24,7 +24,7 @@ from quire.batch.lines import BatchRequest, LineParser, LineSettings, read_lines
 from quire.batch.results import Reply, Result, ResultFile, ResultScan, num_completion_tokens, open_output
 from quire.batch.runner import BatchRunner, ConnectionLost, GaveUp, RetryPolicy
 from quire.cli import options
-from quire.cli.chat_model import find_server, locate
+from quire.cli.chat import find_server, locate
 from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key, note, printable
 from quire.cli.terminal import echo, make_bar
 from quire.errors import InvalidRequest, QuireError
@@ -140,7 +140,7 @@ def _serving(
     if address is not None and (found := find_server(address, model, key)) is not None:
         yield _Target(address.url, key, found.name)
         return
-    from quire.cli.bench_server import check_installed, serving
+    from quire.cli.server_client import check_installed, serving
 
     check_installed("a private server")
     locate(model)  # downloads the model with a progress bar; the server's output is hidden

@@ -1,6 +1,13 @@
 """`quire doctor`: reports hardware, working backends, models, and how to install missing parts.
 
 The report can be pasted into an issue: it has no secrets and no user names, and `~` for the home folder.
+
+`quire doctor MODEL` tells before loading whether a model will run on this machine. The files are checked as a load
+would check them; no weight is read. Memory is computed from the tensors, and the speed is estimated from the bytes that
+a token reads and the measured speed of this machine's memory.
+
+Other commands that load nothing ask the same: `fit` estimates memory from the number and type of the weights;
+`find_backend_problem` asks the backend that `auto` selects.
 """
 
 from __future__ import annotations
@@ -9,23 +16,58 @@ import getpass
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
-from collections.abc import Iterator
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from quire.backends import machine
-from quire.cli.fit import find_backend_problem, free_disk_bytes, read_config
-from quire.cli.model_check import check_model, report_lines
+from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions
+from quire.backends.kv_memory import CPU_CAP, CPU_SHARE, TYPICAL_CONTEXT, KVCosts, KVMemory, KVSpec, MemoryRequest
+from quire.backends.machine import (
+    available_bytes,
+    choose_threads,
+    gpu_memory,
+    has_fp8,
+    has_metal,
+    has_nvidia,
+    total_bytes,
+)
+from quire.backends.native.packing import MEMORY_SHARE
+from quire.backends.support import (
+    find_mlx_problem,
+    find_transformers_problem,
+    mlx_hint,
+    rope_notice,
+    skip_notice,
+    transformers_hint,
+    transformers_notice,
+)
 from quire.cli.terminal import echo
-from quire.errors import install_command
-from quire.sizes import file_size, reported_size
+from quire.core.cache.block import BLOCK_SIZE
+from quire.engine.composition import EngineConfig, choose_backend
+from quire.engine.model_text import make_tokenizer
+from quire.errors import InvalidRequest, QuireError, install_command
+from quire.sizes import file_size, memory_size, reported_size
 from quire.version import __version__
-from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.config import DTYPES
+from quire.weights.fields import member, read_json
+from quire.weights.gguf import BLOCKS
+from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve, weight_bytes
+from quire.weights.opening import open_checkpoint
+from quire.weights.spec import ModelSpec
+from quire.weights.tensors import check_tensors, num_active_weights, num_weights
 
 # Package -> its purpose, and whether generation needs it.
 PACKAGES: dict[str, tuple[str, bool]] = {
@@ -377,3 +419,352 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{'MISSING' if problem['is_essential'] else 'note'}: {problem['what']}"
         yield f"    {problem['how']}"
     yield "quire can run models here." if report["can_generate"] else "quire cannot run models here yet."
+
+
+KV_ITEM_BYTES = 2
+GPU_MAX_SEQS = 256  # as `CUDA_MAX_SEQS` of the torch backend, whose module imports torch
+GPU_KV_SHARE = 0.9  # of the memory that the weights leave free
+MEASURED_BYTES = 128 << 20  # larger than any cache
+READ_SHARE = 0.6  # of the memory's speed that a whole step reaches; the rest is attention, norms and waiting
+
+
+def check_model(path: Path) -> dict[str, Any]:
+    """Return the report as plain values. `problem` is empty if the model runs.
+
+    A folder with config.json and without weights is checked as far as its config allows.
+    """
+    try:
+        with closing(open_checkpoint(path, "auto" if _has_weights(path) else "dummy")) as checkpoint:
+            return _check(checkpoint, path)
+    except QuireError as error:
+        return {"path": str(path), "runs": False, "problem": str(error)}
+
+
+def _has_weights(path: Path) -> bool:
+    """Return whether there are weights, or nothing at all: opening the path then gives the error."""
+    return path.is_file() or not (path / "config.json").exists() or any(path.glob("*.safetensors*"))
+
+
+def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
+    spec = checkpoint.spec
+    problem = find_backend_problem(spec.unsupported, read_config(path))
+    if not problem and not spec.unsupported:
+        check_tensors(checkpoint)
+    has_tokenizer = path.is_file() or (path / "tokenizer.json").exists()
+    if not problem and has_tokenizer:
+        make_tokenizer(path, checkpoint.tokenizer_files()).close()
+    backend = choose_backend(EngineConfig(), spec)
+    memory = read_memory()
+    if backend == "native":  # it does not use a GPU
+        memory = Memory(memory.cpu_total, memory.cpu_free)
+    weights = Weights.of(checkpoint, path)
+    place = fit(weights, memory)
+    if place.device == "cpu" and backend == "torch":  # fp32 on a CPU
+        num_bytes = 4 * sum(weights.counts.values())
+        place = Fit("cpu" if num_bytes <= memory.cpu_total else "", num_bytes, num_bytes <= memory.cpu_free)
+    is_mapped = backend == "native" and spec.has_experts and place.num_bytes > MEMORY_SHARE * memory.cpu_free
+    if is_mapped:
+        place = Fit("cpu", place.num_bytes, is_free=True)
+        problem = problem or _find_disk_problem(place.num_bytes)
+    if not problem and not place.device:
+        problem = f"its weights take {memory_size(place.num_bytes)}, more than this machine has"
+    elif not problem and backend == "torch" and memory.gpu_total and place.device == "cpu":
+        problem = "its weights do not fit on the GPU; --backend native or --device cpu runs it on the CPU"
+    through = transformers_notice(spec.architecture) if spec.unsupported and backend == "torch" and not problem else ""
+    return {
+        "path": str(path),
+        "runs": not problem,
+        "problem": problem,
+        "family": spec.family,
+        "architecture": spec.architecture,
+        "backend": backend,
+        "notice": through or skip_notice(spec) or rope_notice(spec, spec.max_model_len),
+        "device": place.device,
+        "is_free": place.is_free,
+        "is_mapped": is_mapped,
+        "weight_bytes": place.num_bytes,
+        "free_bytes": memory.gpu_free if place.device in ("cuda", "metal") else memory.cpu_free,
+        "max_model_len": spec.max_model_len,
+        **_cache_facts(spec, place, memory, is_fp32=backend == "torch" and place.device == "cpu"),
+        "has_weights": _has_weights(path),
+        "has_tokenizer": has_tokenizer,
+        "tokens_per_s": None if problem or is_mapped else _estimate_speed(spec, place),
+    }
+
+
+def _find_disk_problem(num_bytes: int) -> str:
+    """Return why experts cannot be mapped from a file; empty: they can."""
+    folder = cache_dir()
+    free = free_disk_bytes(folder)
+    if free >= num_bytes:
+        return ""
+    return (
+        f"its weights take {memory_size(num_bytes)}, more than the memory that is free, and the disk of {folder} has"
+        f" only {memory_size(free)} for a file of experts"
+    )
+
+
+def _cache_facts(spec: ModelSpec, place: Fit, memory: Memory, *, is_fp32: bool) -> dict[str, int]:
+    """Return what the KV cache holds by default, once the weights are loaded. Divided as the backends divide it."""
+    on_gpu = place.device in ("cuda", "metal")
+    item_bytes = 2 * KV_ITEM_BYTES if is_fp32 else KV_ITEM_BYTES
+    kv_spec = KVSpec.of(spec).within(spec.max_model_len)
+    costs = KVCosts.of(kv_spec, BLOCK_SIZE, item_bytes)
+    free = (memory.gpu_free if on_gpu else memory.cpu_free) - place.num_bytes
+    budget = int(free * GPU_KV_SHARE) if on_gpu else min(int(free * CPU_SHARE), CPU_CAP)
+    max_num_seqs = GPU_MAX_SEQS if on_gpu else DEFAULT_MAX_SEQS
+    request = MemoryRequest(
+        BackendOptions(), costs, spec.max_model_len, max_num_seqs, DEFAULT_MAX_CHUNK, has_overlap=on_gpu
+    )
+    try:
+        pools = request.divide(free, budget)
+    except InvalidRequest:  # less than one useful pool
+        pools = KVMemory(1, max_num_seqs, DEFAULT_MAX_CHUNK)
+    context_bytes = kv_spec.context_bytes(TYPICAL_CONTEXT, item_bytes) - costs.state
+    return {
+        "kv_bytes_per_token": context_bytes // TYPICAL_CONTEXT,
+        "cached_tokens": (pools.num_blocks - 1) * BLOCK_SIZE,
+        "state_bytes": costs.state,
+        "cached_states": max(pools.num_states - 1, 0),
+        "window": costs.window,
+    }
+
+
+def _estimate_speed(spec: ModelSpec, place: Fit) -> float | None:
+    """Return tokens per second of one request on a CPU; None for a GPU, and for models of other libraries."""
+    if place.device != "cpu" or spec.unsupported:
+        return None
+    active = num_active_weights(spec) / num_weights(spec)
+    return READ_SHARE * _measure_memory() / (place.num_bytes * active)
+
+
+def _measure_memory() -> float:
+    """Return the bytes per second that all cores together read."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    threads = choose_threads(None)
+    source = np.ones(MEASURED_BYTES // 8, np.float64)
+    parts = np.array_split(source, threads)
+    best = math.inf
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            started_s = time.perf_counter()
+            list(pool.map(np.sum, parts))  # numpy releases the interpreter lock
+            best = min(best, time.perf_counter() - started_s)
+    return source.nbytes / best
+
+
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Return the report as text."""
+    yield f"model       {report['path']}"
+    if "family" in report:
+        yield f"family      {report['family']} ({report['architecture']})"
+    if not report["runs"]:
+        yield f"runs here   no: {report['problem']}"
+        return
+    device = {"cpu": "the CPU", "cuda": "the GPU", "metal": "the GPU"}[report["device"]]
+    later = "" if report["is_free"] else ", once enough memory is free"
+    missing = "" if report["has_weights"] else ", once its weights are in this folder"
+    yield f"runs here   yes, on {device} with the {report['backend']} backend{later}{missing}"
+    if report["notice"]:
+        yield f"            {report['notice']}"
+    if not report["has_tokenizer"]:
+        yield "            it has no tokenizer.json, which `quire serve` and `quire generate` need"
+    yield f"weights     {memory_size(report['weight_bytes'])} of {memory_size(report['free_bytes'])} that are free"
+    if report["is_mapped"]:
+        yield "            larger than the memory: experts are mapped from a file, and steps wait for the disk"
+    yield from _context_lines(report)
+    if report["tokens_per_s"] is not None:
+        yield f"speed       about {report['tokens_per_s']:,.0f} tokens/s for one request: an estimate from memory speed"
+
+
+def _context_lines(report: dict[str, Any]) -> Iterator[str]:
+    fits = report["cached_tokens"]
+    yield (
+        f"context     up to {report['max_model_len']:,} tokens; {memory_size(report['kv_bytes_per_token'])} of KV cache"
+        f" per token of {TYPICAL_CONTEXT:,}, and by default room for {fits:,} tokens of all requests together"
+    )
+    if report["state_bytes"]:
+        yield (
+            f"            and for {report['cached_states']:,} recurrent states of {memory_size(report['state_bytes'])}:"
+            " a prompt continues from the last stored state (docs/caching.md)"
+        )
+    if report["window"]:
+        yield f"            layers with a window keep the last {report['window']:,} tokens only"
+    if fits < report["max_model_len"]:
+        yield "            less than one context: --kv-memory sets the size, --max-model-len limits the context"
+
+
+# Of one weight in a file.
+FILE_BITS: dict[str, float] = {kind: 8 * block.num_bytes / block.num_elements for kind, block in BLOCKS.items()}
+PACKED_BITS = {"FP8": 8.125, "INT8": 8.25, "INT4": 4.5}  # of quantised safetensors: most have groups of 64 to 128
+MLX_4BIT = "4 bits"  # of MLX's own checkpoints: groups of 64 weights, each with a scale and a bias of 16 bits
+MLX_FILE_BITS = {MLX_4BIT: 4.5}
+# In memory, native backend (docs/cpu.md).
+CPU_BITS = {**dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0", "INT4"), 5.0), "MXFP4": 4.5}
+OTHER_CPU_BITS = 8.5
+# In the memory of an NVIDIA GPU (docs/models.md). Embeddings have 16 bits, which is not counted here.
+GPU_BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "Q4_K": 5.0,
+    "Q5_0": 8.5,
+    "Q5_1": 9.0,
+    "Q5_K": 9.0,
+    "Q6_K": 9.0,
+    "Q8_0": 8.5,
+    "MXFP4": 4.5,
+    **PACKED_BITS,
+}
+EXPERT_GPU_BITS = {**GPU_BITS, "MXFP4": 4.25}  # scales of experts in MXFP4 have 8 bits
+SIGMOID_GPU_BITS = {"MXFP4": 4.25}  # experts that are chosen by sigmoids are decoded
+OTHER_GPU_BITS = 16.0
+# On MLX, packed types of a GGUF stay packed, with a scale and a bias of 16 bits for 32 weights (docs/apple.md).
+METAL_BITS = {
+    "F32": 32.0,
+    "F16": 16.0,
+    "BF16": 16.0,
+    "Q5_1": 6.0,
+    "Q5_0": 6.0,
+    "Q5_K": 6.0,
+    "Q4_1": 5.0,
+    "Q4_0": 5.0,
+    "Q4_K": 5.0,
+    "MXFP4": 6.0,
+    "TQ1_0": 3.0,
+    "TQ2_0": 3.0,
+    **MLX_FILE_BITS,
+}
+OTHER_METAL_BITS = 9.0  # the others have 8 bits
+SPARE = 0.85  # the share of the memory that weights may take; the rest is for the KV cache and activations
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of this machine. `gpu_*` are those of the GPU with most memory; 0: there is none.
+
+    With `has_metal`, they are the share of the CPU's memory that the GPU of an Apple chip may use. Without `has_fp8`,
+    NVIDIA GPUs have no instructions for FP8.
+    """
+
+    cpu_total: int
+    cpu_free: int
+    gpu_total: int = 0
+    gpu_free: int = 0
+    has_metal: bool = False
+    has_fp8: bool = True
+
+    @property
+    def best_device(self) -> str:
+        return "metal" if self.has_metal else "cuda" if self.gpu_total else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where a model runs: on the GPU, on the CPU, or nowhere."""
+
+    device: str  # cuda, metal, cpu, or empty: its weights do not fit
+    num_bytes: int  # bytes of the weights on that device; if they do not fit, on Metal or the CPU
+    is_free: bool  # whether that much memory is free now
+
+    def __str__(self) -> str:
+        name = {"cuda": "GPU", "metal": "GPU", "cpu": "CPU"}.get(self.device)
+        if name is None:
+            return f"too large: {memory_size(self.num_bytes)} of weights"
+        return name if self.is_free else f"{name}, once {memory_size(self.num_bytes)} are free"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of a model, as far as they decide where it runs."""
+
+    counts: Mapping[str, int]  # by type
+    has_experts: bool = False  # most of them are those of experts
+    has_sigmoids: bool = False  # which are chosen by sigmoids
+    mlx_bytes: int | None = None  # of a model that runs with mlx-lm, if at all: it keeps them as they are in the files
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, path: Path) -> Weights:
+        spec = checkpoint.spec
+        counts: Counter[str] = Counter()
+        for tensor in checkpoint.tensors.values():
+            counts[tensor.type.value] += math.prod(tensor.shape)
+        return cls(counts, spec.has_experts, spec.has_sigmoids, weight_bytes(path) if needs_mlx(spec) else None)
+
+
+def read_memory() -> Memory:
+    gpus = gpu_memory() if has_nvidia() or has_metal() else []
+    gpu_total, gpu_free = max(gpus, default=(0, 0))
+    return Memory(
+        total_bytes(), available_bytes(), gpu_total, gpu_free, has_metal(), has_fp8=not has_nvidia() or has_fp8()
+    )
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Bytes that are free on the disk of a folder, which may not exist yet."""
+    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
+    return shutil.disk_usage(existing).free
+
+
+def fit(model: Weights, memory: Memory) -> Fit:
+    """Where a model runs: with Metal only on the GPU, else on an NVIDIA GPU if it fits, else on the CPU."""
+    if memory.has_metal:
+        decoded = _num_bytes(model.counts, METAL_BITS, OTHER_METAL_BITS)
+        num_bytes = decoded if model.mlx_bytes is None else model.mlx_bytes
+        return _fit_into("metal", num_bytes, memory.gpu_total, memory.gpu_free)
+    if model.mlx_bytes is not None:
+        return _fit_into("cpu", model.mlx_bytes, memory.cpu_total, memory.cpu_free)
+    bits = SIGMOID_GPU_BITS if model.has_sigmoids else EXPERT_GPU_BITS if model.has_experts else GPU_BITS
+    if not memory.has_fp8:  # they are decoded when they are loaded
+        bits = {**bits, "FP8": OTHER_GPU_BITS}
+    on_gpu = _fit_into("cuda", _num_bytes(model.counts, bits, OTHER_GPU_BITS), memory.gpu_total, memory.gpu_free)
+    if memory.gpu_total and on_gpu.device:
+        return on_gpu
+    return _fit_into("cpu", _num_bytes(model.counts, CPU_BITS, OTHER_CPU_BITS), memory.cpu_total, memory.cpu_free)
+
+
+def _fit_into(device: str, num_bytes: int, total: int, free: int) -> Fit:
+    fits = num_bytes <= total * SPARE
+    return Fit(device if fits else "", num_bytes, fits and num_bytes <= free * SPARE)
+
+
+def _num_bytes(counts: Mapping[str, int], bits: Mapping[str, float], other_bits: float) -> int:
+    return int(sum(count * bits.get(kind, other_bits) for kind, count in counts.items()) / 8)
+
+
+# Backends
+
+
+def find_backend_problem(unsupported: str, config: Mapping[str, Any] | None = None) -> str:
+    """Return why `--backend auto` does not run a model; empty: it may run it.
+
+    `unsupported` is `ModelSpec.unsupported`. `config` holds the contents of config.json, if there is one: transformers
+    may run the model. Asking transformers takes seconds.
+    """
+    if not unsupported:
+        return ""
+    if choose_backend(EngineConfig()) == "mlx":
+        return "" if config is None else find_mlx_problem(config.get("model_type"))
+    problem = "" if config is None else find_transformers_problem(config)
+    if config is not None and not problem:
+        return ""
+    if problem and problem in unsupported:  # layers that no backend runs
+        return unsupported
+    has_mlx = config is None or not find_mlx_problem(config.get("model_type"))
+    hint = mlx_hint() if has_mlx else ""
+    return f"{unsupported}{f'; {problem}' if problem else transformers_hint()}{hint}"
+
+
+def needs_mlx(spec: ModelSpec) -> bool:
+    """Return whether a model runs with mlx-lm, if at all: transformers runs weights of 16 bits on other backends."""
+    return bool(spec.unsupported) and (spec.quantization not in DTYPES or choose_backend(EngineConfig()) == "mlx")
+
+
+def read_config(path: Path) -> Mapping[str, Any] | None:
+    """Return config.json of a model folder; None for a file, or if it cannot be read."""
+    try:
+        return read_json(member(path, "config.json")) if path.is_dir() else None
+    except QuireError:
+        return None

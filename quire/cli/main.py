@@ -55,9 +55,10 @@ GROUPS: dict[str, dict[str, str]] = {
 }
 COMMANDS: dict[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}
 FILES = {
-    **dict.fromkeys(("ps", "load", "unload", "pin", "unpin", "cancel"), "model_admin"),
-    **dict.fromkeys(("show", "rm", "quantize"), "models"),
-    "run": "generate",
+    **dict.fromkeys(("ps", "top", "load", "unload", "pin", "unpin", "cancel"), "model_admin"),
+    **dict.fromkeys(("pull", "show", "rm", "quantize"), "models"),
+    **dict.fromkeys(("generate", "run"), "chat"),
+    "deploy": "serve",
 }
 ALIASES = {"list": "models", "ls": "models"}
 # Commands of Ollama that quire has no equivalent for, and what to do instead.
@@ -106,7 +107,7 @@ class _Commands(TyperGroup):
             return None
         module = importlib.import_module(f"quire.cli.{FILES.get(name, name)}")
         command = typer.Typer(name=cmd_name, **_SETTINGS)
-        settings = {**HELP, **getattr(module, "CONTEXT", {})}
+        settings = {**HELP, **getattr(module, f"{name.upper()}_CONTEXT", {})}
         if subcommands := getattr(module, "SUBCOMMANDS", None):
             command.callback(context_settings=settings, no_args_is_help=True)(getattr(module, name))
             for subname, function in subcommands.items():

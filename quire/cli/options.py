@@ -232,7 +232,7 @@ def check_memory(engine: EngineConfig) -> None:
     """Refuse a KV cache larger than the free memory before the model is loaded."""
     if engine.kv_memory is None or engine.backend == "fake":
         return
-    from quire.cli.fit import read_memory
+    from quire.cli.doctor import read_memory
 
     memory = read_memory()
     limit = max(0 if engine.device == "cuda" else memory.cpu_free, 0 if engine.device == "cpu" else memory.gpu_free)

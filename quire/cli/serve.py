@@ -1,4 +1,4 @@
-"""`quire serve`: a server for models with the OpenAI, Anthropic and Ollama protocols.
+"""`quire serve`: a server for models with the OpenAI, Anthropic and Ollama protocols. `quire deploy`: its replicas.
 
 An option is set by a flag, by `QUIRE_NAME` in the environment or by its name in a YAML file; the first of them wins.
 """
@@ -6,12 +6,13 @@ An option is set by a flag, by `QUIRE_NAME` in the environment or by its name in
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,24 +20,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
+from typer.main import get_command
 
 from quire.cli import options
-from quire.cli.bench_server import check_installed
-from quire.cli.chat_model import locate
+from quire.cli.chat import locate
 from quire.cli.options import check_memory, option_name, options_named
-from quire.cli.serve_models import list_models, models_from_environment, read_file
-from quire.cli.server_client import PATIENT, ServerClient, printable
+from quire.cli.server_client import PATIENT, ServerClient, check_installed, printable
 from quire.cli.terminal import bytes_bar, echo, short_path
 from quire.core.policy import POLICIES
-from quire.errors import InvalidRequest, QuireError
+from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.sizes import parse_size, reported_size
+from quire.weights.hub import DEFAULT_MODEL, is_model, is_path
 
 if TYPE_CHECKING:
+    from quire.engine.composition import EngineConfig
     from quire.engine.worker.protocol import Ready
-    from quire.server.config import ServeConfig
+    from quire.scale.config import DeployConfig, ModelDeployment
+    from quire.server.config import ModelConfig, ServeConfig
     from quire.server.launcher import Startup
 
-CONTEXT = {"auto_envvar_prefix": "QUIRE"}
+
+SERVE_CONTEXT = {"auto_envvar_prefix": "QUIRE"}
 OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
 Texts = list[str] | None
 # The question of --hello. Chosen for a large margin at every token of the default model's answer: kernels round
@@ -501,3 +505,380 @@ def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
         echo("")
     except (QuireError, OSError, KeyError, ValueError) as error:
         echo(f"  the first question failed: {error}", err=True)
+
+
+# Settings that a model in the YAML file may have.
+ENGINE_FIELDS = (
+    *(
+        "max_model_len",
+        "max_num_seqs",
+        "num_blocks",
+        "kv_memory",
+        "host_cache",
+        "disk_cache",
+        "dtype",
+        "precision",
+        "quantize",
+        "kv_cache_dtype",
+        "backend",
+        "load_format",
+    ),
+    *("device", "threads"),
+)
+DEPLOY_FIELDS = ("replicas", "autoscale", "resources")  # of `quire deploy`
+# Options whose values are paths; state_dir may also be `none`.
+PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile", "state_dir", "cache_dir")
+
+
+def read_file(path: Path, *, is_deployed: bool = False) -> dict[str, Any]:
+    """The options in the YAML file, with underscores in names. Paths relative to its folder are made absolute.
+
+    `is_deployed`: the file is for `quire deploy`, whose own settings are left out.
+    """
+    values = _read_values(path)
+    entries = values.get("models")
+    for settings in (values, *(entries if isinstance(entries, list) else ())):
+        for name in DEPLOY_FIELDS if isinstance(settings, dict) else ():
+            if name not in settings:
+                continue
+            if not is_deployed:
+                raise InvalidRequest(f"--config {str(path)!r}: {name} is a setting of `quire deploy`, not of a server")
+            del settings[name]
+    return values
+
+
+def read_deployments(path: Path, num_models: int) -> tuple[ModelDeployment, ...]:
+    """The settings of `quire deploy` in a file, one for each model."""
+    from quire.scale.config import parse_deployment
+
+    values = _read_values(path)
+    try:
+        default = parse_deployment(values)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
+    entries = values.get("models")
+    if not isinstance(entries, list):
+        return (default,) * num_models
+    found = []
+    for number, entry in enumerate(entries):
+        try:
+            found.append(parse_deployment(entry, default) if isinstance(entry, dict) else default)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"--config {str(path)!r}: models[{number}].{error}") from None
+    return tuple(found)
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    import msgspec
+
+    try:
+        found = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any] | None) or {}
+    except OSError as error:
+        raise InvalidRequest(f"--config {str(path)!r}: {error.strerror}") from None
+    except ImportError:
+        raise MissingExtra.of("--config", "yaml") from None
+    except ValueError as error:
+        raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
+    values = {str(name).replace("-", "_"): value for name, value in found.items()}
+    if "model" in values and "models" in values:
+        raise InvalidRequest(f"--config {str(path)!r}: model and models exclude each other: list all under models")
+    for name in PATHS:
+        if isinstance(values.get(name), str) and values[name] != "none":
+            values[name] = os.path.join(_folder(path), os.path.expanduser(values[name]))
+    for name in ("model", "models"):
+        if name in values:
+            values[name] = _anchored(values[name], path)
+    return values
+
+
+def _anchored(value: Any, file: Path) -> Any:
+    """A model or a list of models, with paths relative to the folder of the file made absolute."""
+    if isinstance(value, list):
+        return [_anchored(one, file) for one in value]
+    if isinstance(value, dict):
+        return value | {"model": _anchored(value["model"], file)} if "model" in value else value
+    if not isinstance(value, str) or value.startswith("~"):
+        return value
+    there = os.path.normpath(os.path.join(_folder(file), value))
+    return there if is_path(value) or ("/" in value and os.path.exists(there)) else value
+
+
+def _folder(file: Path) -> str:
+    return os.path.dirname(os.path.abspath(file))
+
+
+def models_from_environment() -> list[str]:
+    """Models in QUIRE_MODEL, separated by blanks; a single path may contain blanks."""
+    text = os.environ.get("QUIRE_MODEL", "").strip()
+    return [text] if text and Path(text).exists() else text.split()
+
+
+def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[ModelConfig, ...]:
+    """The models of the command line, of the file and of the folder, in this order; if there are none, the default one.
+
+    Nothing is opened or downloaded.
+    """
+    from quire.server.config import ModelConfig
+
+    def plain(name: str) -> ModelConfig:
+        served = _served_name(name)
+        return ModelConfig(
+            _place(name),
+            (served,),
+            served,
+            engine,
+            idle_unload=options["idle_unload"],
+            default_max_tokens=options["default_max_tokens"],
+        )
+
+    found = [plain(name) for name in options["model"] or ()]
+    found += _of_file(options, engine)
+    if options["models_dir"] is not None:
+        found += [plain(str(path)) for path in _of_folder(options["models_dir"])]
+    found = found or [plain(DEFAULT_MODEL)]
+    names = options["served_model_name"]
+    if names and len(found) > 1:
+        text = f"--served-model-name {names[0]!r} is for one model, and there are {len(found)}"
+        raise InvalidRequest(f"{text}: name them under `models` in the --config file")
+    return (replace(found[0], names=tuple(names)), *found[1:]) if names else tuple(found)
+
+
+def _place(name: str) -> Path:
+    """Keep the `./` of a path: without it, `./org/name` would be a name of the hub."""
+    return Path(os.path.abspath(os.path.expanduser(name)) if is_path(name) else name)
+
+
+def _served_name(name: str) -> str:
+    """The name for clients: the name of the model, or of its file or folder."""
+    if Path(name).exists():
+        found = Path(os.path.abspath(name))  # links are not resolved: the name of a link is chosen on purpose
+        return found.stem if found.is_file() else found.name
+    return name
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise InvalidRequest(f"--models-dir {str(folder)!r} is not a folder")
+    found = [path for path in sorted(folder.iterdir()) if is_model(path)]
+    if not found:
+        raise InvalidRequest(f"--models-dir {str(folder)!r} has no model: no .gguf file, no folder with config.json")
+    return found
+
+
+def _of_file(options: Mapping[str, Any], engine: EngineConfig) -> list[ModelConfig]:
+    path = options["config"]
+    is_deployed = bool(options.get("is_deployed"))
+    entries = None if path is None else read_file(path, is_deployed=is_deployed).get("models")
+    if entries is None:
+        return []
+    if not isinstance(entries, list):
+        raise InvalidRequest(f"--config {str(path)!r}: models = {entries!r:.80} is not a list")
+    found: list[ModelConfig] = []
+    for number, entry in enumerate(entries):
+        try:
+            found.append(_entry({"model": entry} if isinstance(entry, str) else entry, options, engine))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"--config {str(path)!r}: models[{number}].{error}") from None
+    return found
+
+
+def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> ModelConfig:
+    """A model in the list of the file. Errors begin with the field."""
+    from quire.server.config import ModelConfig
+    from quire.server.models import priority_of
+
+    if not isinstance(entry, dict):
+        raise InvalidRequest(f"model = {entry!r:.80} is neither a name nor settings of a model")
+    given = {str(name).replace("-", "_"): value for name, value in entry.items()}
+    known = {
+        *("model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", "tool_format"),
+        *("default_max_tokens", *ENGINE_FIELDS),
+    }
+    for field in given:
+        if field not in known:
+            raise InvalidRequest(f"{field}: there is no such field; there are {', '.join(sorted(known))}")
+    name = _text(given, "model")
+    if not name:
+        raise InvalidRequest("model is missing" if name is None else "model = '' is no name, folder or file")
+    served = _text(given, "name") or _served_name(name)
+    aliases = given.get("aliases") or []
+    aliases = [aliases] if isinstance(aliases, str) else aliases
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise InvalidRequest(f"aliases = {aliases!r:.80} is not a list of names")
+    idle_s = given.get("idle_unload", options["idle_unload"])
+    if idle_s is not None and (isinstance(idle_s, bool) or not isinstance(idle_s, int | float)):
+        raise InvalidRequest(f"idle_unload = {idle_s!r:.80} is not a number of seconds")
+    tier = _text(given, "priority")
+    try:
+        return ModelConfig(
+            _place(name),
+            (served, *aliases),
+            _served_name(name),
+            _own_engine(given, engine),
+            is_pinned=_flag(given, "pinned"),
+            is_preloaded=_flag(given, "preload"),
+            idle_unload=idle_s,
+            priority=priority_of(tier),
+            tool_format=_text(given, "tool_format"),
+            default_max_tokens=given.get("default_max_tokens", options["default_max_tokens"]),
+        )
+    except InvalidRequest as error:
+        field, _, rest = str(error).partition(" = ")
+        field = "name or aliases" if field == "served_model_name" else field  # as in the file
+        raise InvalidRequest(f"{field} = {rest}" if rest else str(error)) from None
+
+
+def _own_engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:
+    """The engine settings of a model: its own, else those of all models."""
+    settings = {name: value for name, value in given.items() if name in ENGINE_FIELDS}
+    types = {field.name: field.type for field in fields(engine)}
+    for name, value in settings.items():
+        if types[name] == "str" and not isinstance(value, str):
+            raise InvalidRequest(f"{name} = {value!r:.80} is not text")
+    if "kv_memory" in settings and "num_blocks" not in settings:
+        settings["num_blocks"] = None  # the setting for all models would override it
+    return replace(engine, **settings)
+
+
+def _text(given: Mapping[str, Any], name: str) -> str | None:
+    value = given.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"{name} = {value!r:.80} is not text")
+    return value
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} = {value!r:.80} is not yes or no")
+    return value
+
+
+# quire deploy
+
+AFTER_FAILURE = (
+    "The settings before this deploy are not in effect any more. Mend the cause and deploy again; `quire deploy status`"
+    " shows what runs, `quire deploy stop` ends it."
+)
+DEPLOY_PATHS = ("config", "api_keys_file", "ssl_certfile", "ssl_keyfile")
+
+
+def deploy(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG.yaml|status|stop",
+            help="YAML file with the options of `quire serve`, and replicas, autoscale and resources. Or: status, to"
+            " show what is deployed; stop, to end it.",
+        ),
+    ],
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Ray cluster to use; by default the one of this machine, which is started if there is none.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print status as JSON.")] = False,
+    end_ray: Annotated[
+        bool, typer.Option("--ray", help="With stop: also end this Ray cluster on this machine.")
+    ] = False,
+    waits: Annotated[
+        bool, typer.Option("--wait", help="Wait for machines that join the cluster later and have the resources.")
+    ] = False,
+) -> None:
+    """Run replicas of models behind one server, which sends each request to the one with the least expected work."""
+    try:
+        from quire.scale import application, ray_cluster
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("quire"):
+            raise
+        raise MissingExtra.of("`quire deploy`", error.name) from error
+    _check_flags(target, as_json, end_ray, waits)
+    if target == "status":
+        ray_cluster.connect(address)
+        _show_deployed(application.status(), as_json)
+    elif target == "stop":
+        if end_ray and address is None and not ray_cluster.is_here():
+            echo("no Ray cluster runs on this machine")
+            return
+        ray_cluster.connect(address)
+        echo("stopped" if application.stop() else "nothing is deployed")
+        if end_ray:
+            ray_cluster.stop_ray()
+    else:
+        config = read_deployment(Path(target))
+        ray_cluster.connect(address, starts=True)
+        try:
+            url = application.deploy(
+                config, on_change=lambda text: echo(f"  {text}", err=True), waits_for_machines=waits
+            )
+        except KeyboardInterrupt:
+            echo("quire: interrupted; the deployment continues: see `quire deploy status`", err=True)
+            raise
+        except ray_cluster.DeployFailed as error:
+            raise ray_cluster.DeployFailed(f"{error}\n{AFTER_FAILURE}") from None
+        _announce_deployed(url, config)
+
+
+def _check_flags(target: str, as_json: bool, end_ray: bool, waits: bool) -> None:
+    """Refuse flags that have no effect."""
+    for flag, is_given, is_right in (
+        ("--json", as_json, target == "status"),
+        ("--ray", end_ray, target == "stop"),
+        ("--wait", waits, target not in ("status", "stop")),
+    ):
+        if is_given and not is_right:
+            raise InvalidRequest(f"{flag} has no effect on `quire deploy {target}`")
+
+
+def read_deployment(path: Path) -> DeployConfig:
+    """The settings of a file. Options of `quire serve` may also come from the environment, as there."""
+    from quire.scale.config import DeployConfig
+
+    if path.is_file() and not path.read_bytes().strip():
+        raise InvalidRequest(f"{str(path)!r} is empty: at least `model: NAME` is needed")
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings=SERVE_CONTEXT)(serve)
+    context = get_command(app).make_context("deploy", ["--config", str(path)], obj={"is_deployed": True})
+    options: dict[str, Any] = {**context.params, "is_deployed": True}
+    options.pop("model_option", None)
+    for name in DEPLOY_PATHS:  # typer makes them paths when it calls the command, which does not happen here
+        options[name] = None if options[name] is None else Path(options[name])
+    for name in ("kv_events", "kv_events_replay", "kv_events_topic", "memory", "idle_unload", "models_dir"):
+        if options[name] is not None:
+            raise InvalidRequest(f"--config {str(path)!r}: {name} is not supported with replicas")
+    with options_named():
+        server = make_config(options)
+    for number, model in enumerate(server.models):
+        if model.idle_unload is not None:
+            raise InvalidRequest(f"--config {str(path)!r}: models[{number}].idle_unload is not supported with replicas")
+    return DeployConfig(server, read_deployments(path, len(server.models)))
+
+
+def _announce_deployed(url: str, config: DeployConfig) -> None:
+    server = config.server
+    key = "YOUR_KEY" if server.has_keys else "none"
+    models = [
+        f"{model.names[0]}: {one.replicas if one.autoscale is None else f'{one.autoscale.min} to {one.autoscale.max}'}"
+        for model, one in zip(server.models, config.deployments, strict=True)
+    ]
+    echo(f"quire serves at {url}")
+    echo(f"  replicas   {', '.join(models)}")
+    echo(f"  export OPENAI_BASE_URL={url}/v1")
+    echo(f"  export OPENAI_API_KEY={key}")
+    echo(f"  export ANTHROPIC_BASE_URL={url}")
+    echo(f"  page: {url}/    metrics: {url}/metrics    `quire deploy status`, `quire deploy stop`")
+
+
+def _show_deployed(found: dict[str, Any] | None, as_json: bool) -> None:
+    if as_json:
+        echo(json.dumps(found, indent=1))
+        return
+    if found is None:
+        echo("nothing is deployed")
+        return
+    echo(f"quire serves at {found['url']}" if found["url"] else "quire does not serve yet")
+    for name, one in found["applications"].items():
+        replicas = ", ".join(f"{count} {state.lower()}" for state, count in one["replicas"].items()) or "no replicas"
+        echo(f"  {name}: {one['status'].lower()}, {replicas}{': ' + one['message'] if one['message'] else ''}")

@@ -11,9 +11,8 @@ from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.chat_template import ChatTemplate, find_boundaries
 from quire.text.grammar import Grammar, GrammarKind
-from quire.text.harmony import MARKERS, HarmonyParser
 from quire.text.messages import ChatRequest
-from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
+from quire.text.reasoning import MARKERS, HarmonyParser, Opening, ReasoningFormat, ThoughtParser, find_opening
 from quire.text.stream import AnswerParser, Detokenizer, PlainAnswer, Thought
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser

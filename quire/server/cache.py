@@ -25,8 +25,8 @@ from quire.server.protocols.openai import parse_messages
 from quire.server.protocols.openai_types import ChatMessage
 from quire.server.protocols.support import CacheView, view
 from quire.server.request_context import RequestContext
-from quire.text.excerpt import stopped_text
 from quire.text.messages import ChatRequest
+from quire.text.tokenizer import stopped_text
 
 DEFAULT_TTL_S = 300.0
 

@@ -65,9 +65,9 @@ from quire.server.limits import (
 )
 from quire.server.logs import log_request
 from quire.server.metrics import ActivityCounters, Exposition, Metrics, RequestRecord
-from quire.text.excerpt import Excerpt, stopped_text
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.stream import AnswerParser
+from quire.text.tokenizer import Excerpt, stopped_text
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 

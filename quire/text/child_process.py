@@ -34,6 +34,7 @@ END_LIMIT_S = 5.0
 IDLE_LIMIT_S = 5.0  # a child that is idle for this long before it answers was stopped, or hangs
 LOOK_S = 0.5  # interval of the checks whether it is idle
 log = logging.getLogger(__name__)
+_LIMITED = Path(__file__).with_name("limited_child.py")
 
 
 class NoAnswer(Exception):
@@ -64,7 +65,8 @@ class Child:
     started again.
     """
 
-    def __init__(self, script: Path) -> None:
+    def __init__(self, *script: Path) -> None:
+        """`script`: its file and its arguments."""
         self._script = script
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[[subprocess.Popen[bytes]], Child] | None = None
@@ -79,7 +81,7 @@ class Child:
         try:
             process = subprocess.Popen(
                 # -P: import no modules from the working directory
-                [sys.executable, "-P", "-W", "ignore", str(self._script)],
+                [sys.executable, "-P", "-W", "ignore", *map(str, self._script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -116,7 +118,7 @@ class Child:
 
 
 class LimitedChild(Child):
-    """A child that gets a first order when it starts, and a limit of CPU time for each order. Thread-safe.
+    """Runs the `Worker` of a script. It gets a first order and then others, with limits of CPU time. Thread-safe.
 
     A child that exceeds its limit is killed, and the next order starts a new one. If another process ends the child,
     the order is sent once more. The limit is CPU time, so that a busy machine refuses nothing that an idle one accepts.
@@ -132,8 +134,11 @@ class LimitedChild(Child):
         failure: Callable[[str], Exception],
         check: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
     ) -> None:
-        """`names`: of the process and of what it runs, for errors. `check`: raises for a bad answer to an order."""
-        super().__init__(script)
+        """`first`: with `max_bytes`, the limit of memory. `names`: of the process and of what it runs, for errors.
+
+        `check`: raises for a bad answer to an order.
+        """
+        super().__init__(_LIMITED, script)
         self._first, self._first_limit_s = first, first_limit_s
         self._names = names
         self._failure = failure
@@ -145,14 +150,15 @@ class LimitedChild(Child):
     def request(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
         """The answer to an order. Raises the given failure, or RequestFailed if other processes end the child twice."""
         with self._lock:
-            try:
-                return self._try(order, max_cpu_s)
-            except Interrupted as error:
-                log.warning("%s %s; trying again in a new process", self._names[0], error)
-            try:
-                return self._try(order, max_cpu_s)
-            except Interrupted as error:
-                raise RequestFailed(f"{self._names[0]} {error}") from None
+            for may_try_again in (True, False):
+                try:
+                    self._prepare()
+                    return self._exchange(order, max_cpu_s)
+                except Interrupted as error:
+                    problem = error
+                if may_try_again:
+                    log.warning("%s %s; trying again in a new process", self._names[0], problem)
+        raise RequestFailed(f"{self._names[0]} {problem}")
 
     def warm_up(self) -> None:
         """Start the child and send the first order."""
@@ -167,10 +173,6 @@ class LimitedChild(Child):
         with self._lock:
             self._is_closed = True
             self.kill()
-
-    def _try(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
-        self._prepare()
-        return self._exchange(order, max_cpu_s)
 
     def _prepare(self) -> None:
         if self._is_closed:

@@ -1,17 +1,12 @@
-"""The library's tokenizers of one vocabulary, and the child process that runs them for untrusted descriptions.
+"""The library's tokenizers of one vocabulary. For untrusted descriptions, they run in a child process.
 
 A regular expression may backtrack for years and a normalizer may fill the memory, in a call that cannot be interrupted;
-unlike a thread, a process can be killed. Reads and writes one JSON object per line, and ends with its input. Imports no
-quire modules, so that it starts fast.
+unlike a thread, a process can be killed. Imports no quire modules, so that the child starts fast.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import sys
-from contextlib import suppress
 from typing import Any
 
 LONG_CHARS = 4096
@@ -69,51 +64,28 @@ class Encoder:
         return self._forms[form]
 
 
-def answer(encoder: Encoder, order: dict[str, Any]) -> dict[str, Any]:
-    form, text = order["form"], order["text"]
-    if form == "spans":
-        ids, offsets = encoder.find_spans(text)
-        found: dict[str, Any] = {"ids": ids, "offsets": offsets}
-    else:
-        found = {"ids": encoder.encode(form, text)}
-    if len(found["ids"]) > order["max_ids"]:
-        return {"error": f"{len(text)} characters become {len(found['ids'])} tokens, more than {order['max_ids']}"}
-    return found
+class Worker:
+    """Runs the tokenizers in a process of its own (`quire/text/limited_child.py`)."""
 
+    def __init__(self) -> None:
+        self._encoder: Encoder | None = None
 
-def limit_memory(max_bytes: int) -> None:
-    """Limit the address space."""
-    with suppress(ImportError, ValueError, OSError):  # not available on every platform
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def limit_cpu(max_cpu_s: float) -> None:
-    """Limit the CPU time from now on; 0: no limit. On expiry a signal ends the process."""
-    if hasattr(signal, "setitimer"):  # not available on every platform
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-
-
-def main() -> None:
-    encoder: Encoder | None = None
-    for line in sys.stdin.buffer:
-        order = json.loads(line)
-        limit_cpu(order["max_cpu_s"])
-        found: dict[str, Any] = {}
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         try:
-            if encoder is None:
-                limit_memory(order["max_bytes"])
-                encoder = Encoder(order["spec"], order["inside"], order["plain_added"])
-            else:
-                found = answer(encoder, order)
+            if self._encoder is not None:
+                return self._encoded(self._encoder, order)
+            self._encoder = Encoder(order["spec"], order["inside"], order["plain_added"])
         except BaseException as error:  # a panic of the library is not an Exception
-            found = {"error": str(error)[:200] or type(error).__name__}
-        limit_cpu(0)
-        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
-        sys.stdout.buffer.flush()
+            return {"error": str(error)[:200] or type(error).__name__}
+        return {}
 
-
-if __name__ == "__main__":
-    main()
+    def _encoded(self, encoder: Encoder, order: dict[str, Any]) -> dict[str, Any]:
+        form, text = order["form"], order["text"]
+        if form == "spans":
+            ids, offsets = encoder.find_spans(text)
+            found: dict[str, Any] = {"ids": ids, "offsets": offsets}
+        else:
+            found = {"ids": encoder.encode(form, text)}
+        if len(found["ids"]) > order["max_ids"]:
+            return {"error": f"{len(text)} characters become {len(found['ids'])} tokens, more than {order['max_ids']}"}
+        return found

@@ -2,6 +2,11 @@
 
 `Grammar` is a plain value, validated at construction and sent to the worker, which computes the masks. Errors that only
 a compiler can find, such as a regular expression that does not parse, are reported there before generation starts.
+
+Grammars in GBNF, llama.cpp's format, are translated into llguidance's dialect of Lark. XGrammar's EBNF is nearly the
+same. GBNF describes characters; Lark describes lexemes, and the longest match wins. A rule-by-rule translation would
+forbid answers that the grammar allows. Therefore a grammar without recursion becomes a single lexeme, which is a
+regular expression; in a recursive grammar every lexeme is a single character. Both allow exactly what it allows.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NamedTuple
 
 from quire.core.values import check_tokens
 from quire.errors import InvalidRequest
@@ -198,3 +204,285 @@ def depth_of(value: object) -> int:
         depth += any(isinstance(one, dict | list) for one in level)
         level = children
     return depth
+
+
+EXAMPLE = 'root ::= "yes" | "no"'
+LARK_EXAMPLE = 'start: "yes" | "no"'
+MAX_NESTED = 32  # parentheses
+MAX_OPERATORS = 3  # after one item
+MAX_REPEATED = 10_000
+_RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
+_LARK_START = re.compile(r"^[ \t]*\??start\b[^:=\n]*:", re.MULTILINE)
+_SKIPPED = re.compile(r"(?:\s|#[^\n]*)+")
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+_DEFINED = re.compile(r"::=")
+# Comments must match in exactly one way: ambiguity would cause exponential backtracking.
+_HEAD = re.compile(r"[A-Za-z_][\w-]*(?:\s|#[^\n]*(?:\n|\Z))*::=")
+_REPEAT = re.compile(r"\{\s*(?P<low>\d{1,9})?\s*(?P<comma>,)?\s*(?P<high>\d{1,9})?\s*\}")
+_TOKEN = re.compile(r"<\[\d{1,10}\]>|<[^<>\[\]\s\"\\]+>")
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
+_PLAIN = frozenset("\\\"'[]-^/|.*+?(){}<>#$ ")  # characters that stand for themselves after a backslash
+_LAST_CODE = 0x10FFFF
+_SURROGATES = range(0xD800, 0xE000)
+
+
+def is_gbnf(source: str) -> bool:
+    """Whether a grammar is written in GBNF, by its `::=`."""
+    return _RULE.search(source) is not None
+
+
+def is_lark(source: str) -> bool:
+    return _LARK_START.search(source) is not None
+
+
+def written_grammar(source: str) -> Grammar:
+    """Parses a grammar in GBNF (`name ::= ...`) or in Lark (`name: ...`)."""
+    if is_gbnf(source):
+        return lark_grammar(gbnf_to_lark(source))
+    if not is_lark(source):
+        raise InvalidRequest(f"grammar: neither Lark, as in {LARK_EXAMPLE}, nor GBNF, as in {EXAMPLE}")
+    return lark_grammar(source)
+
+
+def gbnf_to_lark(source: str) -> str:
+    """Translate a grammar. Raises InvalidRequest with the line number and what was expected there."""
+    if len(source) > MAX_SOURCE_CHARS:
+        raise InvalidRequest(f"grammar: {len(source)} characters are more than {MAX_SOURCE_CHARS}")
+    rules = _Parser(source).parse()
+    needs = {name: _references(body) for name, body in rules.items()}
+    used, todo = {"root": None}, ["root"]  # the rules that can be reached, in the order in which they are found
+    while todo:
+        new = needs[todo.pop()]
+        todo += [name for name in new if name not in used]
+        used |= new
+    is_lexeme = not any(isinstance(piece, str) and piece.startswith("<") for name in used for piece in rules[name])
+    try:
+        TopologicalSorter({name: needs[name] for name in used}).prepare()
+    except CycleError:
+        is_lexeme = False
+    # Rules have upper case names as lexemes, else lower case ones, without dashes.
+    names = {}
+    for i, rule in enumerate(used):
+        slug = re.sub(r"\W", "_", rule, flags=re.ASCII)
+        names[rule] = f"T{i}_{slug.upper()}" if is_lexeme else f"r{i}_{slug.lower()}"
+    lines = [f"{names[name]}: {_expression(rules[name], names, is_lexeme=is_lexeme)}" for name in used]
+    return "\n".join(("%llguidance {}", f"start: {names['root']}", *lines))
+
+
+class Literal(NamedTuple):
+    text: str
+
+
+class Reference(NamedTuple):
+    name: str
+    at: int  # its position
+
+
+# The body of a rule is a list of pieces. Those that are texts are as in Lark: operators, brackets, classes, tokens.
+Body = list[str | Literal | Reference]
+ANY = "/(?s:.)/"
+
+
+def _references(body: Body) -> dict[str, None]:
+    return {piece.name: None for piece in body if isinstance(piece, Reference)}
+
+
+def _expression(body: Body, names: Mapping[str, str], *, is_lexeme: bool) -> str:
+    pieces: list[str] = []
+    for piece in body:
+        if isinstance(piece, Literal):
+            parts = [piece.text] if is_lexeme or not piece.text else list(piece.text)
+            pieces += [json.dumps(part, ensure_ascii=False) for part in parts]
+        else:
+            pieces.append(names[piece.name] if isinstance(piece, Reference) else piece)
+    return " ".join(pieces)
+
+
+# Parsing
+
+
+class _Parser:
+    """Recursive descent. A rule ends where the next one starts, so line breaks are allowed anywhere within a rule."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._at = 0
+        self._num_open = 0
+
+    def parse(self) -> dict[str, Body]:
+        """The body of each rule."""
+        rules: dict[str, Body] = {}
+        starts: dict[str, int] = {}
+        self._skip()
+        while self._at < len(self._source):
+            start = self._at
+            name = self._take(_NAME, "the name of a rule")
+            self._skip()
+            self._take(_DEFINED, f"::= after the name {name}")
+            self._skip()
+            if name in rules:
+                first = self._line(starts[name])
+                raise self._wrong(f"rule {name} is defined twice; the first definition is in line {first}")
+            starts[name] = start
+            rules[name] = self._choice()
+        if "root" not in rules:
+            raise InvalidRequest(f"grammar: there is no rule root, the start of a GBNF grammar, as in {EXAMPLE}")
+        for piece in (piece for body in rules.values() for piece in body):
+            if isinstance(piece, Reference) and piece.name not in rules:
+                text = f"grammar: line {self._line(piece.at)}: there is no rule {piece.name}"
+                raise InvalidRequest(f"{text}; literal text needs quotes, as in {EXAMPLE}")
+        return rules
+
+    def _choice(self) -> Body:
+        body = self._sequence()
+        while self._next() == "|":
+            self._at += 1
+            self._skip()
+            body += ["|", *self._sequence()]
+        return body
+
+    def _sequence(self) -> Body:
+        body: Body = []
+        while (char := self._next()) and char not in "|)" and not _HEAD.match(self._source, self._at):
+            body += self._repeated(self._item(char))
+        return body or ['""']
+
+    def _item(self, char: str) -> Body:
+        if char == '"':
+            literal = Literal(self._literal())
+            return [literal] if len(literal.text) == 1 else ["(", literal, ")"]
+        if char == "[":
+            return [self._chars()]
+        if char == "(":
+            return ["(", *self._group(), ")"]
+        if char == ".":
+            self._at += 1
+            return [ANY]
+        if char == "<":
+            return [self._take(_TOKEN, "a token, as in <[17]> or <think>")]
+        if char == "!":
+            raise self._wrong("! before a token is not supported: describe the characters that are allowed")
+        at = self._at
+        return [Reference(self._take(_NAME, 'text in quotes, a class as in [a-z], "(" or the name of a rule'), at)]
+
+    def _group(self) -> Body:
+        if self._num_open == MAX_NESTED:
+            raise self._wrong(f"parentheses are nested more than {MAX_NESTED} deep")
+        if self._source.startswith("(=", self._at):
+            raise self._wrong("a look-ahead (= ...) is not supported")
+        start = self._at
+        self._at += 1
+        self._num_open += 1
+        self._skip()
+        inner = self._choice()
+        if self._next() != ")":
+            raise self._wrong(f'expected ")" for the parenthesis opened in line {self._line(start)}')
+        self._at += 1
+        self._num_open -= 1
+        return inner
+
+    def _repeated(self, item: Body) -> Body:
+        """The item with the operators that follow it, of which there may be several."""
+        for _ in range(MAX_OPERATORS):
+            self._skip()
+            char = self._next()
+            if char in ("*", "+", "?"):
+                self._at += 1
+                item = ["(", *item, char, ")"]
+            elif char == "{":
+                low, high = self._bounds()
+                item = ["(", *item, f"{{{low},{'' if high is None else high}}}", ")"]
+            else:
+                return item
+        self._skip()
+        return item
+
+    def _bounds(self) -> tuple[int, int | None]:
+        found = _REPEAT.match(self._source, self._at)
+        if found is None or not (found["low"] or found["high"]):
+            raise self._wrong("expected a repetition count, as in {3}, {2,} or {2,5}")
+        low = int(found["low"] or 0)
+        high = low if not found["comma"] else int(found["high"]) if found["high"] else None
+        if max(low, high or 0) > MAX_REPEATED:
+            raise self._wrong(f"{found[0]} is more than {MAX_REPEATED} times")
+        if high is not None and high < low:
+            raise self._wrong(f"{found[0]} has a maximum below its minimum")
+        self._at = found.end()
+        return low, high
+
+    def _literal(self) -> str:
+        start = self._at
+        self._at += 1
+        chars: list[str] = []
+        while (char := self._next()) != '"':
+            if not char or char == "\n":
+                raise self._wrong(f"the string opened in line {self._line(start)} has no closing quote")
+            chars.append(chr(self._char()))
+        self._at += 1
+        return "".join(chars)
+
+    def _chars(self) -> str:
+        start = self._at
+        self._at += 1
+        is_negated = self._next() == "^"
+        self._at += is_negated
+        ranges: list[str] = []
+        while (char := self._next()) != "]":
+            if not char or char == "\n":
+                raise self._wrong(f"the class opened in line {self._line(start)} has no closing bracket")
+            first = last = self._char()
+            if self._next() == "-" and self._source[self._at + 1 : self._at + 2] not in ("]", ""):
+                self._at += 1
+                last = self._char()
+            if last < first:
+                raise self._wrong(f"the range {chr(first)!r} to {chr(last)!r} is empty")
+            ranges.append(f"\\x{{{first:x}}}" + (f"-\\x{{{last:x}}}" if last > first else ""))
+        self._at += 1
+        if not ranges and not is_negated:
+            raise self._wrong("the class [] has no characters")
+        return f"/[{'^' if is_negated else ''}{''.join(ranges)}]/" if ranges else ANY
+
+    def _char(self) -> int:
+        """The code point at this position, which may be an escape."""
+        if self._source[self._at] != "\\":
+            self._at += 1
+            return ord(self._source[self._at - 1])
+        found = _ESCAPE.match(self._source, self._at)
+        if found is None:
+            raise self._wrong("a backslash at the end escapes nothing")
+        name, digits = found[4] or "", found[1] or found[2] or found[3]
+        if name and name not in _ESCAPED and name not in _PLAIN:
+            raise self._wrong(
+                f'\\{name} is not an escape: expected \\n, \\r, \\t, \\\\, \\", \\], \\xNN, \\uNNNN or \\UNNNNNNNN'
+            )
+        code = int(digits, 16) if digits else ord(_ESCAPED.get(name, name))
+        if code > _LAST_CODE or code in _SURROGATES:
+            raise self._wrong(f"{found[0]} is not a character")
+        self._at = found.end()
+        return code
+
+    def _next(self) -> str:
+        """The next character; "" at the end."""
+        return self._source[self._at : self._at + 1]
+
+    def _skip(self) -> None:
+        if found := _SKIPPED.match(self._source, self._at):
+            self._at = found.end()
+
+    def _take(self, pattern: re.Pattern[str], what: str) -> str:
+        found = pattern.match(self._source, self._at)
+        if found is None:
+            rest = self._source[self._at :].split("\n", 1)[0]
+            raise self._wrong(
+                f"expected {what}, not {rest[:20]!r}" if rest else f"expected {what}, but the grammar ends"
+            )
+        self._at = found.end()
+        return found[0]
+
+    def _line(self, at: int) -> int:
+        """The number of a line, for an error."""
+        return self._source.count("\n", 0, at) + 1
+
+    def _wrong(self, what: str) -> InvalidRequest:
+        return InvalidRequest(f"grammar: line {self._line(self._at)}: {what}. A GBNF grammar looks like {EXAMPLE}")

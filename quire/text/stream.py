@@ -7,6 +7,7 @@ with `num_tokens` tokens. Tokens already in flight may still be pushed; they are
 from __future__ import annotations
 
 import codecs
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -52,10 +53,6 @@ class Detokenizer:
         text = self._strip(self._decoder.decode(data))
         self.is_clean = not self._strips_next and not self._decoder.getstate()[0]
         return text
-
-    def push_each(self, token_ids: Sequence[int]) -> list[str]:
-        """Like `push`, with one text per token: a character belongs to the token that completes it."""
-        return [self.push((token_id,)) for token_id in token_ids]
 
     def finish(self) -> str:
         """Flush at the end of the answer: an incomplete character becomes U+FFFD."""
@@ -232,6 +229,18 @@ class CallArguments(NamedTuple):
 
 
 Piece = Thought | Words | CallStart | CallArguments
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def num_held(text: str, marker: str) -> int:
+    """How many characters at the end of a text may be the start of a marker."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
 
 
 class AnswerParser(Protocol):

@@ -1,16 +1,12 @@
-"""The child process that renders a chat template, which is untrusted code.
+"""Renders a chat template, which is untrusted code, in a process of its own (`quire/text/limited_child.py`).
 
 Jinja's sandbox restricts access, but does not prevent endless loops or memory exhaustion, and unlike a thread a process
-can be killed. Reads and writes one JSON object per line, and ends with its input. Imports no quire modules, so that it
-starts fast and a template cannot reach them.
+can be killed. Imports no quire modules.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -22,7 +18,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
-MAX_MEMORY_BYTES = 512 * 1024 * 1024  # of address space; Python with Jinja uses about 50 MiB of it
 
 
 class Refusal(TemplateError):
@@ -74,10 +69,12 @@ class Worker:
     def __init__(self) -> None:
         self._environment = environment()
         self._template: jinja2.Template | None = None
+        self._max_bytes = 0
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         try:
             if "source" in order:
+                self._max_bytes = order["max_bytes"]
                 return self._load(order["source"])
             return {"text": self._render(order["variables"])}
         except Refusal as error:
@@ -85,7 +82,7 @@ class Worker:
         except OutputTooLong as error:
             return {"error": str(error), "kind": "failed"}
         except MemoryError:
-            return {"error": f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory", "kind": "broken"}
+            return {"error": f"it needs more than {self._max_bytes >> 20} MiB of memory", "kind": "broken"}
         except RecursionError:
             return {"error": "it nests too deeply", "kind": "broken"}
         except Exception as error:
@@ -108,33 +105,3 @@ class Worker:
         text = "".join(pieces)
         text.encode()  # a lone surrogate must fail here, not later
         return text
-
-
-def limit_memory() -> None:
-    with suppress(ImportError, ValueError, OSError):  # not available on every platform
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def limit_cpu(max_cpu_s: float) -> None:
-    """Limit the CPU time from now on; 0: no limit. On expiry a signal ends the process."""
-    if hasattr(signal, "setitimer"):  # not available on every platform
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-
-
-def main() -> None:
-    limit_memory()
-    worker = Worker()
-    for line in sys.stdin.buffer:
-        order = json.loads(line)
-        limit_cpu(order["max_cpu_s"])
-        answer = worker.answer(order)
-        limit_cpu(0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()

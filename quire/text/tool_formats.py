@@ -1,36 +1,67 @@
 """Formats of tool calls, and an incremental parser for them.
 
 If a model's template does not support tools, or writes calls in a format that is not in TOOL_FORMATS, the tools are
-described in the system prompt (`quire/text/tool_prompts.py`) and the model writes calls in the `PROMPTED` format.
+described in the system prompt (`quire/text/chat_template.py`) and the model writes calls in the `PROMPTED` format.
+
+`CallParser` finds calls in an answer, and a `CallReader` reads one: a generator that gets its characters and writes the
+arguments as JSON.
+
+- JSON: an object with a name and arguments.
+- Literals: Gemma 4 writes `call:NAME{key:<|"|>text<|"|>,other:[1,true]}`, with unescaped text between its quote tokens.
+  LFM2 writes Python calls: `NAME(key="text", other=[1, True])`.
+- Qwen's XML, with values that are not escaped. A value ends at the first closing tag that is not inside a JSON string
+  of a list or object. The tool's schema decides what a value is: text, or JSON.
+
+      <function=NAME>
+      <parameter=KEY>
+      VALUE
+      </parameter>
+      </function>
 """
 
 from __future__ import annotations
 
+import json
 import re
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.call_readers import FUNCTION, GEMMA, GEMMA_QUOTE, PYTHON, JsonCall, LiteralCall, XmlCall
+from quire.text.grammar import refuse_constant
 from quire.text.messages import Tool
-from quire.text.reasoning import num_held
-from quire.text.stream import CallArguments, CallStart, Piece, Words
+from quire.text.schemas import KINDS, kind_of, kinds_of
+from quire.text.stream import CallArguments, CallStart, Piece, Words, new_call_id, num_held
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
+MAX_DEPTH = 64
+GEMMA_QUOTE = '<|"|>'
+FUNCTION = "<function="
+PARAMETER = "<parameter="
+END_OF_VALUE = "</parameter>"
+_ENDS = ("</function>", "</tool_call>")  # of a call in XML; the first may be missing
 _BLANK = " \t\r\n"
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "\\": "\\\\", '"': '\\"', "'": "'", "/": "/"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_ALL_KINDS = frozenset(KINDS)
+_TEXT_ONLY = frozenset(("string",))
+PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # templates write values of earlier calls like this
+# The first characters of JSON values, by kind.
+_STARTS = {"null": "nN", "boolean": "tTfF", "number": "-0123456789", "array": "[", "object": "{"}
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*("|$)', re.DOTALL)
 
 
 class Syntax(Enum):
     """How one call is written, between the markers."""
 
     JSON = auto()  # an object with a name and arguments
-    XML = auto()  # Qwen3.5 and Qwen3-Coder: see quire/text/call_readers.py
-    GEMMA = auto()  # Gemma 4: see quire/text/call_readers.py
-    PYTHON = auto()  # LFM2: see quire/text/call_readers.py
-    HARMONY = auto()  # gpt-oss: a message to the tool, see quire/text/harmony.py
+    XML = auto()  # Qwen3.5 and Qwen3-Coder
+    GEMMA = auto()  # Gemma 4
+    PYTHON = auto()  # LFM2
+    HARMONY = auto()  # gpt-oss: a message to the tool, see quire/text/reasoning.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,46 +114,417 @@ def named_tool_format(name: str) -> ToolFormat:
     raise InvalidRequest(f"tool_format = {name!r:.80} is not one of {', '.join(row.name for row in TOOL_FORMATS)}")
 
 
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+# Readers
 
 
-class CallReader(Protocol):
+class _NotACall(Exception):
+    """The text is not a call, or not a valid one any more."""
+
+
+Reading = Generator[None, str, None]  # gets one character at a time, and ends with the last one
+Part = Generator[None, str, str]
+
+
+class CallReader:
     """Reads one call, one character at a time."""
 
-    name: str | None  # the tool's; None: not known yet
+    def __init__(self, tools: Mapping[str, Tool]) -> None:
+        self._tools = tools
+        self.name: str | None = None  # the tool's; None: not known yet
+        self.is_over = False
+        self._arguments: list[str] = []  # JSON that was not taken yet
+        self._reading = self._read()
+        next(self._reading)
 
     @property
     def is_ready(self) -> bool:
         """Whether this is certainly a call: its name is known, and the start of its arguments."""
-
-    @property
-    def is_over(self) -> bool: ...
+        return self.name is not None
 
     def read(self, char: str) -> bool:
         """Read a character. False: this is not a call, or not valid any more."""
+        try:
+            self._reading.send(char)
+        except StopIteration:
+            self.is_over = True
+        except _NotACall:
+            return False
+        return True
 
     def take(self) -> str:
         """The next part of the arguments' JSON."""
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        return text
 
+    def _read(self) -> Reading:
+        raise NotImplementedError
+
+    def _write(self, *texts: str) -> None:
+        self._arguments += texts
+
+    def _begin(self, name: str) -> None:
+        if name not in self._tools:
+            raise _NotACall
+        self.name = name
+
+
+class JsonReader(CallReader):
+    """Reads the JSON object of one call: its keys in any order. The text of the arguments is passed on unchanged."""
+
+    def __init__(self, key: str, tools: Mapping[str, Tool]) -> None:
+        """`key`: of the arguments."""
+        self._key = key
+        self._has_arguments = False
+        super().__init__(tools)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.name is not None and self._has_arguments
+
+    def _read(self) -> Reading:
+        if (yield) != "{":
+            raise _NotACall
+        end = ","
+        while end == ",":
+            text, end = yield from self._item(is_key=True)
+            key = decoded_json(text)
+            is_arguments = key == self._key
+            if end != ":" or not isinstance(key, str) or (is_arguments and self._has_arguments):
+                raise _NotACall
+            text, end = yield from self._item(is_arguments=is_arguments)
+            if end == ":" or not text:
+                raise _NotACall
+            value = None if self._has_arguments and is_arguments else decoded_json(text)
+            if key == "name":
+                self.name = None
+                self._begin(value if isinstance(value, str) else "")
+            elif is_arguments and not self._has_arguments:
+                self._has_arguments = True
+                self._write(value if isinstance(value, str) and value else "{}")
+        if self.name is None:
+            raise _NotACall
+        if not self._has_arguments:
+            self._has_arguments = True
+            self._write("{}")
+
+    def _item(self, *, is_key: bool = False, is_arguments: bool = False) -> Generator[None, str, tuple[str, str]]:
+        """Read a key or a value. Returns its text and the character after it."""
+        text: list[str] = []
+        due: list[str] = []  # expected closing brackets
+        is_string = is_escaped = is_closed = False
+        while True:
+            char = yield
+            if is_string:
+                is_string = is_escaped or char != '"'
+                is_escaped = char == "\\" and not is_escaped
+            elif not due and char in ":,}":
+                return "".join(text), char
+            elif not due and char in _BLANK:
+                continue
+            elif is_closed or (is_key and char != '"') or (char in "}]" and not (due and due.pop() == char)):
+                raise _NotACall
+            elif char in "{[":
+                due.append("}" if char == "{" else "]")
+            else:
+                is_string = char == '"'
+            is_closed = not is_string and not due and char in '"}]'
+            if is_arguments and not text:
+                if char not in '{"n':
+                    raise _NotACall
+                self._has_arguments = char == "{"  # else an object in a string, or null
+            if self._has_arguments and is_arguments:
+                self._write(char)
+            text.append(char)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    head: str  # before the name
+    opening: str  # of the arguments
+    closing: str
+    equals: str  # between a name and its value, in the arguments themselves
+    quotes: tuple[str, ...]
+    brackets: Mapping[str, str]  # of lists
+
+
+GEMMA = Dialect("call:", "{", "}", ":", (GEMMA_QUOTE, '"'), {"[": "]"})
+PYTHON = Dialect("", "(", ")", "=", ('"', "'"), {"[": "]", "(": ")"})
+
+
+class LiteralReader(CallReader):
+    def __init__(self, dialect: Dialect, tools: Mapping[str, Tool]) -> None:
+        self._dialect = dialect
+        super().__init__(tools)
+
+    def _read(self) -> Reading:
+        dialect, head = self._dialect, ""
+        while (char := (yield)) != dialect.opening:
+            head += char
+            if not (dialect.head.startswith(head) or head.startswith(dialect.head)):
+                raise _NotACall
+        self._begin(head.removeprefix(dialect.head).strip())
+        yield from self._object(dialect.closing, dialect.equals, 1)
+
+    def _object(self, closing: str, equals: str, depth: int) -> Reading:
+        self._write("{")
+        separator, end = "", ""
+        while end != closing and (held := (yield from self._start(closing))):
+            self._write(separator)
+            separator = ", "
+            if held in self._dialect.quotes:
+                yield from self._text(held)
+                char = yield from self._nonblank()
+                self._write(": ")
+                if char != equals:
+                    raise _NotACall
+            else:
+                yield from self._bare_name(held, equals)
+            end = yield from self._value((yield from self._start("")), closing, "", depth)
+        self._write("}")
+
+    def _list(self, closing: str, depth: int) -> Reading:
+        self._write("[")
+        separator, end = "", ""
+        while end != closing and (held := (yield from self._start(closing))):
+            end = yield from self._value(held, closing, separator, depth)
+            separator = ", "
+        self._write("]")
+
+    def _nonblank(self) -> Part:
+        while (char := (yield)) in _BLANK:
+            pass
+        return char
+
+    def _start(self, closing: str) -> Part:
+        """Read a quote, or the first character of a name or value. Empty: the closing bracket."""
+        held = yield from self._nonblank()
+        if held == closing:
+            return ""
+        quotes = self._dialect.quotes
+        while held not in quotes and any(quote.startswith(held) for quote in quotes):
+            held += yield
+        return held
+
+    def _bare_name(self, held: str, equals: str) -> Reading:
+        """Read a name without quotes, up to its value. `held`: its beginning."""
+        name = ""
+        while not held.endswith(equals):
+            name += held
+            if any(char in ",{}[]()\n" for char in held):
+                raise _NotACall
+            held = yield
+        name += held[: -len(equals)]
+        self._write(json.dumps(name.strip(), ensure_ascii=False) + ": ")
+
+    def _value(self, held: str, closing: str, separator: str, depth: int) -> Part:
+        """Read a value and the comma or the bracket after it, which is returned. `held`: its beginning."""
+        dialect = self._dialect
+        if held in dialect.quotes:
+            self._write(separator)
+            yield from self._text(held)
+        elif held == "{" or held in dialect.brackets:
+            if depth >= MAX_DEPTH:
+                raise _NotACall
+            self._write(separator)
+            if held == "{":
+                yield from self._object("}", ":", depth + 1)
+            else:
+                yield from self._list(dialect.brackets[held], depth + 1)
+        else:
+            return (yield from self._word(held, closing, separator))
+        end = yield from self._nonblank()
+        if end not in (closing, ","):
+            raise _NotACall
+        return end
+
+    def _word(self, held: str, closing: str, separator: str) -> Part:
+        """Read a number, a constant, or text without quotes."""
+        word = ""
+        while held[-1] not in (closing, ","):
+            word += held
+            if any(char in "{}[]" for char in held):
+                raise _NotACall
+            held = yield
+        word = (word + held[:-1]).strip()
+        word = PYTHON_NAMES.get(word, word)
+        is_json = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
+        self._write(separator, word if is_json else json.dumps(word, ensure_ascii=False))
+        return held[-1]
+
+    def _text(self, quote: str) -> Reading:
+        self._write('"')
+        held = ""
+        while held != quote:
+            char = yield
+            if char == "\\" and len(quote) == 1:
+                yield from self._escape()
+                continue
+            held += char
+            while not quote.startswith(held):
+                self._write(_escaped(held[0]))
+                held = held[1:]
+        self._write('"')
+
+    def _escape(self) -> Reading:
+        kind = yield
+        size, digits = _HEX_DIGITS.get(kind, 0), ""
+        while len(digits) < size:
+            digits += yield
+            if digits[-1] not in "0123456789abcdefABCDEF":
+                raise _NotACall
+        if not size:
+            self._write(_ESCAPES.get(kind, "" if kind == "\n" else json.dumps("\\" + kind)[1:-1]))
+        elif kind != "U":
+            self._write("\\u" + digits.rjust(4, "0"))
+        elif int(digits, 16) <= 0x10FFFF:
+            self._write(json.dumps(chr(int(digits, 16)))[1:-1])
+        else:
+            raise _NotACall
+
+
+class XmlReader(CallReader):
+    def _read(self) -> Reading:
+        self._begin((yield from self._tag(FUNCTION))[len(FUNCTION) : -1].strip())
+        assert self.name is not None
+        schema, separator = self._tools[self.name].parameters, ""
+        self._write("{")
+        while (tag := (yield from self._tag(PARAMETER, *_ENDS))) not in _ENDS:
+            key = tag[len(PARAMETER) : -1].strip()
+            self._write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            yield from self._value(parameter_kinds(schema, key))
+        self._write("}")
+
+    def _tag(self, *known: str) -> Part:
+        """Read a tag. Its beginning is one of those that are known."""
+        tag = ""
+        while not tag.endswith(">"):
+            char = yield
+            if not tag and char in _BLANK and self.name is not None:
+                continue
+            tag += char
+            if not any(one.startswith(tag) or tag.startswith(one) for one in known):
+                if self.name is not None:
+                    self._write("}")  # the arguments so far are complete
+                raise _NotACall
+        return tag
+
+    def _value(self, kinds: frozenset[str]) -> Reading:
+        is_text: bool | None = True if kinds == _TEXT_ONLY else None  # written as a string; None: not known yet
+        value = held = ""  # what may be JSON; what may be the end
+        self._write('"' if is_text else "")
+        if (char := (yield)) != "\n":
+            held = char
+        while held.removeprefix("\n") != END_OF_VALUE or (not is_text and _is_inside_json(value)):
+            while not (END_OF_VALUE.startswith(held) or f"\n{END_OF_VALUE}".startswith(held)):
+                char, held = held[0], held[1:]
+                if is_text:
+                    self._write(_escaped(char))
+                    continue
+                value += char
+                if is_text is None and char not in _BLANK:
+                    may_be_json = any(char in _STARTS.get(kind, "") for kind in kinds)
+                    is_text = "string" in kinds and not may_be_json
+                    self._write('"' + _escaped(value) if is_text else "")
+            held += yield
+        self._write('"' if is_text else as_json(value, kinds))
+
+
+def _is_inside_json(text: str) -> bool:
+    """Whether a value is a list or object so far, and its last string is not closed."""
+    text = text.lstrip()
+    return text[:1] in ("[", "{") and any(not one[1] for one in _JSON_TEXT.finditer(text))
+
+
+def decoded_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def as_json(text: str, kinds: frozenset[str]) -> str:
+    """A value as JSON of one of these kinds. Text that is none of them becomes a string."""
+    stripped = PYTHON_NAMES.get(text.strip(), text.strip())
+    try:
+        value = json.loads(stripped, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if "string" not in kinds or (kind_of(value) in kinds and not isinstance(value, str)):
+        return stripped
+    return json.dumps(text, ensure_ascii=False)
+
+
+def parameter_kinds(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+    """The kinds of values of one property of a tool's arguments. A property that the schema does not list is text."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or key not in properties:
+        return _TEXT_ONLY
+    return value_kinds(properties[key], schema)
+
+
+Known = dict[str, frozenset[str]]  # the kinds of the targets of references
+
+
+def value_kinds(schema: object, root: Mapping[str, Any], known: Known | None = None) -> frozenset[str]:
+    """The kinds of values that a schema may allow. `root`: the whole schema, for references.
+
+    `known` is filled: each reference is followed once.
+    """
+    if not isinstance(schema, Mapping):
+        return _ALL_KINDS
+    known = {} if known is None else known
+    kinds = kinds_of(schema)
+    if "type" not in schema and ("properties" in schema or "items" in schema):
+        kinds = frozenset(("object",) if "properties" in schema else ("array",))
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference not in known:
+            known[reference] = _ALL_KINDS  # for references to itself
+            known[reference] = value_kinds(_target(reference, root), root, known)
+        kinds &= known[reference]
+    if isinstance(values := schema.get("enum"), list):
+        kinds &= frozenset(map(kind_of, values))
+    if "const" in schema:
+        kinds &= {kind_of(schema["const"])}
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(keyword), list) and options:
+            kinds &= frozenset().union(*(value_kinds(option, root, known) for option in options))
+    if isinstance(parts := schema.get("allOf"), list):
+        for part in parts:
+            kinds &= value_kinds(part, root, known)
+    return kinds | {"null"} if schema.get("nullable") is True else kinds
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> object:
+    """The target of a reference within the schema; None: not found."""
+    if not reference.startswith("#"):
+        return None
+    found: object = root
+    for part in filter(None, reference[1:].split("/")):
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+# Answers with calls
 
 _READERS: Mapping[Syntax, Callable[[ToolFormat, Mapping[str, Tool]], CallReader]] = {
-    Syntax.JSON: lambda format, tools: JsonCall(format.arguments, tools),
-    Syntax.XML: lambda _, tools: XmlCall(tools),
-    Syntax.GEMMA: lambda _, tools: LiteralCall(GEMMA, tools),
-    Syntax.PYTHON: lambda _, tools: LiteralCall(PYTHON, tools),
-    Syntax.HARMONY: lambda format, tools: JsonCall(format.arguments, tools),
+    Syntax.JSON: lambda format, tools: JsonReader(format.arguments, tools),
+    Syntax.XML: lambda _, tools: XmlReader(tools),
+    Syntax.GEMMA: lambda _, tools: LiteralReader(GEMMA, tools),
+    Syntax.PYTHON: lambda _, tools: LiteralReader(PYTHON, tools),
+    Syntax.HARMONY: lambda format, tools: JsonReader(format.arguments, tools),
 }
-# What a call may start with.
-_STARTS = {**dict.fromkeys(Syntax, re.compile(r"[\w-]")), Syntax.JSON: re.compile(r"\{"), Syntax.XML: re.compile("<")}
+_CALL_STARTS = {**dict.fromkeys(Syntax, r"[\w-]"), Syntax.JSON: r"\{", Syntax.XML: "<"}
 
 
-class _State(Enum):
-    TEXT = auto()
-    OPENED = auto()  # after the opening: a call must follow
-    CALL = auto()  # inside a call
-    NEXT = auto()  # after a call of a list
-    CLOSING = auto()
+class _Ended(Exception):
+    """The answer ended inside a call."""
 
 
 class CallParser:
@@ -140,227 +542,206 @@ class CallParser:
 
     def __init__(self, format: ToolFormat, tools: Iterable[Tool]) -> None:
         self._format = format
-        self._tools = {tool.name: tool for tool in tools}
-        self._state = _State.TEXT
+        self._new_reader = partial(_READERS[format.syntax], format, {tool.name: tool for tool in tools})
+        self._markers = [marker for marker in (format.opening, format.bare) if marker]
+        self._pieces: list[Piece] = []  # new ones
         self._rest = ""  # unread text
         self._raw: list[str] = []  # text that may become a call
         self._blank = ""  # white space after text
         self._is_at_start = True  # only white space so far
         self._is_after_call = False
-        self._is_in_list = False
-        self._call = _READERS[format.syntax](format, self._tools)
         self._num_calls = 0
         self._arguments = ""  # of this call, so far
         self._last: tuple[str, str] | None = None  # name and arguments of the call directly before this one
         self._is_held = False  # held back, because it may repeat the previous call
+        self._is_ended = self._is_cut = False
         self.is_over = False
+        self._reading = self._read()
 
     def push(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
         self._rest += text
-        while not self.is_over and self._step(pieces):
-            pass
-        return _joined(pieces)
+        return self._continue()
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        pieces: list[Piece] = []
-        if self.is_over:
-            return pieces
-        if is_cut:
-            self._drop_beginning()
-        while self._state in (_State.OPENED, _State.CALL) and self._raw and not self._num_calls:
-            self._give_up(pieces)
-            while self._step(pieces):
-                pass
-        if self._state is _State.TEXT:
-            text, self._rest = self._rest, ""
-            if self._is_after_call and self._format.opening.startswith(text.strip(_BLANK)):
-                text = ""  # the next call, cut off within its opening marker
-            self._emit_text(text, pieces)
-            if self._blank and not self._is_after_call:
-                pieces.append(Words(self._blank))
-        return _joined(pieces)
+        self._is_ended, self._is_cut = True, is_cut
+        return self._continue()
 
-    def _drop_beginning(self) -> None:
-        """Drop a call that was cut off before its name: part of its marker, or the marker and the text after it.
+    def _continue(self) -> list[Piece]:
+        next(self._reading, None)
+        pieces, self._pieces = _joined(self._pieces), []
+        return pieces
+
+    def _read(self) -> Iterator[None]:
+        """Read the answer. Yields where it needs more text."""
+        while not self.is_over and (yield from self._read_text()):
+            try:
+                yield from self._read_calls()
+            except _NotACall:
+                self._give_up()
+            except _Ended:
+                if self._takes_cut() and self._raw[:1] == [self._format.opening]:
+                    self._raw, self._rest = [], ""
+                elif self._raw and not self._num_calls:
+                    self._give_up()
+                else:
+                    return
+
+    def _takes_cut(self) -> bool:
+        """Whether a length limit ended the answer here: a marker, or its beginning, is dropped with what follows it.
 
         A call without a marker is kept: it may be JSON that the client requested.
         """
-        opening = self._format.opening
-        if self._state is _State.TEXT:
-            self._rest = self._rest[: len(self._rest) - num_held(self._rest, opening)]
-        elif self._raw and self._raw[0] == opening:
-            self._raw, self._rest, self._state = [], "", _State.TEXT
+        is_cut, self._is_cut = self._is_cut, False
+        return is_cut
 
-    def _step(self, pieces: list[Piece]) -> bool:
-        """Read the next part. False: more text is needed."""
-        match self._state:
-            case _State.TEXT:
-                return self._read_text(pieces)
-            case _State.OPENED:
-                return self._read_opening(pieces)
-            case _State.CALL:
-                return self._read_call(pieces)
-            case _State.NEXT:
-                return self._read_next()
-            case _State.CLOSING:
-                return self._read_closing()
-
-    def _read_text(self, pieces: list[Piece]) -> bool:
+    def _read_text(self) -> Generator[None, None, bool]:
+        """Read text up to what may be a call. False: the answer has ended."""
         opening = self._format.opening
-        if self._is_at_start and self._format.may_be_bare:
+        while True:
             start = self._rest.lstrip(_BLANK)
-            if not start:
-                return False
-            if start[0] == "{":
+            may_be_bare = self._is_at_start and self._format.may_be_bare
+            if may_be_bare and start.startswith("{"):
                 self._raw, self._rest = [self._rest[: len(self._rest) - len(start)]], start
-                self._open()
                 return True
-        at, bare_at = self._rest.find(opening), self._rest.find(self._format.bare) if self._format.bare else -1
-        if at < 0 and bare_at < 0:
-            size = max(num_held(self._rest, marker) for marker in (opening, self._format.bare))
-            final = len(self._rest) - size
-            text, self._rest = self._rest[:final], self._rest[final:]
-            self._emit_text(text, pieces)
-            return False
-        if bare_at >= 0 and (at < 0 or bare_at < at):
-            return self._open_bare(bare_at, pieces)
-        self._emit_text(self._rest[:at], pieces)
-        self._raw, self._rest = [opening], self._rest[at + len(opening) :]
-        self._is_in_list = False
-        self._open()
-        return True
-
-    def _open_bare(self, at: int, pieces: list[Piece]) -> bool:
-        """Begin a call without an opening. If it is no call, its first character is text."""
-        self._emit_text(self._rest[:at], pieces)
-        self._open()
-        self._call.read(self._rest[at])
-        self._raw, self._rest = [self._rest[at]], self._rest[at + 1 :]
-        self._state = _State.CALL
-        return True
-
-    def _open(self) -> None:
-        self._state = _State.OPENED
-        self._call = _READERS[self._format.syntax](self._format, self._tools)
-
-    def _read_opening(self, pieces: list[Piece]) -> bool:
-        """Read white space and the bracket of a list, up to the call."""
-        start = self._rest.lstrip(_BLANK)
-        if not start:
-            return False
-        self._raw.append(self._rest[: len(self._rest) - len(start)])
-        self._rest = start
-        if self._format.is_list and not self._is_in_list and start[0] == "[":
-            self._is_in_list = True
-            self._raw.append("[")
-            self._rest = start[1:]
-        elif _STARTS[self._format.syntax].match(start) and self._is_in_list == self._format.is_list:
-            self._state = _State.CALL
-        else:
-            self._give_up(pieces)
-        return True
-
-    def _read_call(self, pieces: list[Piece]) -> bool:
-        call = self._call
-        for at, char in enumerate(self._rest):
-            is_known = call.is_ready
-            if not call.read(char) or (not call.is_ready and len(self._raw) > MAX_HEAD_CHARS):
-                self._rest = self._rest[at:]
-                if is_known:  # the call was returned already; the rest is text
-                    self._end_call(pieces)
-                    self._state = _State.TEXT
-                else:
-                    self._give_up(pieces)
-                return True
-            if not call.is_ready:
-                self._raw.append(char)
-            elif not is_known:
-                self._start_call(pieces)
-            if call.is_over:
-                self._rest = self._rest[at + 1 :]
-                self._end_call(pieces)
-                self._state = _State.NEXT if self._format.is_list else _State.CLOSING
-                return True
-        self._rest = ""
-        self._grow_call(pieces)
+            if start or not may_be_bare:
+                if found := [(at, marker) for marker in self._markers if (at := self._rest.find(marker)) >= 0]:
+                    at, marker = min(found)
+                    self._emit_text(self._rest[:at])
+                    self._raw = [opening if marker == opening else ""]
+                    self._rest = self._rest[at + len(self._raw[0]) :]
+                    return True
+                final = len(self._rest) - max(num_held(self._rest, marker) for marker in self._markers)
+                text, self._rest = self._rest[:final], self._rest[final:]
+                self._emit_text(text)
+            if self._is_ended:
+                break
+            yield
+        text, self._rest = self._rest, ""
+        if self._takes_cut():
+            text = text[: len(text) - num_held(text, opening)]
+        if self._is_after_call and opening.startswith(text.strip(_BLANK)):
+            text = ""  # the next call, cut off within its opening marker
+        self._emit_text(text)
+        if self._blank and not self._is_after_call:
+            self._pieces.append(Words(self._blank))
         return False
 
-    def _start_call(self, pieces: list[Piece]) -> None:
+    def _wait(self) -> Iterator[None]:
+        if self._is_ended:
+            raise _Ended
+        yield
+
+    def _skip_blank(self) -> Generator[None, None, str]:
+        """Wait for a character that is not white space. Returns what was before it."""
+        while not (start := self._rest.lstrip(_BLANK)):
+            yield from self._wait()
+        blank, self._rest = self._rest[: len(self._rest) - len(start)], start
+        return blank
+
+    def _read_calls(self) -> Iterator[None]:
+        """Read a call or a list of calls, and the marker after it."""
+        is_list, closing = self._format.is_list, self._format.closing
+        if is_list:
+            self._raw.append((yield from self._skip_blank()))
+            if self._rest[0] != "[":
+                raise _NotACall
+            self._raw.append("[")
+            self._rest = self._rest[1:]
+        while True:
+            self._raw.append((yield from self._skip_blank()))
+            if not re.match(_CALL_STARTS[self._format.syntax], self._rest):
+                raise _NotACall
+            if not (yield from self._read_call()):
+                return
+            if not is_list:
+                break
+            yield from self._skip_blank()
+            if self._rest[0] not in ",]":
+                return
+            self._raw, self._rest = [self._rest[0]], self._rest[1:]
+            if self._raw == ["]"]:
+                break
+        while len(start := self._rest.lstrip(_BLANK)) < len(closing) and closing.startswith(start):
+            yield from self._wait()
+        self._rest = start.removeprefix(closing)
+
+    def _read_call(self) -> Generator[None, None, bool]:
+        """Read one call. False: the rest of the answer is text, or the turn is over."""
+        call = self._new_reader()
+        while True:
+            for at, char in enumerate(self._rest):
+                was_ready = call.is_ready
+                if not call.read(char) or (not call.is_ready and len(self._raw) > MAX_HEAD_CHARS):
+                    self._rest = self._rest[at:]
+                    if not was_ready:
+                        raise _NotACall
+                    self._end_call(call)  # it was returned already
+                    return False
+                if not call.is_ready:
+                    self._raw.append(char)
+                elif not was_ready:
+                    self._start_call(call)
+                if call.is_over:
+                    self._rest = self._rest[at + 1 :]
+                    self._end_call(call)
+                    return not self.is_over
+            self._rest = ""
+            self._grow_call(call)
+            yield from self._wait()
+
+    def _start_call(self, call: CallReader) -> None:
         self._raw, self._blank, self._is_at_start = [], "", False
         self._arguments = ""
-        self._is_held = self._last is not None and self._last[0] == self._call.name
+        self._is_held = self._last is not None and self._last[0] == call.name
         if not self._is_held:
-            self._emit_call_start(pieces)
+            self._emit_start(call)
 
-    def _emit_call_start(self, pieces: list[Piece]) -> None:
-        assert self._call.name is not None
-        pieces.append(CallStart(self._num_calls, new_call_id(), self._call.name))
+    def _emit_start(self, call: CallReader) -> None:
+        assert call.name is not None
+        self._is_held = False
+        self._pieces.append(CallStart(self._num_calls, new_call_id(), call.name))
 
-    def _grow_call(self, pieces: list[Piece]) -> None:
-        if not self._call.is_ready or not (text := self._call.take()):
+    def _grow_call(self, call: CallReader) -> None:
+        if not call.is_ready or not (text := call.take()):
             return
         self._arguments += text
         if self._is_held:
             assert self._last is not None
             if self._last[1].startswith(self._arguments):
                 return
-            self._is_held, text = False, self._arguments
-            self._emit_call_start(pieces)
-        pieces.append(CallArguments(self._num_calls, text))
+            self._emit_start(call)
+            text = self._arguments
+        self._pieces.append(CallArguments(self._num_calls, text))
 
-    def _end_call(self, pieces: list[Piece]) -> None:
-        self._grow_call(pieces)
-        this = self._call.name or "", self._arguments
+    def _end_call(self, call: CallReader) -> None:
+        self._grow_call(call)
+        this = call.name or "", self._arguments
         if self._is_held and this == self._last:
             self.is_over = True
             return
         if self._is_held:  # its JSON is cut off, so it does not repeat the previous call
-            self._emit_call_start(pieces)
-            pieces.append(CallArguments(self._num_calls, self._arguments))
-        self._last, self._is_held = this, False
+            self._emit_start(call)
+            self._pieces.append(CallArguments(self._num_calls, self._arguments))
+        self._last = this
         self._num_calls += 1
         self._is_after_call = True
 
-    def _read_next(self) -> bool:
-        for at, char in enumerate(self._rest):
-            if char in _BLANK:
-                continue
-            self._rest = self._rest[at + 1 :] if char in ",]" else self._rest[at:]
-            if char == ",":
-                self._raw = [char]
-                self._open()
-            else:
-                self._state = _State.CLOSING if char == "]" else _State.TEXT
-            return True
-        return False
-
-    def _read_closing(self) -> bool:
-        start = self._rest.lstrip(_BLANK)
-        closing = self._format.closing
-        if len(start) < len(closing) and closing.startswith(start):
-            return False
-        self._rest = start.removeprefix(closing)
-        self._state = _State.TEXT
-        return True
-
-    def _give_up(self, pieces: list[Piece]) -> None:
+    def _give_up(self) -> None:
         """Treat the text as no call: return its opening or first bracket as text, and parse the rest again."""
-        first, *others = self._raw
-        self._state, self._raw = _State.TEXT, []
+        (first, *others), self._raw = self._raw, []
         self._rest = "".join(others) + self._rest
         if not first.strip(_BLANK):
             first, self._rest = first + self._rest[:1], self._rest[1:]
-        self._emit_text(first, pieces)
+        self._emit_text(first)
 
-    def _emit_text(self, text: str, pieces: list[Piece]) -> None:
+    def _emit_text(self, text: str) -> None:
         if self._is_after_call:
             text = text.lstrip(_BLANK)
         stripped = text.rstrip(_BLANK)
         if not stripped:
             self._blank += text
             return
-        pieces.append(Words(self._blank + stripped))
+        self._pieces.append(Words(self._blank + stripped))
         self._last = None
         self._blank = text[len(stripped) :]
         self._is_at_start = self._is_after_call = False

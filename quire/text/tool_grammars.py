@@ -2,6 +2,10 @@
 
 Text is unconstrained up to the opening of a call. After it the grammar forces a valid call whose arguments follow the
 tool's schema. If the request requires a call, the answer starts with one.
+
+`CallWriter` writes the grammar of one call that is not JSON: Qwen's XML, Gemma 4's and LFM2's literals. In these
+formats strings are not JSON strings, and the arguments are not one JSON object. A schema that they cannot enforce
+raises NotWritable.
 """
 
 from __future__ import annotations
@@ -9,18 +13,25 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.call_grammars import CallWriter, NotWritable
+from quire.text.chat_template import NO_PARAMETERS
 from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json, lark_regex, lark_text, schema_text
-from quire.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from quire.text.messages import MAX_TOOLS, Tool, ToolChoice, ToolMode
-from quire.text.reasoning import Opening, ReasoningFormat
-from quire.text.schemas import HeldSchema, hold_schema
-from quire.text.tool_formats import Syntax, ToolFormat
-from quire.text.tool_prompts import NO_PARAMETERS
+from quire.text.reasoning import CHANNEL, CONSTRAIN, END, MESSAGE, START, Opening, ReasoningFormat
+from quire.text.schemas import KINDS, HeldSchema, hold_schema
+from quire.text.tool_formats import (
+    END_OF_VALUE,
+    FUNCTION,
+    GEMMA_QUOTE,
+    PARAMETER,
+    Known,
+    Syntax,
+    ToolFormat,
+    value_kinds,
+)
 
 ControlId = Callable[[str], int | None]  # the id of the control token with this text, if there is one
 _FIRST_CALL_LINE = 2  # each tool's rule has its own line of the source, so that an error identifies the tool
@@ -211,7 +222,7 @@ class _Writer:
 
 
 class _HarmonyWriter(_Writer):
-    """Writes answers that are messages with channels: see `quire/text/harmony.py`.
+    """Writes answers that are messages with channels: see `quire/text/reasoning.py`.
 
     The end of the last message is not written: it is one of the tokens that end an answer.
     """
@@ -262,3 +273,359 @@ def _embedded(grammar: Grammar) -> str:
             return f"%lark {{\n{grammar.source}\n}}"
         case GrammarKind.TOKENS:
             raise InvalidRequest("grammar: a list of tokens applies to the whole answer and excludes tool calls")
+
+
+MAX_SCHEMAS = 10_000  # of one call: references may expand to many
+Schema = Any  # a held schema: a boolean or a dict
+_OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs"}
+_ARRAY_KEYS = {"type", "items", "minItems", "maxItems"}
+_TEXT_KEYS = {"type", "pattern", "minLength", "maxLength", "format", "allOf", "$ref", "anyOf"}
+_REFERENCE = re.compile(r'"#/\$defs/([^"]+)"')
+_LAST_LINE = f"\n{END_OF_VALUE}\n"
+_SIMPLE = re.compile(r"[^'\\\x00-\x1F]*")  # text that needs no escapes in single quotes
+_NAME_TEXT = r"/[A-Za-z0-9_.-]+/"
+
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
+_GROUP = r"[0-9a-fA-F]{1,4}"
+_HALVES = "|".join(rf"({_GROUP}:){{{n}}}(:{_GROUP}){{1,{7 - n}}}" for n in range(1, 7))
+_DAYS = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+_HOURS = "([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+# The formats that the compiler enforces in JSON strings, as expressions of plain text.
+_FORMATS: Mapping[str, str] = {
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": _IPV4,
+    "ipv6": rf"({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{1,7}}:|{_HALVES}|:((:{_GROUP}){{1,7}}|:)",
+    "email": r"[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]+(\.[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]+)*@[A-Za-z0-9.-]+",
+    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:\/?#@!$&'()*+,;=%\[\]-]+",
+    "duration": rf"P([0-9]+W|{_DAYS}(T{_HOURS})?|T{_HOURS})",
+}
+
+
+class NotWritable(Exception):
+    """The format cannot enforce a part of the schema."""
+
+
+class CallWriter:
+    """Writes calls of one format. `rules`: further rules that the returned expressions need."""
+
+    def __init__(self, syntax: Syntax, marker: Callable[[str], str]) -> None:
+        """`marker`: returns the grammar's term for a marker, which may be a special token."""
+        self._syntax = syntax
+        self._quote = marker(GEMMA_QUOTE)
+        self._root: Mapping[str, Any] = {}
+        self._defined: dict[str, str] = {}  # rules of the current schema's definitions, by name
+        self._texts: dict[str, str] = {}  # rules of text, by its parts
+        self._known: Known = {}
+        self._num_left = 0  # schemas that the current call may still expand to
+        self.rules: dict[str, None] = {}  # ordered, without duplicates
+        self._num_rules = 0
+
+    def call(self, name: str, schema: Schema) -> str:
+        """The expression of a call. `schema`: of the arguments, an object. Raises NotWritable."""
+        self._root, self._defined, self._known, self._num_left = schema, {}, {}, MAX_SCHEMAS
+        try:
+            return self._call(name, schema)
+        except RecursionError:
+            raise NotWritable("references that nest too deeply") from None
+
+    def _call(self, name: str, schema: Schema) -> str:
+        match self._syntax:
+            case Syntax.XML:
+                members = [self._xml_member(key, one, is_due) for key, one, is_due in self._members(schema)]
+                others = [f"{one}*" for one in self._xml_others(schema)]
+                return " ".join((lark_text(f"{FUNCTION}{name}>\n"), *members, *others, '"</function>"'))
+            case Syntax.GEMMA:
+                return f"{lark_text(f'call:{name}')} {self._gemma_object(schema)}"
+            case _:
+                pairs = [
+                    (f"{lark_text(f'{key}=')} {self._python(one)}", due) for key, one, due in self._members(schema)
+                ]
+                others = [f'{_NAME_TEXT} "=" {self._python(other)}' for other in self._others(schema)]
+                return f'{lark_text(f"{name}(")} {self._separated(pairs, others, ", ")} ")"'
+
+    # Objects
+
+    def _members(self, schema: Schema) -> list[tuple[str, Schema, bool]]:
+        """The named properties: name, schema, and whether the property is required."""
+        if not isinstance(schema, Mapping) or schema.keys() - _OBJECT_KEYS:
+            raise NotWritable(f"{sorted(schema.keys() - _OBJECT_KEYS)[0] if schema else schema} of the arguments")
+        required = set(schema.get("required", ()))
+        properties: Mapping[str, Schema] = schema.get("properties", {})
+        if missing := required - properties.keys():
+            if schema.get("additionalProperties") is False:
+                raise NotWritable(f"required: {sorted(missing)[0]!r} is not among the properties")
+            properties = {**properties, **dict.fromkeys(sorted(missing), schema.get("additionalProperties", True))}
+        for name in properties:
+            if not re.fullmatch(r"[^\s<>{}\[\]():=,\"']+", name):
+                raise NotWritable(f"the name {name!r:.80}")
+        return [(name, one, name in required) for name, one in properties.items() if one is not False]
+
+    def _others(self, schema: Schema) -> list[Schema]:
+        """The schema of properties that are not named, if there may be any."""
+        others = schema.get("additionalProperties", True)
+        return [] if others is False else [others]
+
+    def _separated(self, members: Sequence[tuple[str, bool]], others: Sequence[str], separator: str) -> str:
+        """Members in this order, then any number of others. Each member: its expression, and whether it is required."""
+        between = lark_text(separator)
+        rest = " ".join(f"({between} {one})*" for one in others)
+        first = " ".join(f"({one} ({between} {one})*)?" for one in others)
+        for expression, is_due in reversed(members):
+            member = self._rule(expression)
+            first_here = f"{member} {rest}".rstrip()
+            first = first_here if is_due or not first else f"({first_here} | {self._rule(first)})"
+            if not is_due and first == first_here:
+                first = f"({first_here})?"
+            after = f"({between} {member})" + ("" if is_due else "?")
+            rest = self._rule(f"{after} {rest}".rstrip())
+        return first
+
+    def _rule(self, expression: str, attributes: str = "") -> str:
+        name = f"v{self._num_rules}"
+        self._num_rules += 1
+        self.rules[f"{name}{attributes}: {expression}"] = None
+        return name
+
+    # Qwen's XML
+
+    def _xml_member(self, key: str, schema: Schema, is_due: bool) -> str:
+        member = f"{lark_text(f'{PARAMETER}{key}>' + chr(10))} {self._xml_value(schema)}"
+        return member if is_due else f"({member})?"
+
+    def _xml_others(self, schema: Schema) -> Iterable[str]:
+        for other in self._others(schema):
+            yield f'({lark_text(PARAMETER)} {_NAME_TEXT} ">\\n" {self._xml_value(other)})'
+
+    def _xml_value(self, schema: Schema) -> str:
+        """A value and its closing tag."""
+        schema = self._resolved(schema)
+        if _listed(schema) is not None:
+            texts = [one if isinstance(one, str) else _dumped(one) for one in _listed(schema) or ()]
+            if any(END_OF_VALUE in text for text in texts) or not texts:
+                raise NotWritable("a value that contains the closing tag")
+            return f"({' | '.join(lark_text(text + _LAST_LINE) for text in texts)})"
+        kinds = self._kinds(schema)
+        if "string" not in kinds:
+            return f"{self._xml_json(schema, kinds)} {lark_text(_LAST_LINE)}"
+        if kinds == {"string"}:
+            return self._xml_text(self._text_parts(schema))
+        options = self._options(schema)
+        if options is None or not all(self._text_parts(one) for one in options if self._is_text(one)):
+            return self._xml_text([])
+        return f"({' | '.join(self._xml_value(one) for one in options)})"
+
+    def _xml_json(self, schema: Schema, kinds: frozenset[str]) -> str:
+        if kinds == {"boolean"}:
+            return '("true" | "false" | "True" | "False")'
+        return self._json(schema)
+
+    def _xml_text(self, parts: Sequence[str]) -> str:
+        if not parts:
+            self.rules[f"any_value[lazy]: TEXT {lark_text(END_OF_VALUE)}"] = None
+            return r'any_value "\n"'
+        self.rules[r"UNCLOSED: ~/(?s:.*)<\/parameter>(?s:.*)/"] = None
+        return self._text_rule((*parts, "UNCLOSED"), lark_text(_LAST_LINE), "[lazy]")
+
+    def _text_rule(self, parts: Sequence[str], end: str, attributes: str = "") -> str:
+        """The rule of text that matches all parts, and what follows it. Equal parts share a rule."""
+        key = " & ".join(parts)
+        if key not in self._texts:
+            name = f"VALUE_{len(self._texts)}"
+            self.rules[f"{name}: {key}"] = None
+            self._texts[key] = self._rule(f"{name} {end}", attributes)
+        return self._texts[key]
+
+    # Gemma 4
+
+    def _gemma(self, schema: Schema) -> str:
+        if isinstance(schema, Mapping) and schema.keys() == {"$ref"}:
+            return self._defined_rule(schema["$ref"])
+        if schema is True or schema == {}:
+            return self._gemma_any()
+        if not isinstance(schema, Mapping):
+            raise NotWritable(f"the schema {schema!r:.80}")
+        if (values := _listed(schema)) is not None:
+            return f"({' | '.join(self._gemma_constant(value) for value in values)})"
+        kinds = self._kinds(schema)
+        if kinds == {"string"}:
+            return self._gemma_text(self._text_parts(schema))
+        if kinds == {"object"}:
+            return self._gemma_object(schema)
+        if kinds == {"array"}:
+            return self._gemma_list(schema)
+        if not kinds & {"string", "array", "object"}:
+            return self._json(schema)
+        options = self._options(schema)
+        if options is None:
+            raise NotWritable(", ".join(sorted(schema)))
+        return f"({' | '.join(self._gemma(one) for one in options)})"
+
+    def _gemma_object(self, schema: Schema) -> str:
+        members = sorted(self._members(schema), key=lambda member: member[0].lower())  # as templates write them
+        written = [(f"{lark_text(f'{key}:')} {self._gemma(one)}", is_due) for key, one, is_due in members]
+        others = [f'{_NAME_TEXT} ":" {self._gemma(other)}' for other in self._others(schema)]
+        return f'"{{" {self._separated(written, others, ",")} "}}"'
+
+    def _gemma_list(self, schema: Schema) -> str:
+        if schema.keys() - _ARRAY_KEYS:
+            raise NotWritable(sorted(schema.keys() - _ARRAY_KEYS)[0])
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        item = self._rule(self._gemma(schema.get("items", True)))
+        more = f'{item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
+
+    def _gemma_text(self, parts: Sequence[str]) -> str:
+        if not parts:
+            return f"{self._quote} {self._quoted_rest()}"
+        return f"{self._quote} {self._text_rule(parts, self._quote)}"
+
+    def _quoted_rest(self) -> str:
+        attribute = "" if self._quote.startswith("<[") else "[lazy]"
+        self.rules[f"gemma_text{attribute}: TEXT {self._quote}"] = None
+        return "gemma_text"
+
+    def _gemma_any(self) -> str:
+        text = f"{self._quote} {self._quoted_rest()}"
+        scalar = self._json({"type": ["number", "boolean", "null"]})
+        self.rules[f"gemma_any: {text} | {scalar} | gemma_list | gemma_object"] = None
+        self.rules['gemma_list: "[" (gemma_any ("," gemma_any)*)? "]"'] = None
+        self.rules['gemma_object: "{" (gemma_pair ("," gemma_pair)*)? "}"'] = None
+        self.rules[f'gemma_pair: {_NAME_TEXT} ":" gemma_any'] = None
+        return "gemma_any"
+
+    def _gemma_constant(self, value: object) -> str:
+        match value:
+            case str():
+                return f"{self._quote} {lark_text(value)} {self._quote}" if value else f"{self._quote} {self._quote}"
+            case list() | dict():
+                raise NotWritable("a constant list or object")
+        return lark_text(_dumped(value))
+
+    def _defined_rule(self, reference: str) -> str:
+        """The rule of a definition. Definitions may refer to themselves."""
+        if reference not in self._defined:
+            name = self._defined[reference] = f"d{self._num_rules}"
+            self._num_rules += 1
+            self.rules[f"{name}: {self._gemma(self._target(reference))}"] = None
+        return self._defined[reference]
+
+    # LFM2's Python
+
+    def _python(self, schema: Schema) -> str:
+        schema = self._resolved(schema)
+        if (values := _listed(schema)) is not None:
+            texts = [str(one) if one is None or isinstance(one, bool) else _dumped(one) for one in values]
+            texts += [f"'{one}'" for one in values if isinstance(one, str) and _SIMPLE.fullmatch(one)]
+            return f"({' | '.join(map(lark_text, texts))})"
+        kinds = self._kinds(schema)
+        if kinds == {"boolean"}:
+            return '("True" | "False")'
+        if kinds == {"null"}:
+            return '"None"'
+        if kinds == {"string"} and isinstance(schema, Mapping) and schema.keys() == {"type"}:
+            single = r"/'([^'\\\x00-\x1F]|\\['\\\"nrt])*'/"
+            return f"({self._json(schema)} | {single})"
+        options = self._options(schema) if len(kinds) < len(KINDS) else None
+        return self._json(schema) if options is None else f"({' | '.join(self._python(one) for one in options)})"
+
+    # Schemas
+
+    def _count(self) -> None:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise NotWritable("a schema that is too large")
+
+    def _kinds(self, schema: Schema) -> frozenset[str]:
+        self._count()
+        return value_kinds(schema, self._root, self._known)
+
+    def _target(self, reference: str) -> Schema:
+        return self._root.get("$defs", {}).get(reference.removeprefix("#/$defs/"), True)
+
+    def _resolved(self, schema: Schema) -> Schema:
+        """The schema, or the target of one that is only a reference."""
+        for _ in range(8):
+            if not isinstance(schema, Mapping) or schema.keys() != {"$ref"}:
+                break
+            schema = self._target(schema["$ref"])
+        return schema
+
+    def _is_text(self, schema: Schema) -> bool:
+        return "string" in self._kinds(self._resolved(schema))
+
+    def _options(self, schema: Schema) -> list[Schema] | None:
+        """The alternatives of a schema, each of fewer kinds; None: it is not a plain choice."""
+        if not isinstance(schema, Mapping):
+            return None
+        if schema.keys() <= {"anyOf", "type"} and "anyOf" in schema:
+            return list(schema["anyOf"])
+        parts = schema.get("allOf")
+        if schema.keys() <= {"allOf", "type"} and isinstance(parts, list) and len(parts) == 1:
+            return [parts[0]]
+        if isinstance(types := schema.get("type"), list) and len(types) > 1:
+            return [
+                {**{key: value for key, value in schema.items() if _is_for(key, one)}, "type": one} for one in types
+            ]
+        return None
+
+    def _text_parts(self, schema: Schema) -> list[str]:
+        """The expressions that a string must all match. Empty: any text."""
+        self._count()
+        schema = self._resolved(schema)
+        if schema is True:
+            return []
+        if not isinstance(schema, Mapping) or schema.keys() - _TEXT_KEYS:
+            raise NotWritable(", ".join(sorted(schema)) if isinstance(schema, Mapping) else str(schema))
+        parts: list[str] = []
+        if "pattern" in schema:
+            parts.append(lark_regex(schema["pattern"][1:-1]))
+        if "format" in schema:
+            parts.append(f"/{_FORMATS[schema['format']]}/")
+        if "minLength" in schema or "maxLength" in schema:
+            parts.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
+        for part in (*schema.get("allOf", ()), *([{"$ref": schema["$ref"]}] if "$ref" in schema else ())):
+            parts += self._text_parts(part)
+        if "anyOf" in schema:
+            options = [self._text_parts(option) for option in schema["anyOf"]]
+            if any(len(option) != 1 for option in options):
+                raise NotWritable("anyOf of strings")
+            parts.append(f"({' | '.join(option[0] for option in options)})")
+        return parts
+
+    def _json(self, schema: Schema) -> str:
+        """The term of JSON, with the definitions it needs."""
+        schema = schema if isinstance(schema, Mapping) else {} if schema else {"enum": []}
+        needed: dict[str, Schema] = {}
+        new = [schema]
+        while new:
+            names = {name for one in new for name in _REFERENCE.findall(schema_text({"": one}))} - needed.keys()
+            new = [self._root.get("$defs", {}).get(name, True) for name in sorted(names)]
+            needed |= dict(zip(sorted(names), new, strict=True))
+        return lark_json({**schema, "$defs": needed} if needed else schema)
+
+
+def _is_for(keyword: str, kind: str) -> bool:
+    """Whether a keyword applies to values of this type."""
+    texts, arrays = ("pattern", "minLength", "maxLength", "format"), ("items", "prefixItems", "minItems", "maxItems")
+    objects = ("properties", "required", "additionalProperties", "patternProperties")
+    for keywords, own in ((texts, ("string",)), (arrays, ("array",)), (objects, ("object",))):
+        if keyword in keywords:
+            return kind in own
+    return True
+
+
+def _listed(schema: Schema) -> list[object] | None:
+    """The values of a schema that is only an enum or a const."""
+    if not isinstance(schema, Mapping) or schema.keys() - {"type", "enum", "const"}:
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return list(values) if isinstance(values, list) and values else None
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

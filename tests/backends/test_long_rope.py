@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.cli.model_check import check_model, report_lines
+from quire.cli.doctor import check_model, report_lines
 from tests.backends.contract import random_prompt
 from tests.backends.torch.hf_architectures import BOUND, EagerReference, write_model
 from tests.backends.torch.rig import Answer, Rig, same_rows

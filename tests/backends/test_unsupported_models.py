@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.backends.support import describe_error
+from quire.cli.doctor import check_model
 from quire.cli.main import app
-from quire.cli.model_check import check_model
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.llm import LLM
 from quire.errors import ModelFileError, UnsupportedModel

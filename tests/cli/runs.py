@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 # What commands import, which takes longer than most of them.
 IMPORTED = (
-    *("quire.cli.main", "quire.cli.pull", "quire.cli.server_client", "quire.cli.sim"),
+    *("quire.cli.main", "quire.cli.models", "quire.cli.server_client", "quire.cli.sim"),
     *("quire.engine.llm", "quire.backends.native.runner", "quire.server.launcher"),
     *("httpx2", "jinja2.sandbox", "rich.progress", "tokenizers"),
 )

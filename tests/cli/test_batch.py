@@ -189,7 +189,7 @@ def test_a_killed_run_continues_and_leaves_no_server(tiny_model: Path, tmp_path:
     process = subprocess.Popen([sys.executable, "-m", "quire", *command], stderr=subprocess.DEVNULL)
     try:
         eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 5, "some lines are done")
-        (private,) = [pid for pid in children(process.pid) if "bench_server" in command_line(pid)]
+        (private,) = [pid for pid in children(process.pid) if "run_while_parent_lives" in command_line(pid)]
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(HANG_S)

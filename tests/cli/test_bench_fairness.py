@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from quire.bench.http_load import _dechunked, ask, run_load
-from quire.cli.bench_load import Load, NewTokens, Shape, Stream, StreamClient
-from quire.cli.bench_server import ServerProcess, serving
-from quire.cli.server_client import PATIENT, ServerClient, ServerError
+from quire.cli.bench import Load, NewTokens, Shape, Stream, StreamClient
+from quire.cli.server_client import PATIENT, ServerClient, ServerError, ServerProcess, serving
 from quire.core.values import Priority
 from quire.errors import ContextTooLong, RequestFailed
 from tests.server.rig import children, command_line
@@ -73,7 +72,7 @@ def test_a_server_is_stopped_whatever_happens(tiny_model: Path, error: type[Base
 
 
 def test_a_server_that_does_not_react_is_killed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.cli.bench_server.STOP_S", 0.1)
+    monkeypatch.setattr("quire.cli.server_client.STOP_S", 0.1)
     with serving(str(tiny_model), FAKE) as process:
         os.kill(process.pid, signal.SIGSTOP)
     assert not is_alive(process.pid)
@@ -182,7 +181,7 @@ def test_both_tiers_have_tokens_and_a_load_never_runs_out(client: StreamClient, 
         load.start()
     try:
         wait_until(lambda: min(_checked(load).num_tokens for load in loads) > 10 * 6 * sum(SHORT))
-        assert min(load.num_outstanding for load in loads) >= 6
+        assert min(load.num_open for load in loads) >= 6
     finally:
         for load in loads:
             load.stop()

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import chat_model
-from quire.cli.chat_model import TokenRate
-from quire.cli.generate import read_grammar
+from quire.cli import chat as chat_model
+from quire.cli.chat import TokenRate, read_grammar
 from quire.cli.main import app
 from quire.core.values import FinishReason
 from quire.errors import InvalidRequest

@@ -13,9 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.backends import machine
+from quire.cli import chat as chat_model
 from quire.cli import chat_model, main, model_check
-from quire.cli import fit as fit_module
-from quire.cli.fit import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, Weights, fit
+from quire.cli import doctor as fit_module
+from quire.cli.doctor import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, Weights, fit
+from quire.cli.doctor import fit as fit_module
 from quire.cli.main import ADVICE, COMMANDS, app
 from quire.cli.models import AGENT_CONTEXT, SUGGESTIONS, family_rows, suggest
 from quire.cli.options import check_memory

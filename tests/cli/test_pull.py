@@ -12,8 +12,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from quire.cli.fit import Memory
-from quire.cli.pull import Download, find_problems
+from quire.cli.doctor import Memory
+from quire.cli.models import Download, find_problems
 from quire.weights.hub import HubName
 from tests.cli.fake_hub import COMMIT, FakeHub, Repository, fake_hub
 from tests.cli.runs import Terminal, quire

@@ -20,8 +20,7 @@ import pytest
 from quire.backends.base import Capacity, RunnerFacts
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.cli.options import MemoryOption
-from quire.cli.serve import _lan_address, announce
-from quire.cli.serve_models import read_file
+from quire.cli.serve import _lan_address, announce, read_file
 from quire.core.levels.levels import LevelStats
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.protocol import Ready

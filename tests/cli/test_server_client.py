@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import chat_model, server_client
-from quire.cli.chat_model import request_body
+from quire.cli import chat as chat_model
+from quire.cli import server_client
+from quire.cli.chat import request_body
 from quire.cli.main import app
 from quire.cli.server_client import parse_url, read_events
 from quire.engine.params import GenerationParams

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from quire.cli.top import MARKS, Screen, draw
+from quire.cli.model_admin import MARKS, Screen, draw
 from quire.server.watch import (
     BlockCounts,
     WatchedBlocks,

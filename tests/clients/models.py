@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.model_text import ModelText
-from quire.text.gguf_vocab import gguf_vocab
+from quire.text.vocab_spec import gguf_vocab
 from quire.weights.hub import DEFAULT_MODEL, resolve
 from quire.weights.opening import open_checkpoint
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.cli.options import options_named
-from quire.cli.serve_models import list_models
+from quire.cli.serve import list_models
 from quire.engine.composition import EngineConfig, make_runner
 from quire.engine.model_manager import ModelManager
 from quire.errors import InvalidRequest

@@ -42,11 +42,10 @@ from quire.server.protocols.openai import (
 )
 from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
 from quire.server.protocols.support import protocol_field_names, view
-from quire.text.excerpt import Excerpt
-from quire.text.gbnf import gbnf_to_lark
 from quire.text.grammar import (
     Grammar,
     choice_grammar,
+    gbnf_to_lark,
     json_object_grammar,
     json_schema_grammar,
     lark_grammar,
@@ -56,7 +55,7 @@ from quire.text.grammar import (
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import AnswerParser
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Excerpt, Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
 from tests.server.streams import FakeActiveRequest, events_of
 from tests.text.vocabularies import byte_level_json, sentencepiece_gguf

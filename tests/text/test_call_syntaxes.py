@@ -12,17 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.text.call_readers import as_json, parameter_kinds
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import ChatTemplate, one_call_each, python_call
 from quire.text.grammar import Grammar, json_schema_grammar
-from quire.text.harmony import HarmonyParser
 from quire.text.messages import ChatRequest, Message, Role, Tool, ToolCall, ToolChoice, ToolMode
-from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
+from quire.text.reasoning import REASONING_FORMATS, HarmonyParser, Opening, ThoughtParser, find_opening, find_reasoning
 from quire.text.stream import AnswerParser, CallArguments, CallStart
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import TOOL_FORMATS, CallParser, Syntax
+from quire.text.tool_formats import TOOL_FORMATS, CallParser, Syntax, as_json, parameter_kinds
 from quire.text.tool_grammars import ToolsNotHeld, answer_grammar
-from quire.text.tool_prompts import one_call_each, python_call
 from tests.text.family_templates import GEMMA4, HARMONY, LFM2, LFM2_OLD, QWEN35
 from tests.text.test_tool_formats import AUTO, REQUIRED, Plain, calls, merged, read, say
 from tests.text.vocabularies import byte_level_gguf

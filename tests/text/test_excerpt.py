@@ -7,8 +7,7 @@ import json
 import pytest
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
-from quire.text.excerpt import MAX_CHARS, Excerpt, excerpt_at, stopped_text
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import MAX_CHARS, Excerpt, Tokenizer, excerpt_at, stopped_text
 from tests.text.vocabularies import byte_level_json
 
 

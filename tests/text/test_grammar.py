@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from quire.engine import grammars as grammars_module
 from quire.engine.grammars import Grammars
 from quire.errors import InvalidRequest
-from quire.text.gbnf import gbnf_to_lark, is_gbnf, is_lark
 from quire.text.grammar import (
     MAX_DEPTH,
     MAX_SOURCE_CHARS,
     Grammar,
     GrammarKind,
     choice_grammar,
+    gbnf_to_lark,
+    is_gbnf,
+    is_lark,
     json_object_grammar,
     json_schema_grammar,
     json_style,

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
-from quire.text import encoder, gguf_vocab, vocab_spec
+from quire.text import tokenizer as encoder
+from quire.text import vocab_spec
+from quire.text import vocab_spec as gguf_vocab
 from quire.text import vocab_spec as tokenizer_bounds
 from quire.text.chat_template import ChatTemplate
-from quire.text.gguf_vocab import PRE_TOKENIZERS
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.tokenizer import MAX_DECODED_BYTES, MAX_GROWN, Tokenizer
+from quire.text.vocab_spec import PRE_TOKENIZERS
 from tests.text.vocabularies import TEXTS, byte_level_gguf, byte_level_json, sentencepiece_gguf
 from tests.waiting import eventually
 

@@ -203,7 +203,7 @@ def test_a_character_waits_for_its_last_byte() -> None:
     tokenizer = _tokenizer("prefix")
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in "é🎉".encode()]
     detokenizer = Detokenizer(tokenizer)
-    assert detokenizer.push_each(ids) == ["", "é", "", "", "", "🎉"]
+    assert [detokenizer.push((token_id,)) for token_id in ids] == ["", "é", "", "", "", "🎉"]
     assert detokenizer.push(ids[2:4]) == ""
     assert detokenizer.finish() == "\ufffd"
 
@@ -214,7 +214,8 @@ def test_an_invalid_character_does_not_delay_later_text() -> None:
     letter = tokenizer.token_to_id("a")
     assert half is not None
     assert letter is not None
-    assert Detokenizer(tokenizer).push_each([half, letter]) == ["", "\ufffda"]
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push((token_id,)) for token_id in (half, letter)] == ["", "\ufffda"]
 
 
 def test_special_tokens_are_hidden_unless_asked_for() -> None:
@@ -227,6 +228,8 @@ def test_special_tokens_are_hidden_unless_asked_for() -> None:
 def test_the_first_space() -> None:
     tokenizer = _tokenizer("prefix")
     ids = tokenizer.encode("hello world", add_special=False)
-    assert Detokenizer(tokenizer).push_each([2, *ids]) == ["", "hello", " world"]
-    assert Detokenizer(tokenizer, keep_prefix_space=True).push_each(ids) == [" hello", " world"]
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push((token_id,)) for token_id in (2, *ids)] == ["", "hello", " world"]
+    detokenizer = Detokenizer(tokenizer, keep_prefix_space=True)
+    assert [detokenizer.push((token_id,)) for token_id in ids] == [" hello", " world"]
     assert Detokenizer(_tokenizer("bare")).push(ids) == " hello world"

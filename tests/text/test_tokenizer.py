@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest, UnsupportedModel
-from quire.text.gguf_vocab import PRE_TOKENIZERS
 from quire.text.tokenizer import Tokenizer
+from quire.text.vocab_spec import PRE_TOKENIZERS
 from tests.text.oracle import byte_pair_ids, sentencepiece_ids
 from tests.text.vocabularies import (
     SPECIAL,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest, TemplateError
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import ChatTemplate, fitting_id
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, regex_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
@@ -20,7 +20,6 @@ from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, Tho
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, named_tool_format
 from quire.text.tool_grammars import ToolsTooLarge, answer_grammar, guilty_tool, held_parameters
-from quire.text.tool_prompts import fitting_id
 from tests.text.family_templates import LFM2_OLD
 from tests.text.tool_templates import FOREIGN, HERMES, PLAIN, TEMPLATES, THINKING, UNCLOSED
 from tests.text.vocabularies import SPECIAL, TOOLS, byte_level_gguf, byte_level_json

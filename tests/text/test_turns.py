@@ -12,11 +12,10 @@ import pytest
 
 from quire.server.protocols.anthropic import MessagesRequest, conversation
 from quire.server.protocols.responses import ResponsesRequest, parse_responses
-from quire.text.chat_template import STRICTEST, ChatTemplate, TurnRules, is_plain, merge_turns
+from quire.text.chat_template import STRICTEST, ChatTemplate, TurnRules, is_plain, merge_turns, template_tool
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.template_worker import environment
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_prompts import template_tool
 from tests.text.test_chat_template import STYLES
 from tests.text.tool_templates import TEMPLATES
 from tests.text.vocabularies import byte_level_gguf

@@ -61,8 +61,7 @@ def library_tokenizer(metadata: dict[str, Any]) -> Any:
     """The tokenizer of the library for GGUF metadata, with its pre-tokenizer and decoder."""
     from tokenizers import Tokenizer
 
-    from quire.text.gguf_vocab import gguf_vocab
-    from quire.text.vocab_spec import check_spec
+    from quire.text.vocab_spec import check_spec, gguf_vocab
 
     spec = gguf_vocab(metadata).spec
     check_spec(spec)

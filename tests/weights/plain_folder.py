@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from quire.text.gguf_vocab import gguf_vocab
+from quire.text.vocab_spec import gguf_vocab
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32

@@ -87,15 +87,16 @@ from quire.server.protocols.support import (
     with_unenforced,
 )
 from quire.server.request_context import RequestContext
-from quire.text.gbnf import gbnf_to_lark, written_grammar
 from quire.text.grammar import (
     Grammar,
     choice_grammar,
+    gbnf_to_lark,
     json_object_grammar,
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
     token_grammar,
+    written_grammar,
 )
 from quire.text.messages import (
     MAX_CALL_ID_CHARS,

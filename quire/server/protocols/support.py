@@ -25,9 +25,9 @@ from quire.core.values import Level
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.models import InferenceRequest
-from quire.text.excerpt import Excerpt
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from quire.text.schemas import SchemaNotHeld, SchemaProblem
+from quire.text.tokenizer import Excerpt
 from quire.text.tool_grammars import ToolsNotHeld, guilty_tool, held_parameters
 
 

@@ -12,7 +12,7 @@ import tokenizers
 
 from quire.backends.mlx.loading import find_classes
 from quire.backends.mlx.spec_model import config_from_spec
-from quire.text.gguf_vocab import gguf_vocab
+from quire.text.vocab_spec import gguf_vocab
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32

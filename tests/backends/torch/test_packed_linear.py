@@ -29,7 +29,7 @@ from quire.backends.torch.packed import (
     pack,
     quantize,
 )
-from quire.cli.fit import GPU_BITS, PACKED_BITS
+from quire.cli.doctor import GPU_BITS, PACKED_BITS
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.opening import DummyCheckpoint, open_checkpoint
