@@ -122,6 +122,7 @@ class InferenceRequest:
     thinking_fields: tuple[ThinkingField, ...] = ()  # ignored if the model does not support them
     ignored: tuple[str, ...] = ()  # fields without effect, for the header x-quire-ignored-fields
     unenforced: tuple[str, ...] = ()  # schema keywords that are not enforced, for the header x-quire-unenforced
+    format_field: str | None = field(default=None, compare=False)  # the field that the grammar is from, for errors
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.prompts) <= MAX_PROMPTS:

@@ -23,7 +23,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quire.engine.outputs import GenerationOutput
 from quire.errors import InvalidRequest, QuireError
 from quire.server.batches.service import BatchService
 from quire.server.decoding import convert, decode, unknown_fields
@@ -318,11 +317,6 @@ class RequestContext:
         if gone.done():
             raise ClientGone
         task.result()
-
-    async def result(self, active: ActiveRequest) -> list[GenerationOutput]:
-        """Wait for the complete answers. If the client disconnects, the generations are cancelled at once."""
-        async with active:
-            return await active.outputs()
 
     async def stream(self, active: ActiveRequest, encoder: EventEncoder) -> Response:
         """Return a streaming response. An error before the first event becomes an ordinary error response."""

@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 from quire.backends import machine
 from quire.cli import chat as chat_model
-from quire.cli import chat_model, main, model_check
 from quire.cli import doctor as fit_module
+from quire.cli import main
 from quire.cli.doctor import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, Weights, fit
-from quire.cli.doctor import fit as fit_module
 from quire.cli.main import ADVICE, COMMANDS, app
 from quire.cli.models import AGENT_CONTEXT, SUGGESTIONS, family_rows, suggest
 from quire.cli.options import check_memory
@@ -363,14 +362,14 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_check, "read_memory", lambda: Memory(cpu_total=50_000, cpu_free=40_000))
+    monkeypatch.setattr(fit_module, "read_memory", lambda: Memory(cpu_total=50_000, cpu_free=40_000))
     code, found = report(write_tiny_model(tmp_path / "tiny"))
     assert (code, found["runs"]) == (1, False)
     assert "more than this machine has" in found["problem"]
 
 
 def test_less_memory_than_one_context_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_check, "read_memory", lambda: Memory(cpu_total=1 << 30, cpu_free=1 << 20))
+    monkeypatch.setattr(fit_module, "read_memory", lambda: Memory(cpu_total=1 << 30, cpu_free=1 << 20))
     text = CliRunner().invoke(app, ["doctor", str(write_tiny_model(tmp_path / "tiny"))]).stdout
     assert "--kv-memory sets the size" in text
 

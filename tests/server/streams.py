@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.values import Priority
-from quire.engine.outputs import Delta, Usage
+from quire.engine.outputs import Completion, Delta, GenerationOutput, Usage
 from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest
+from quire.server.protocols.support import AnswerEncoder
 from quire.text.messages import ChatRequest
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import AnswerParser, PlainAnswer
@@ -68,6 +71,13 @@ class FakeActiveRequest:
             yield [(0, delta) for delta in step]
         if self.error is not None:
             raise self.error
+
+
+def whole_of(encoder: AnswerEncoder, *completions: Completion) -> Any:
+    """The whole answer with these samples, as JSON."""
+    encoder.samples.clear()
+    encoder.outputs = [GenerationOutput((1, 2), completions, encoder.active.usage, None)]
+    return msgspec.to_builtins(encoder.whole())
 
 
 async def events_of(active: ActiveRequest, encoder: EventEncoder) -> AsyncIterator[bytes]:

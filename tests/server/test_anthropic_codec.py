@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Delta
+from quire.engine.outputs import Completion, Delta
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.server import cache
@@ -42,7 +42,7 @@ from quire.server.protocols.anthropic import (
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from tests.server.rig import Server
-from tests.server.streams import FakeActiveRequest, events_of
+from tests.server.streams import FakeActiveRequest, events_of, whole_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 EPHEMERAL = {"type": "ephemeral"}
@@ -157,8 +157,8 @@ def test_reasoning_of_earlier_turns_is_kept_apart_from_text() -> None:
 
 def test_an_answer_can_be_sent_back() -> None:
     """The SDK's form of our response is a valid message of a request."""
-    answer = SdkMessage.model_validate(msgspec.to_builtins(reply().answer("Hi", FinishReason.STOP, None)))
-    ask = parse(messages=[*HELLO, json.loads(json.dumps(answer.to_param(), default=lambda block: block.to_dict()))])
+    found = SdkMessage.model_validate(answer(reply(), "Hi", FinishReason.STOP))
+    ask = parse(messages=[*HELLO, json.loads(json.dumps(found.to_param(), default=lambda block: block.to_dict()))])
     assert texts(ask)[1] == ("assistant", ["Hi"])
 
 
@@ -493,18 +493,22 @@ def reply(
     *steps: Sequence[Delta], max_tokens: int = 8, hour_tokens: int = 0, shows_thoughts: bool = False, **more: Any
 ) -> Reply:
     wants_cache = bool(more.pop("wants_cache", False))
-    ask = parse(max_tokens=max_tokens, cache=wants_cache, tools=more.pop("tools", None))
-    return Reply(
-        cast(ActiveRequest, FakeActiveRequest(ask, steps, **more)),
-        max_tokens,
-        hour_tokens,
-        shows_thoughts=shows_thoughts,
-    )
+    body = {"model": "m", "max_tokens": max_tokens, "messages": HELLO, "cache": wants_cache}
+    body |= {"tools": more.pop("tools", None), "thinking": {"type": "adaptive"} if shows_thoughts else None}
+    asked = msgspec.convert(body, MessagesRequest)
+    ask = to_inference_request(asked)
+    made = Reply(cast(ActiveRequest, FakeActiveRequest(ask, steps, **more)), asked, Edited(chat_of(ask)))
+    made.num_hour_tokens = hour_tokens
+    return made
+
+
+def answer(made: Reply, words: str, finish: FinishReason, stop: str | None = None) -> Any:
+    return whole_of(made, Completion(0, words, (1,), finish, stop))
 
 
 def stream(made: Reply) -> bytes:
     async def collect() -> bytes:
-        active = made._active
+        active = made.active
         assert made.waits_for_start  # the first event has the cache hit
         return b"".join([chunk async for chunk in events_of(active, made)])
 
@@ -588,9 +592,9 @@ def test_stop_reasons(finish: FinishReason, stop: str | None, count: int, expect
     assert (streamed.stop_reason, streamed.stop_sequence) == expected
     whole = reply(*steps)
     stream(whole)  # counts the tokens
-    answer = SdkMessage.model_validate(msgspec.to_builtins(whole.answer("x" * count, finish, stop)))
-    assert (answer.stop_reason, answer.stop_sequence) == expected
-    assert answer.model_dump(exclude_none=True) == streamed.model_dump(exclude_none=True)
+    found = SdkMessage.model_validate(answer(whole, "x" * count, finish, stop))
+    assert (found.stop_reason, found.stop_sequence) == expected
+    assert found.model_dump(exclude_none=True) == streamed.model_dump(exclude_none=True)
 
 
 CALLING = [
@@ -618,10 +622,10 @@ def test_reasoning_text_and_calls_are_blocks(shows_thoughts: bool) -> None:
     assert use.id.startswith("toolu_")
     assert streamed.stop_reason == "tool_use"
     made = reply(*CALLING, tools=[WEATHER], shows_thoughts=shows_thoughts)
-    whole = made.answer("".join(one.text for step in CALLING for one in step), STOP, None)
-    blocks = [block.to_dict() for block in SdkMessage.model_validate(msgspec.to_builtins(whole)).content]
+    whole = answer(made, "".join(one.text for step in CALLING for one in step), STOP)
+    blocks = [block.to_dict() for block in SdkMessage.model_validate(whole).content]
     assert [block | {"id": ""} for block in blocks] == [block.to_dict() | {"id": ""} for block in streamed.content]
-    assert whole.stop_reason == "tool_use"
+    assert whole["stop_reason"] == "tool_use"
 
 
 def test_a_call_that_is_cut_off_has_no_input_and_a_stop_reason() -> None:
@@ -631,16 +635,16 @@ def test_a_call_that_is_cut_off_has_no_input_and_a_stop_reason() -> None:
     assert "".join(one["partial_json"] for one in deltas) == '{"city": "Os'
     made = reply(*steps, tools=[WEATHER], max_tokens=1)
     stream(made)  # counts the tokens
-    whole = made.answer(steps[0][0].text, LENGTH, None)
-    assert whole.stop_reason == "max_tokens"
-    assert msgspec.to_builtins(whole)["content"][0]["input"] == {}
+    whole = answer(made, steps[0][0].text, LENGTH)
+    assert whole["stop_reason"] == "max_tokens"
+    assert whole["content"][0]["input"] == {}
 
 
 def test_an_answer_without_text_has_an_empty_block() -> None:
     data = stream(reply([delta("", finish=STOP)]))
     assert [parsed["type"] for parsed in events_in(data)] == [*ORDER[:2], ORDER[3], "message_delta", "message_stop"]
     assert [block.to_dict() for block in read_by_sdk(data).content] == [text("")]
-    whole = msgspec.to_builtins(reply().answer("", STOP, None))
+    whole = answer(reply(), "", STOP)
     assert whole["content"] == [text("")]
 
 
@@ -652,7 +656,7 @@ def test_max_tokens_0_fills_the_cache_and_returns_no_block() -> None:
     message = read_by_sdk(data)
     assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
     assert message.usage.cache_creation_input_tokens == 96
-    whole = SdkMessage.model_validate(msgspec.to_builtins(made.answer("x", LENGTH, None)))
+    whole = SdkMessage.model_validate(answer(made, "x", LENGTH))
     assert whole.model_dump(exclude_none=True) == message.model_dump(exclude_none=True)
 
 
@@ -691,10 +695,10 @@ def test_the_cache_explanation_is_returned_on_request() -> None:
         events_in(data)[-2]["cache"].items() >= {"matched_tokens": 40, "stopped_at": 40, "reason": "diverged"}.items()
     )
     assert read_by_sdk(data).stop_reason == "end_turn"
-    whole = msgspec.to_builtins(made.answer("x", STOP, None))
+    whole = answer(made, "x", STOP)
     assert whole["cache"] == events_in(data)[-2]["cache"]
-    assert whole["cache"]["prompt_tokens"] == 100
-    silent = msgspec.to_builtins(reply(cache=found).answer("x", STOP, None))
+    assert whole["cache"]["prompt_tokens"] == 2
+    silent = answer(reply(cache=found), "x", STOP)
     assert "cache" not in silent
 
 

@@ -45,24 +45,24 @@ from quire.server.protocols import ollama as ollama
 from quire.server.protocols import responses
 from quire.server.protocols.openai import (
     OPENAI,
-    chat_stream,
-    completion_stream,
+    ChatEncoder,
+    CompletionEncoder,
     parse_chat,
     parse_completion,
 )
-from quire.server.protocols.openai_types import AnswerHead, ChatCompletionRequest, CompletionRequest
+from quire.server.protocols.openai_types import ChatCompletionRequest, CompletionRequest
 from quire.server.protocols.responses import ResponsesRequest
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import AnswerParser, PlainAnswer
 
-HEAD = AnswerHead(
-    id="x-1",
-    object="chat.completion.chunk",
-    created=5,
-    model='a "<text>" model',
-    system_fingerprint="f",
-    service_tier="default",
-)
+HEAD = {
+    "id": "chatcmpl-req_1",
+    "object": "chat.completion.chunk",
+    "created": 5,
+    "model": 'a "<text>" model',
+    "system_fingerprint": "f",
+    "service_tier": "default",
+}
 TRICKY = [
     "a",
     ' "quoted" \\ back/slash',
@@ -83,7 +83,8 @@ class FakeActiveRequest:
     """The parts of an `ActiveRequest` that streams and encoders use."""
 
     request_id = "req_1"
-    model = "m"
+    model = 'a "<text>" model'
+    system_fingerprint = "f"
     created = 5
     priority = Priority.NORMAL
     usage = Usage(3, 2, 0)
@@ -124,18 +125,24 @@ CHAT = ChatCompletionRequest
 BODY = msgspec.convert({"input": "x"}, ResponsesRequest)
 
 
-def completions(active: ActiveRequest, **more: Any) -> EventEncoder:
-    request = parse_completion(msgspec.convert({"prompt": ["x", "y"], "n": 2}, CompletionRequest))
-    return completion_stream(HEAD, request, None, active=active, **({"include_usage": False} | more))
+def completions(active: ActiveRequest, *, has_ids: bool = False, **options: Any) -> EventEncoder:
+    fields = {"prompt": ["x", "y"], "n": 2, "return_token_ids": has_ids, "stream": True, "stream_options": options}
+    body = msgspec.convert(fields, CompletionRequest)
+    active.request = parse_completion(body)
+    return CompletionEncoder(active, body)
 
 
-def chat(active: ActiveRequest, **more: Any) -> EventEncoder:
-    options = {"include_usage": True} | more
-    return chat_stream(HEAD, active.request, new_parser=active.new_parser, active=active, **options)
+def chat(active: ActiveRequest, *, include_usage: bool = True) -> EventEncoder:
+    options = {"include_usage": include_usage}
+    fields = {"messages": [{"role": "user", "content": "x"}], "stream": True, "stream_options": options}
+    body = msgspec.convert(fields, CHAT)
+    active.request = parse_chat(body)
+    return ChatEncoder(active, body)
 
 
 def anthropic(active: ActiveRequest) -> EventEncoder:
-    return messages.Reply(active, 9, shows_thoughts=True)
+    fields = {"model": "m", "max_tokens": 9, "messages": [], "thinking": {"type": "adaptive"}}
+    return messages.Reply(active, msgspec.convert(fields, messages.MessagesRequest), cast(Any, None))
 
 
 def openai_responses(active: ActiveRequest) -> EventEncoder:
@@ -143,7 +150,7 @@ def openai_responses(active: ActiveRequest) -> EventEncoder:
 
 
 def ollama_chat(active: ActiveRequest) -> EventEncoder:
-    return ollama.Reply(active, "m", ollama.chat_answer)
+    return ollama.ChatReply(active, ollama.OllamaChatRequest(model="m"))
 
 
 ENCODERS = [completions, chat, anthropic, openai_responses, ollama_chat]
@@ -228,12 +235,13 @@ def test_the_bytes_of_a_token_are_those_of_json(text: str, include_usage: bool) 
         assert encoder.text_frame(prompt, index) is not None  # from now on, only the text is encoded
         transport.data = b""
         writer.take_token(index, 1, text, 1.0)
-        chunk = msgspec.to_builtins(HEAD) | {"choices": [choice]} | ({"usage": None} if include_usage else {})
+        kind = {"id": "cmpl-req_1", "object": "text_completion"} if make is completions else {}
+        chunk = HEAD | kind | {"choices": [choice]} | ({"usage": None} if include_usage else {})
         event = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
         assert transport.body() == [f"data: {event}\n\n".encode()]
 
 
-@pytest.mark.parametrize("more", [{"has_running_usage": True}, {"has_ids": True}])
+@pytest.mark.parametrize("more", [{"continuous_usage_stats": True}, {"has_ids": True}])
 def test_chunks_with_more_than_text_are_encoded_as_a_whole(more: dict[str, bool]) -> None:
     active, transport = FakeActiveRequest(), FakeTransport()
     encoder = completions(cast(ActiveRequest, active), **more)

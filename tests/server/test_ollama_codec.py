@@ -26,13 +26,14 @@ from quire.server.protocols.ollama import (
     IGNORED_OPTIONS,
     NAMES,
     OLLAMA,
+    ChatReply,
+    GenerateReply,
+    OllamaBody,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
     Reply,
-    chat_answer,
     find_model,
-    generate_answer,
     keep_alive_s,
     parse_chat,
     parse_generate,
@@ -40,7 +41,7 @@ from quire.server.protocols.ollama import (
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
-from tests.server.streams import FakeActiveRequest, events_of
+from tests.server.streams import FakeActiveRequest, events_of, whole_of
 from tests.waiting import eventually
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -296,10 +297,15 @@ def steps_of(text: str, size: int = 3, finish: FinishReason = FinishReason.STOP)
     return [[delta(piece)] for piece in pieces[:-1]] + [[delta(pieces[-1], finish=finish)]]
 
 
-def lines_of(work: FakeActiveRequest, make: Any = chat_answer, **more: Any) -> list[dict[str, Any]]:
+CHAT_BODY = OllamaChatRequest(model="m:latest")
+
+
+def lines_of(
+    work: FakeActiveRequest, kind: type[Reply] = ChatReply, body: OllamaBody = CHAT_BODY
+) -> list[dict[str, Any]]:
     async def read() -> bytes:
         active = cast(ActiveRequest, work)
-        return b"".join([line async for line in events_of(active, Reply(active, "m:latest", make, **more))])
+        return b"".join([line async for line in events_of(active, kind(active, body))])
 
     data = asyncio.run(read())
     assert data.endswith(b"\n")
@@ -321,11 +327,13 @@ def test_a_stream_of_a_chat() -> None:
 
 
 def test_a_stream_of_a_generation_ends_with_its_context() -> None:
-    *parts, last = lines_of(FakeActiveRequest(generate_ask(), steps_of("<think>Hm.</think>Yes", 4)), generate_answer)
+    raw, body = (OllamaGenerateRequest(model="m", raw=raw) for raw in (True, None))
+    work = FakeActiveRequest(generate_ask(), steps_of("<think>Hm.</think>Yes", 4))
+    *parts, last = lines_of(work, GenerateReply, raw)
     assert "".join(part["response"] for part in parts) == "Yes"
     assert "".join(part.get("thinking", "") for part in parts) == "Hm."
     assert "context" not in last
-    *_, last = lines_of(FakeActiveRequest(generate_ask(), steps_of("Yes")), generate_answer, has_context=True)
+    *_, last = lines_of(FakeActiveRequest(generate_ask(), steps_of("Yes")), GenerateReply, body)
     assert last["context"] == [5, 6, 7]
 
 
@@ -357,8 +365,7 @@ def test_calls_are_complete_with_arguments_as_objects(size: int) -> None:
 
 def whole(text: str, finish: FinishReason = FinishReason.STOP, **body: Any) -> Any:
     work = FakeActiveRequest(chat_ask(stream=False, **body))
-    one = Completion(0, text, (1, 2), finish)
-    return json.loads(msgspec.json.encode(Reply(cast(ActiveRequest, work), "m", chat_answer).whole(one)))
+    return whole_of(ChatReply(cast(ActiveRequest, work), CHAT_BODY), Completion(0, text, (1, 2), finish))
 
 
 def test_a_whole_answer() -> None:

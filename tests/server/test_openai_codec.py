@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -27,21 +29,18 @@ from quire.server.protocols import openai_types as other_servers
 from quire.server.protocols import openai_types as types
 from quire.server.protocols.openai import (
     OPENAI,
-    Echo,
-    cache_view,
-    chat_stream,
-    completion_stream,
+    ChatEncoder,
+    ChunkEncoder,
+    CompletionEncoder,
     echo_of,
-    head_of,
     parse_chat,
     parse_completion,
     parse_messages,
     token_offsets,
-    whole_chat,
-    whole_completion,
 )
 from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
 from quire.server.protocols.support import protocol_field_names, view
+from quire.server.request_context import RequestContext
 from quire.text.grammar import (
     Grammar,
     choice_grammar,
@@ -54,7 +53,7 @@ from quire.text.grammar import (
 )
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
-from quire.text.stream import AnswerParser
+from quire.text.stream import AnswerParser, PlainAnswer
 from quire.text.tokenizer import Excerpt, Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
 from tests.server.streams import FakeActiveRequest, events_of
@@ -418,7 +417,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
 
 @pytest.mark.parametrize(("fields", "message", "param"), BAD_CHAT, ids=lambda value: str(value)[:40])
 def test_chat_refusals(fields: dict[str, Any], message: str, param: str | None) -> None:
-    with pytest.raises(InvalidRequest) as error:
+    with pytest.raises((ApiError, InvalidRequest)) as error:
         chat(**fields)
     text, found = refusal(error)
     assert text.startswith(message)
@@ -525,7 +524,7 @@ def test_fields_in_errors_are_renamed_and_the_type_is_kept() -> None:
 
 
 def test_types_have_schemas() -> None:
-    kinds = [types.ChatCompletionRequest, types.CompletionRequest, types.ChatCompletionChunk, types.ErrorAnswer]
+    kinds = [types.ChatCompletionRequest, types.CompletionRequest]
     _, schemas = msgspec.json.schema_components(kinds)
     fields = schemas["ChatCompletionRequest"]["properties"]
     assert {"minimum": 0, "maximum": 2, "type": "number"} in fields["temperature"]["anyOf"]
@@ -536,15 +535,15 @@ def test_types_have_schemas() -> None:
 # Answers
 
 
-HEAD = types.AnswerHead(
-    id="chatcmpl-1",
-    object="chat.completion.chunk",
-    created=1_700_000_000,
-    model="m",
-    system_fingerprint="fp_x",
-    service_tier="default",
-)
-TEXT_HEAD = msgspec.structs.replace(HEAD, id="cmpl-1", object="text_completion")
+HEAD = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion.chunk",
+    "created": 1_700_000_000,
+    "model": "m",
+    "system_fingerprint": "fp_x",
+    "service_tier": "default",
+}
+TEXT_HEAD = HEAD | {"id": "cmpl-1", "object": "text_completion"}
 USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
 BILL = {
     "prompt_tokens": 10,
@@ -558,7 +557,56 @@ BILL = {
         "rejected_prediction_tokens": 0,
     },
 }
-CACHE = view(CacheExplanation(8, 0, 8, StopReason.DIVERGED), 10)
+EXPLANATION = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+CACHE = view(EXPLANATION, 10)
+
+
+def work_of(
+    request: InferenceRequest, *, new_parser: Callable[[], AnswerParser] = PlainAnswer, num_thought_tokens: int = 0
+) -> ActiveRequest:
+    """The parts of an `ActiveRequest` that an encoder uses."""
+    found = SimpleNamespace(
+        request=request,
+        new_parser=new_parser,
+        num_thought_tokens=num_thought_tokens,
+        usage=USAGE,
+        cache=EXPLANATION,
+        cache_text=None,
+        requests=[SimpleNamespace(prompt=(1,) * 10)],
+        request_id="1",
+        created=1_700_000_000,
+        model="m",
+        system_fingerprint="fp_x",
+        priority=Priority.NORMAL,
+    )
+    return cast("ActiveRequest", found)
+
+
+def chat_encoder(
+    *, include_usage: bool = False, has_running_usage: bool = False, more: dict[str, Any] | None = None, **work: Any
+) -> ChatEncoder:
+    options = {"include_usage": include_usage, "continuous_usage_stats": has_running_usage}
+    body = {"messages": USER, "stream": True, "stream_options": options, **(more or {})}
+    asked = msgspec.convert(body, types.ChatCompletionRequest)
+    return ChatEncoder(work_of(parse_chat(asked), **work), asked)
+
+
+def completion_encoder(echoes: Sequence[str] | None = None, **fields: Any) -> CompletionEncoder:
+    asked = msgspec.convert({"prompt": "Hi", "echo": echoes is not None, **fields}, types.CompletionRequest)
+    encoder = CompletionEncoder(work_of(parse_completion(asked)), asked)
+    context = SimpleNamespace(service=SimpleNamespace(text=SimpleNamespace(tokenizer=tokenizer())), on_values=at_once)
+    asyncio.run(encoder.prepare(cast("RequestContext", context)))
+    return encoder
+
+
+async def at_once(work: Callable[[], Any], num_values: int) -> Any:
+    assert num_values >= 0
+    return work()
+
+
+def whole_of(encoder: ChunkEncoder, *outputs: GenerationOutput) -> Any:
+    encoder.outputs = list(outputs)
+    return json.loads(msgspec.json.encode(encoder.whole()))
 
 
 def delta(
@@ -584,12 +632,11 @@ def read(data: bytes) -> list[Any]:
 
 
 def judged(data: bytes) -> list[Any]:
-    """Validate every chunk with OpenAI's types and with quire's."""
+    """Validate every chunk with OpenAI's types."""
     found = read(data)
     for chunk in found:
         if chunk != "[DONE]":
             SdkChunk.model_validate(chunk)
-            msgspec.convert(chunk, types.ChatCompletionChunk)
     return found
 
 
@@ -602,25 +649,25 @@ def choice_of(index: int, delta: dict[str, str], finish: str | None = None) -> d
 
 
 def test_a_chat_stream() -> None:
-    encoder = chat_stream(HEAD, chat(), include_usage=False)
-    assert encoder.chunks([(0, delta())]) == b""  # an incomplete character: nothing to send yet
-    first = judged(encoder.chunks([(0, delta("Hé"))]))
-    head = msgspec.to_builtins(HEAD)
+    encoder = chat_encoder()
+    assert encoder.feed([(0, delta())]) == b""  # an incomplete character: nothing to send yet
+    first = judged(encoder.feed([(0, delta("Hé"))]))
+    head = HEAD
     assert first == [
         {**head, "choices": [choice_of(0, {"role": "assistant", "content": ""})]},
         {**head, "choices": [choice_of(0, {"content": "Hé"})]},
     ]
-    assert choices(judged(encoder.chunks([(0, delta("llo")), (0, delta(' "you"\n'))]))) == [
+    assert choices(judged(encoder.feed([(0, delta("llo")), (0, delta(' "you"\n'))]))) == [
         choice_of(0, {"content": "llo"}),
         choice_of(0, {"content": ' "you"\n'}),
     ]
-    assert choices(judged(encoder.chunks([(0, delta("!", FinishReason.STOP))]))) == [choice_of(0, {"content": "!"})]
-    assert judged(encoder.last(USAGE, None)) == [{**head, "choices": [choice_of(0, {}, "stop")]}, "[DONE]"]
+    assert choices(judged(encoder.feed([(0, delta("!", FinishReason.STOP))]))) == [choice_of(0, {"content": "!"})]
+    assert judged(encoder.finish()) == [{**head, "choices": [choice_of(0, {}, "stop")]}, "[DONE]"]
 
 
 def test_a_stream_with_usage() -> None:
-    encoder = chat_stream(HEAD, chat(), include_usage=True)
-    data = encoder.chunks([(0, delta("Hi", FinishReason.LENGTH))]) + encoder.last(USAGE, CACHE)
+    encoder = chat_encoder(include_usage=True, more={"cache": True})
+    data = encoder.feed([(0, delta("Hi", FinishReason.LENGTH))]) + encoder.finish()
     *chunks, final, done = judged(data)
     assert [chunk["usage"] for chunk in chunks] == [None] * 3
     assert not any("cache" in chunk for chunk in chunks)
@@ -631,27 +678,27 @@ def test_a_stream_with_usage() -> None:
 
 @pytest.mark.parametrize("include_usage", [True, False])
 def test_a_stream_with_the_usage_so_far_in_every_chunk(include_usage: bool) -> None:
-    encoder = chat_stream(HEAD, chat(n=2), include_usage=include_usage, has_running_usage=True)
+    encoder = chat_encoder(include_usage=include_usage, has_running_usage=True, more={"n": 2})
     ids = (1, 2, 3)
-    first = judged(encoder.chunks([(0, replace(delta("Hi"), token_ids=ids))], USAGE))
+    first = judged(encoder.feed([(0, replace(delta("Hi"), token_ids=ids))]))
     others = [
         (0, replace(delta("Ho", index=1), token_ids=ids)),
         (0, replace(delta("", FinishReason.STOP), token_ids=(4,))),
     ]
-    second = judged(encoder.chunks(others, USAGE))
+    second = judged(encoder.feed(others))
     prompt = USAGE.prompt_tokens
     counts = [(chunk["usage"]["completion_tokens"], chunk["usage"]["total_tokens"]) for chunk in (*first, *second)]
     assert counts == [(count, prompt + count) for count in (3, 3, 6, 6, 7)]  # of all choices together
-    encoder.chunks([(0, delta("", FinishReason.STOP, index=1))], USAGE)
-    held, *final = judged(encoder.last(USAGE, None))
+    encoder.feed([(0, delta("", FinishReason.STOP, index=1))])
+    held, *final = judged(encoder.finish())
     assert held["usage"] == {key: BILL[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert [chunk["usage"] for chunk in final[:-1]] == ([BILL] if include_usage else [])
 
 
 def test_without_usage_the_cache_is_in_the_chunk_that_ends_the_last_choice() -> None:
-    encoder = chat_stream(HEAD, chat(n=2), include_usage=False)
+    encoder = chat_encoder(more={"n": 2, "cache": True})
     ends = [(0, delta("", FinishReason.STOP, index=1)), (0, delta("", FinishReason.LENGTH))]
-    *earlier, last, done = judged(encoder.chunks(ends) + encoder.last(USAGE, CACHE))
+    *earlier, last, done = judged(encoder.feed(ends) + encoder.finish())
     assert not any("cache" in chunk or "usage" in chunk for chunk in earlier)
     assert last["choices"] == [choice_of(0, {}, "length")]
     assert last["cache"]["reason"] == "diverged"
@@ -660,43 +707,28 @@ def test_without_usage_the_cache_is_in_the_chunk_that_ends_the_last_choice() -> 
 
 
 def test_choices_are_numbered_by_prompt_then_sample_and_each_begins_once() -> None:
-    ask = completion(prompt=["a", "b"], n=2)
-    encoder = chat_stream(HEAD, ask, include_usage=False)
+    encoder = completion_encoder(["P", "Q"], prompt=["P", "Q"], n=2)
     batch = [(1, delta("d", index=1)), (0, delta("a")), (1, delta("D", index=1)), (0, delta("b", index=1))]
-    found = choices(judged(encoder.chunks(batch)))
-    role = {"role": "assistant", "content": ""}
-    assert found == [
-        choice_of(3, role),
-        choice_of(3, {"content": "d"}),
-        choice_of(0, role),
-        choice_of(0, {"content": "a"}),
-        choice_of(3, {"content": "D"}),
-        choice_of(1, role),
-        choice_of(1, {"content": "b"}),
-    ]
+    found = [(one["index"], one["text"]) for one in choices(read(encoder.feed(batch)))]
+    assert found == [(3, "Q"), (3, "d"), (0, "P"), (0, "a"), (3, "D"), (1, "P"), (1, "b")]
     ends = [(prompt, delta("", FinishReason.STOP, index=index)) for prompt in (0, 1) for index in (0, 1)]
-    found = choices(judged(encoder.chunks(ends) + encoder.last(USAGE, None)))
+    last = choices(read(encoder.feed(ends) + encoder.finish()))
     # A choice without text begins too.
-    assert found == [
-        choice_of(0, {}, "stop"),
-        choice_of(1, {}, "stop"),
-        choice_of(2, role),
-        choice_of(2, {}, "stop"),
-        choice_of(3, {}, "stop"),
-    ]
+    assert [(one["index"], one["text"]) for one in last] == [(0, ""), (1, ""), (2, "Q"), (2, ""), (3, "")]
+    assert [one["finish_reason"] for one in last] == ["stop", "stop", None, "stop", "stop"]
 
 
 def test_a_stream_cut_short_still_ends() -> None:
-    encoder = chat_stream(HEAD, chat(n=2), include_usage=True)
-    encoder.chunks([(0, delta("x", FinishReason.STOP))])
-    final, done = judged(encoder.last(USAGE, None))
+    encoder = chat_encoder(include_usage=True, more={"n": 2})
+    encoder.feed([(0, delta("x", FinishReason.STOP))])
+    final, done = judged(encoder.finish())
     assert (final["choices"], final["usage"], done) == ([], BILL, "[DONE]")
 
 
 def test_a_failed_sample_is_an_error() -> None:
-    encoder = chat_stream(HEAD, chat(), include_usage=False)
+    encoder = chat_encoder()
     with pytest.raises(ApiError, match="it broke") as error:
-        encoder.chunks([(0, delta("", FinishReason.ERROR))])
+        encoder.feed([(0, delta("", FinishReason.ERROR))])
     assert error.value.kind is Kind.FAILED
 
 
@@ -713,9 +745,9 @@ HALF = logprob(SMILE[:2], -1.0, (logprob(SMILE[:2], -1.0), logprob(SMILE[:3], fl
 
 
 def test_chat_logprobs_in_a_stream() -> None:
-    encoder = chat_stream(HEAD, chat(logprobs=True, top_logprobs=2), include_usage=False)
+    encoder = chat_encoder(more={"logprobs": True, "top_logprobs": 2})
     # Every token is reported once, even if its text is held back.
-    found = choices(judged(encoder.chunks([(0, delta("", logprobs=(HI, HALF)))])))
+    found = choices(judged(encoder.feed([(0, delta("", logprobs=(HI, HALF)))])))
     assert [one["delta"] for one in found] == [{"role": "assistant", "content": ""}, {"content": ""}]
     assert found[1]["logprobs"] == {
         "content": [
@@ -892,9 +924,9 @@ ENDS = ('lo"}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</t
 
 
 def test_reasoning_text_and_calls_in_a_stream() -> None:
-    encoder = chat_stream(HEAD, chat(), include_usage=True, new_parser=reading)
-    data = b"".join(encoder.chunks([(0, delta(text))]) for text in PROMPT_FIELDS)
-    data += encoder.chunks([(0, delta(*ENDS))]) + encoder.last(USAGE, None, 2)
+    encoder = chat_encoder(include_usage=True, new_parser=reading, num_thought_tokens=2)
+    data = b"".join(encoder.feed([(0, delta(text))]) for text in PROMPT_FIELDS)
+    data += encoder.feed([(0, delta(*ENDS))]) + encoder.finish()
     chunks = [SdkChunk.model_validate_json(line[6:]) for line in data.split(b"\n\n")[:-2]]
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert "".join((one.model_extra or {}).get("reasoning_content", "") for one in deltas) == "hm"
@@ -913,10 +945,8 @@ def test_reasoning_text_and_calls_in_a_stream() -> None:
 @pytest.mark.parametrize(("reason", "finish"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")])
 def test_reasoning_text_and_calls_of_a_whole_answer(reason: FinishReason, finish: str) -> None:
     one = Completion(0, "".join(PROMPT_FIELDS) + ENDS[0], (1, 2), reason)
-    made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading, 2)
-    found = SdkChatCompletion.model_validate(
-        msgspec.to_builtins(msgspec.structs.replace(made, object="chat.completion"))
-    )
+    made = whole_of(chat_encoder(new_parser=reading), GenerationOutput((1,), (one,), USAGE, None))
+    found = SdkChatCompletion.model_validate(made)
     message = found.choices[0].message
     assert (message.content, (message.model_extra or {})["reasoning_content"]) == ("I look.", "hm")
     assert message.tool_calls is not None
@@ -931,27 +961,26 @@ def test_reasoning_text_and_calls_of_a_whole_answer(reason: FinishReason, finish
 def test_a_call_cut_by_a_stop_string_has_finish_reason_stop() -> None:
     """Clients parse the arguments as JSON if the finish reason is `tool_calls`."""
     one = Completion(0, "".join(PROMPT_FIELDS), (1, 2), FinishReason.STOP, stop="lo")
-    made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading)
-    assert made.choices[0].finish_reason == "stop"
-    encoder = chat_stream(HEAD, chat(), include_usage=False, new_parser=reading)
+    made = whole_of(chat_encoder(new_parser=reading), GenerationOutput((1,), (one,), USAGE, None))
+    assert made["choices"][0]["finish_reason"] == "stop"
+    encoder = chat_encoder(new_parser=reading)
     for text in PROMPT_FIELDS:
-        encoder.chunks([(0, delta(text))])
-    encoder.chunks([(0, delta("", FinishReason.STOP))])
-    assert b'"finish_reason":"stop"' in encoder.last(USAGE, None)
+        encoder.feed([(0, delta(text))])
+    encoder.feed([(0, delta("", FinishReason.STOP))])
+    assert b'"finish_reason":"stop"' in encoder.finish()
 
 
 def test_logprobs_of_tokens_without_text_are_sent() -> None:
     entry = TokenLogprob(7, "<tool", b"<tool", -0.5, 0)
-    encoder = chat_stream(HEAD, chat(), include_usage=False, new_parser=reading)
-    data = encoder.chunks([(0, Delta(0, "x <tool", (7,), (entry,), None, None))])
-    data += encoder.chunks([(0, Delta(0, "_", (7,), (entry,), None, None))])
+    encoder = chat_encoder(new_parser=reading)
+    data = encoder.feed([(0, Delta(0, "x <tool", (7,), (entry,), None, None))])
+    data += encoder.feed([(0, Delta(0, "_", (7,), (entry,), None, None))])
     chunks = [SdkChunk.model_validate_json(line[6:]) for line in data.split(b"\n\n")[:-1]]
     assert sum(len(one.choices[0].logprobs.content or ()) for one in chunks if one.choices[0].logprobs) == 2
 
 
 def test_a_whole_chat() -> None:
-    head = msgspec.structs.replace(HEAD, object="chat.completion")
-    found = json.loads(msgspec.json.encode(whole_chat(head, [output("one", "two")], USAGE, CACHE)))
+    found = whole_of(chat_encoder(more={"n": 2, "cache": True}), output("one", "two"))
     answer = SdkChatCompletion.model_validate(found)
     assert [(one.index, one.message.content, one.finish_reason) for one in answer.choices] == [
         (0, "one", "stop"),
@@ -970,18 +999,17 @@ def test_a_whole_chat() -> None:
         "default",
         "fp_x",
     )
-    plain = whole_chat(head, [output("one", logprobs=(HI,))], USAGE, None)
-    found = json.loads(msgspec.json.encode(plain))
+    found = whole_of(chat_encoder(), output("one", logprobs=(HI,)))
     assert "cache" not in found
     assert found["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["token"] == "Ho"
     SdkChatCompletion.model_validate(found)
 
 
 def test_a_completion_stream() -> None:
-    ask = completion(prompt=["ab", "cd"], echo=True)
-    encoder = completion_stream(TEXT_HEAD, ask, [Echo("ab"), Echo("cd")], include_usage=True)
-    found = read(encoder.chunks([(1, delta("x")), (0, delta("y")), (1, delta("z", FinishReason.STOP))]))
-    head = msgspec.to_builtins(TEXT_HEAD)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    encoder = completion_encoder(["ab", "cd"], prompt=["ab", "cd"], **usage)
+    found = read(encoder.feed([(1, delta("x")), (0, delta("y")), (1, delta("z", FinishReason.STOP))]))
+    head = TEXT_HEAD
     plain = {"logprobs": None, "finish_reason": None}
     assert found[0] == {**head, "choices": [{"index": 1, "text": "cd", **plain}], "usage": None}
     assert [(one["index"], one["text"], one["finish_reason"]) for one in choices(found)] == [
@@ -992,8 +1020,8 @@ def test_a_completion_stream() -> None:
         (1, "z", None),
         (1, "", "stop"),
     ]
-    assert encoder.chunks([(0, delta("", FinishReason.LENGTH))]) == b""
-    end, final, done = read(encoder.last(USAGE, None))
+    assert encoder.feed([(0, delta("", FinishReason.LENGTH))]) == b""
+    end, final, done = read(encoder.finish())
     SdkCompletion.model_validate(end)
     SdkCompletion.model_validate(final)
     assert (end["choices"][0]["finish_reason"], final["usage"], done) == ("length", BILL, "[DONE]")
@@ -1002,11 +1030,11 @@ def test_a_completion_stream() -> None:
 
 
 def test_old_logprobs_in_a_stream_count_characters() -> None:
-    encoder = completion_stream(TEXT_HEAD, completion(logprobs=2), [Echo("abc")], include_usage=False)
+    encoder = completion_encoder(["abc"], prompt="abc", logprobs=2)
     tail = replace(logprob(SMILE[2:], -0.25, (logprob("a", -0.1), logprob("b", -0.2))), offset=2)
     half, end = replace(HALF, offset=2), replace(logprob("!", -2.0), offset=3)
     _, first, second = choices(
-        read(encoder.chunks([(0, delta("Hi", logprobs=(HI, half))), (0, delta("🙂", logprobs=(tail, end)))]))
+        read(encoder.feed([(0, delta("Hi", logprobs=(HI, half))), (0, delta("🙂", logprobs=(tail, end)))]))
     )
     assert first["logprobs"] == {
         "tokens": ["Hi", "bytes:\\xf0\\x9f"],
@@ -1028,8 +1056,7 @@ def tokenizer() -> Tokenizer:
 
 def test_a_whole_completion() -> None:
     outputs = [output("one", "two", logprobs=(HI,)), output("three", "four", logprobs=(HI,))]
-    answer = whole_completion(TEXT_HEAD, outputs, USAGE, None, [Echo("P"), Echo("QQ")], tokenizer())
-    found = json.loads(msgspec.json.encode(answer))
+    found = whole_of(completion_encoder(["P", "QQ"], prompt=["P", "QQ"], n=2), *outputs)
     judge = SdkCompletion.model_validate(found)
     assert [(one.index, one.text, one.finish_reason) for one in judge.choices] == [
         (0, "Pone", "stop"),
@@ -1039,9 +1066,8 @@ def test_a_whole_completion() -> None:
     ]
     assert found["choices"][3]["logprobs"]["text_offset"] == [2]
     assert found["usage"] == BILL
-    without = whole_completion(TEXT_HEAD, [output("x", logprobs=(logprob("x", -1.0),))], USAGE, None, None, tokenizer())
-    assert without.choices[0].logprobs is not None
-    assert without.choices[0].logprobs.top_logprobs == [{"x": -1.0}]  # logprobs = 0: the chosen token alone
+    (alone,) = whole_of(completion_encoder(), output("x", logprobs=(logprob("x", -1.0),)))["choices"]
+    assert alone["logprobs"]["top_logprobs"] == [{"x": -1.0}]  # logprobs = 0: the chosen token alone
 
 
 def test_echo_with_logprobs_scores_the_prompt() -> None:
@@ -1052,17 +1078,14 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
     assert echo_of("Hello there", words, completion()).text == "Hello there"
     scores = (None, *(logprob(words.token_bytes(token), -1.0, (logprob("z", -0.5),)) for token in prompt[1:]))
     one = output("Hi", logprobs=(HI,), prompt=prompt, scores=scores)
-    answer = whole_completion(TEXT_HEAD, [one], USAGE, None, [Echo("Hello there")], words)
-    assert answer.choices[0].text == "Hello thereHi"
-    found = answer.choices[0].logprobs
-    assert found is not None
-    assert "".join(found.tokens) == "Hello thereHi"
-    assert found.token_logprobs == [None, *[-1.0] * (len(prompt) - 1), -0.5]
-    assert found.top_logprobs is not None
-    assert found.top_logprobs[0] is None
-    assert found.top_logprobs[1] is not None
-    assert found.text_offset[0] == 0
-    assert found.text_offset[-1] == len("Hello there")
+    (choice,) = whole_of(completion_encoder(["Hello there"], prompt="Hello there"), one)["choices"]
+    assert choice["text"] == "Hello thereHi"
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == "Hello thereHi"
+    assert found["token_logprobs"] == [None, *[-1.0] * (len(prompt) - 1), -0.5]
+    assert found["top_logprobs"][0] is None
+    assert found["top_logprobs"][1] is not None
+    assert (found["text_offset"][0], found["text_offset"][-1]) == (0, len("Hello there"))
 
 
 def test_echo_and_offsets_agree_where_there_are_control_tokens() -> None:
@@ -1099,8 +1122,7 @@ def test_offsets_ignore_tokens_that_the_tokenizer_adds() -> None:
 
 def test_events_of_an_active_request() -> None:
     async def collect(work: ActiveRequest) -> list[bytes]:
-        head = head_of(work, "chatcmpl", "chat.completion.chunk")
-        encoder = chat_stream(head, work.request, include_usage=False, active=work)
+        encoder = ChatEncoder(work, msgspec.convert({"messages": USER}, types.ChatCompletionRequest))
         return [data async for data in events_of(work, encoder)]
 
     steps = [[delta()], [delta("Hi")], [delta("!", FinishReason.STOP)]]
@@ -1114,7 +1136,8 @@ def test_events_of_an_active_request() -> None:
     assert chunks[0]["id"] == "chatcmpl-req_1"
     assert chunks[0]["service_tier"] == "flex"
     assert chunks[-2]["cache"]["prompt_tokens"] == 2
-    assert cache_view(cast("ActiveRequest", replace(fake, request=chat()))) is None
+    silent = msgspec.convert({"messages": USER}, types.ChatCompletionRequest)
+    assert ChatEncoder(cast("ActiveRequest", replace(fake, request=chat())), silent).cache is msgspec.UNSET
 
 
 # Cache explanations

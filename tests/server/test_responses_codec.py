@@ -27,11 +27,9 @@ from quire.server.protocols.responses import (
     ACCEPTED,
     RESPONSES,
     UNSUPPORTED,
-    AnswerItems,
     Reply,
     ResponsesRequest,
     ResponseTools,
-    client_tools,
     parse_responses,
     parse_tools,
     qualified_name,
@@ -217,12 +215,9 @@ def test_tools_in_a_namespace() -> None:
     assert found.tools[2].schema_path == "tools[1].tools[1].parameters"
     assert found.choice == ToolChoice(ToolMode.REQUIRED, "agents__g")
     assert qualified_name("mcp__mail__", "send") == "mcp__mail__send"
-    items = AnswerItems("a", client_tools(body))
-    items.take(
-        [CallStart(0, "c0", "agents__g"), CallArguments(0, "{}"), CallStart(1, "c1", "f"), CallArguments(1, "{}")]
-    )
-    items.finish(is_whole=True)
-    first, second = msgspec.to_builtins(items.done)
+    calls: list[Piece] = [CallStart(0, "c0", "agents__g"), CallArguments(0, "{}")]
+    calls += [CallStart(1, "c1", "f"), CallArguments(1, "{}")]
+    first, second = whole([delta("<calls>", FinishReason.STOP)], {"<calls>": calls}, tools=[F, GROUP])["output"]
     assert (first["name"], first["namespace"], first["call_id"]) == ("g", "agents", "c0")
     assert second["name"] == "f"
     assert "namespace" not in second
@@ -241,18 +236,18 @@ def test_a_custom_tool_is_called_with_a_text() -> None:
     found = parse_tools(body)
     assert found.unenforced == ("tools[0].format",)
     assert found.tools[0].parameters["required"] == ["input"]
-    items = AnswerItems("a", client_tools(body))
-    items.take([CallStart(0, "c0", "patch"), CallArguments(0, '{"input": "a\\n'), CallArguments(0, 'b"}')])
-    events = items.finish(is_whole=True)
-    (item,) = msgspec.to_builtins(items.done)
+    call: list[Piece] = [CallStart(0, "c0", "patch"), CallArguments(0, '{"input": "a\\n'), CallArguments(0, 'b"}')]
+    events = stream([delta("<call>"), delta("", FinishReason.STOP)], {"<call>": call}, tools=[PATCH])
+    (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "a\nb")
-    assert [type(event).__name__ for event in events] == [
-        "CustomToolCallInputDelta", "CustomToolCallInputDone", "OutputItemDone",
-    ]  # fmt: skip
-    cut = AnswerItems("a", client_tools(body))
-    cut.take([CallStart(0, "c0", "patch"), CallArguments(0, '{"inp')])
-    cut.finish(is_whole=False)
-    assert msgspec.to_builtins(cut.done)[0]["input"] == ""
+    assert [event["type"] for event in events[2:-1]] == [
+        "response.output_item.added",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "response.output_item.done",
+    ]
+    call = [CallStart(0, "c0", "patch"), CallArguments(0, '{"inp')]
+    assert whole([delta("<call>", FinishReason.LENGTH)], {"<call>": call}, tools=[PATCH])["output"][0]["input"] == ""
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none", "required"])
@@ -542,7 +537,7 @@ def whole(deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] 
     body = body_of(**fields)
     reply = Reply(made_up(deltas, meanings, body), body)
     asyncio.run(reply.collect())
-    found = json.loads(msgspec.json.encode(reply.finished()))
+    found = json.loads(msgspec.json.encode(reply.whole()))
     SdkResponse.model_validate(found)
     return found
 

@@ -8,15 +8,12 @@ of Anthropic's API, as its SDK maps them to exceptions.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, FinishReason
@@ -24,27 +21,31 @@ from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, check_temperature
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.errors import ApiError, Dialect, Kind
-from quire.server.http import EventEncoder
-from quire.server.models import (
-    ActiveRequest,
-    Breakpoint,
-    InferenceRequest,
-    ModelService,
-    Prompt,
-    ThinkingField,
-    priority_of,
-)
+from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest, Prompt, ThinkingField, priority_of
 from quire.server.protocols.support import (
     SHAPE_FIELDS,
+    AnswerEncoder,
     CacheView,
+    Event,
+    Item,
+    Sample,
     Turn,
+    Turns,
     Unsupported,
-    answer_in_shape,
     check_supported,
+    decoded_arguments,
+    described,
+    encode_json,
+    encoded_arguments,
+    given,
+    made_grammar,
+    merged,
+    message_with_field,
+    one_of,
     protocol_field_names,
-    shape_error,
+    respond,
     unsupported,
-    view,
+    unsupported_value,
     with_fields,
     with_unenforced,
 )
@@ -66,7 +67,7 @@ from quire.text.messages import (
     check_messages,
     check_parts,
 )
-from quire.text.stream import MAX_STOPS, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
+from quire.text.stream import MAX_STOPS, CallStart, Piece, Thought, Words
 
 _CONVERSATIONS = "conversations are used unchanged"
 _SHAPE = "use output_config.format, which takes a JSON schema"
@@ -111,14 +112,6 @@ MAX_TEMPERATURE = 1  # as in Anthropic's API
 TOOL_NAME = f"^[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$"
 
 
-def _bounds(**schema: Any) -> Meta:
-    return Meta(extra_json_schema=schema)
-
-
-def _described(description: str, **schema: Any) -> Meta:
-    return Meta(description=description, extra_json_schema=schema)
-
-
 # Requests
 
 
@@ -131,142 +124,136 @@ class CacheControl(Struct, frozen=True):
 
 class ResultPart(Struct, frozen=True):
     type: Annotated[
-        str, _described("text, or tool_reference: a tool that a search found.", enum=["text", "tool_reference"])
+        str, described("text, or tool_reference: a tool that a search found.", enum=["text", "tool_reference"])
     ]
     text: str | None = None
-    tool_name: Annotated[str | None, _described("Of a tool_reference: the deferred tool.")] = None
+    tool_name: Annotated[str | None, described("Of a tool_reference: the deferred tool.")] = None
 
 
 class Block(Struct, frozen=True):
     """A content block of any type. Not a union, so that an unsupported type is refused by name."""
 
     type: Annotated[
-        str, _described("text; also thinking and tool_use of an assistant, tool_result of a user.", enum=BLOCKS)
+        str, described("text; also thinking and tool_use of an assistant, tool_result of a user.", enum=BLOCKS)
     ]
     text: str | None = None
     cache_control: CacheControl | None = None
     thinking: str | None = None
-    signature: Annotated[Any, _described("Accepted, without effect: quire signs nothing.")] = None
-    data: Annotated[Any, _described("Of redacted_thinking. Accepted, without effect.")] = None
-    id: Annotated[str | None, _described("Of a tool_use.")] = None
-    name: Annotated[str | None, _described("The name of the called tool.")] = None
-    input: Annotated[dict[str, Any] | None, _described("The arguments of the call.")] = None
-    tool_use_id: Annotated[str | None, _described("The call that a tool_result answers.")] = None
-    content: Annotated[str | list[ResultPart] | None, _described("Of a tool_result.")] = None
-    is_error: Annotated[bool | None, _described("The tool failed; the content is its error.")] = None
+    signature: Annotated[Any, described("Accepted, without effect: quire signs nothing.")] = None
+    data: Annotated[Any, described("Of redacted_thinking. Accepted, without effect.")] = None
+    id: Annotated[str | None, described("Of a tool_use.")] = None
+    name: Annotated[str | None, described("The name of the called tool.")] = None
+    input: Annotated[dict[str, Any] | None, described("The arguments of the call.")] = None
+    tool_use_id: Annotated[str | None, described("The call that a tool_result answers.")] = None
+    content: Annotated[str | list[ResultPart] | None, described("Of a tool_result.")] = None
+    is_error: Annotated[bool | None, described("The tool failed; the content is its error.")] = None
 
 
 class OutputFormat(Struct, frozen=True, kw_only=True):
-    type: Annotated[str, _bounds(enum=["json_schema"])]
+    type: Annotated[str, described(enum=["json_schema"])]
     schema: dict[str, Any] | None = None
     strict: Annotated[
         bool | None,
-        _described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+        described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
 
 
 class OutputConfig(Struct, frozen=True, kw_only=True):
-    effort: Annotated[str | None, _described("A hint for templates that support it.")] = None
-    format: Annotated[OutputFormat | None, _described("The format of the answer.")] = None
+    effort: Annotated[str | None, described("A hint for templates that support it.")] = None
+    format: Annotated[OutputFormat | None, described("The format of the answer.")] = None
 
 
 class MessageParam(Struct, frozen=True):
-    role: Annotated[str, _described("If the last message is an assistant's, the answer continues it.", enum=ROLES)]
+    role: Annotated[str, described("If the last message is an assistant's, the answer continues it.", enum=ROLES)]
     content: str | list[Block]
-    output_config: Annotated[OutputConfig | None, _described("Applies from here on; only effort has an effect.")] = None
+    output_config: Annotated[OutputConfig | None, described("Applies from here on; only effort has an effect.")] = None
 
 
 class ToolParam(Struct, frozen=True, kw_only=True):
     type: Annotated[
         str | None,
-        _described("Tools of other types are left out and named in a header.", enum=["custom", None]),
+        described("Tools of other types are left out and named in a header.", enum=["custom", None]),
     ] = None
-    name: Annotated[str | None, _bounds(pattern=TOOL_NAME)] = None
+    name: Annotated[str | None, described(pattern=TOOL_NAME)] = None
     description: str | None = None
-    input_schema: Annotated[dict[str, Any] | None, _described("A JSON schema of an object.")] = None
+    input_schema: Annotated[dict[str, Any] | None, described("A JSON schema of an object.")] = None
     strict: Annotated[
         bool | None,
-        _described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+        described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
     cache_control: CacheControl | None = None
-    defer_loading: Annotated[bool | None, _described("Not shown to the model until a tool_reference names it.")] = None
+    defer_loading: Annotated[bool | None, described("Not shown to the model until a tool_reference names it.")] = None
 
 
 class ToolChoiceParam(Struct, frozen=True, kw_only=True):
-    type: Annotated[str, _bounds(enum=["auto", "any", "tool", "none"])]
-    name: Annotated[str | None, _described("With type tool: its name.")] = None
+    type: Annotated[str, described(enum=["auto", "any", "tool", "none"])]
+    name: Annotated[str | None, described("With type tool: its name.")] = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingParam(Struct, frozen=True, kw_only=True):
-    type: Annotated[str, _bounds(enum=["enabled", "adaptive", "disabled"])]
-    budget_tokens: Annotated[int | None, _described("Accepted, without effect.")] = None
-    display: Annotated[str | None, _described("omitted: leave the reasoning out of the response.")] = None
+    type: Annotated[str, described(enum=["enabled", "adaptive", "disabled"])]
+    budget_tokens: Annotated[int | None, described("Accepted, without effect.")] = None
+    display: Annotated[str | None, described("omitted: leave the reasoning out of the response.")] = None
 
 
 class Amount(Struct, frozen=True, kw_only=True):
-    type: Annotated[str, _bounds(enum=["input_tokens", "tool_uses", "thinking_turns"])]
-    value: Annotated[int, _bounds(minimum=0)]
+    type: Annotated[str, described(enum=["input_tokens", "tool_uses", "thinking_turns"])]
+    value: Annotated[int, described(minimum=0)]
 
 
 class ContextEdit(Struct, frozen=True, kw_only=True):
     """clear_thinking_20251015 or clear_tool_uses_20250919; others are ignored and named in a header."""
 
     type: str
-    keep: Annotated[Amount | str | None, _described('How many of the last ones are kept. "all": all reasoning.')] = None
-    trigger: Annotated[Amount | None, _described("Clear tool uses above this amount. Default: 100,000 tokens.")] = None
-    clear_at_least: Annotated[Amount | None, _described("Clear nothing if less than this would be cleared.")] = None
-    exclude_tools: Annotated[list[str] | None, _described("Tools whose results are kept.")] = None
-    clear_tool_inputs: Annotated[bool | list[str] | None, _described("Clear the arguments of the calls too.")] = None
+    keep: Annotated[Amount | str | None, described('How many of the last ones are kept. "all": all reasoning.')] = None
+    trigger: Annotated[Amount | None, described("Clear tool uses above this amount. Default: 100,000 tokens.")] = None
+    clear_at_least: Annotated[Amount | None, described("Clear nothing if less than this would be cleared.")] = None
+    exclude_tools: Annotated[list[str] | None, described("Tools whose results are kept.")] = None
+    clear_tool_inputs: Annotated[bool | list[str] | None, described("Clear the arguments of the calls too.")] = None
 
 
 class ContextManagement(Struct, frozen=True, kw_only=True):
     edits: list[ContextEdit] | None = None
 
 
-if TYPE_CHECKING:
-
-    class _RefusedFields(Struct, frozen=True): ...
-else:
-    _RefusedFields = with_fields("_RefusedFields", UNSUPPORTED, frozen=True)
-
-
-class CountTokensRequest(_RefusedFields, frozen=True, kw_only=True):
+@with_fields(UNSUPPORTED)
+class CountTokensRequest(Struct, frozen=True, kw_only=True):
     """A conversation."""
 
     model: str
-    messages: Annotated[list[MessageParam], _described("The conversation.", minItems=1, maxItems=MAX_MESSAGES)]
+    messages: Annotated[list[MessageParam], described("The conversation.", minItems=1, maxItems=MAX_MESSAGES)]
     system: str | list[Block] | None = None
-    cache_control: Annotated[CacheControl | None, Meta(description="Like cache_control at the last block.")] = None
-    context_management: Annotated[ContextManagement | None, _described("Edits of the conversation.")] = None
+    cache_control: Annotated[CacheControl | None, described("Like cache_control at the last block.")] = None
+    context_management: Annotated[ContextManagement | None, described("Edits of the conversation.")] = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[OutputFormat | None, _described("The older form of output_config.format.")] = None
+    output_format: Annotated[OutputFormat | None, described("The older form of output_config.format.")] = None
     thinking: ThinkingParam | None = None
     tool_choice: ToolChoiceParam | None = None
-    tools: Annotated[list[ToolParam], _bounds(maxItems=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ToolParam], described(maxItems=MAX_TOOLS)] | None = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     """A conversation to answer."""
 
-    max_tokens: Annotated[int, _described("The longest answer, in tokens. 0: only fill the cache.", minimum=0)]
-    metadata: Annotated[dict[str, Any] | None, Meta(description="Accepted, without effect.")] = None
+    max_tokens: Annotated[int, described("The longest answer, in tokens. 0: only fill the cache.", minimum=0)]
+    metadata: Annotated[dict[str, Any] | None, described("Accepted, without effect.")] = None
     service_tier: Annotated[
-        Literal["auto", "standard_only"] | None, Meta(description="Accepted, without effect: see `priority`.")
+        Literal["auto", "standard_only"] | None, described("Accepted, without effect: see `priority`.")
     ] = None
-    stop_sequences: Annotated[list[str] | None, _described("Strings that end the answer.", maxItems=MAX_STOPS)] = None
+    stop_sequences: Annotated[list[str] | None, described("Strings that end the answer.", maxItems=MAX_STOPS)] = None
     stream: bool | None = None
-    temperature: Annotated[float, _bounds(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
-    top_k: Annotated[int, _bounds(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
-    top_p: Annotated[float, _bounds(exclusiveMinimum=0, maximum=1)] | None = None
+    temperature: Annotated[float, described(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
+    top_k: Annotated[int, described(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
+    top_p: Annotated[float, described(exclusiveMinimum=0, maximum=1)] | None = None
     # quire's own
     cache: bool | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
-    min_p: Annotated[float, _bounds(minimum=0, maximum=1)] | None = None
+    min_p: Annotated[float, described(minimum=0, maximum=1)] | None = None
     priority: str | int | None = None
-    repetition_penalty: Annotated[float, _bounds(minimum=MIN_PENALTY, maximum=100)] | None = None
-    seed: Annotated[int, _bounds(minimum=-(2**63), maximum=2**64 - 1)] | None = None
+    repetition_penalty: Annotated[float, described(minimum=MIN_PENALTY, maximum=100)] | None = None
+    seed: Annotated[int, described(minimum=-(2**63), maximum=2**64 - 1)] | None = None
 
 
 # Answers
@@ -297,16 +284,11 @@ class CacheCreation(Struct, frozen=True):
     ephemeral_1h_input_tokens: int
 
 
-class DeltaUsage(Struct, frozen=True, kw_only=True):
-    """The three kinds of input tokens add up to the prompt."""
-
-    input_tokens: int
+class MessageUsage(Struct, frozen=True, kw_only=True):
+    input_tokens: int  # the three kinds of input tokens add up to the prompt
     cache_creation_input_tokens: int  # kept by cache_control and not cached before
     cache_read_input_tokens: int
     output_tokens: int
-
-
-class MessageUsage(DeltaUsage, frozen=True, kw_only=True):
     cache_creation: CacheCreation
     service_tier: Literal["standard"] = "standard"
 
@@ -349,58 +331,6 @@ class TokenCount(Struct, frozen=True):
     context_management: OriginalTokens | UnsetType = UNSET
 
 
-# Events, in their order in a stream
-
-
-class MessageStart(Struct, frozen=True, tag_field="type", tag="message_start"):
-    message: MessageResponse
-
-
-class BlockStart(Struct, frozen=True, tag_field="type", tag="content_block_start"):
-    index: int
-    content_block: AnswerBlock
-
-
-class TextDelta(Struct, frozen=True, tag_field="type", tag="text_delta"):
-    text: str
-
-
-class ThinkingDelta(Struct, frozen=True, tag_field="type", tag="thinking_delta"):
-    thinking: str
-
-
-class InputJsonDelta(Struct, frozen=True, tag_field="type", tag="input_json_delta"):
-    partial_json: str
-
-
-class BlockDelta(Struct, frozen=True, tag_field="type", tag="content_block_delta"):
-    index: int
-    delta: TextDelta | ThinkingDelta | InputJsonDelta
-
-
-class BlockStop(Struct, frozen=True, tag_field="type", tag="content_block_stop"):
-    index: int
-
-
-class StopDelta(Struct, frozen=True):
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
-class MessageDelta(Struct, frozen=True, tag_field="type", tag="message_delta"):
-    delta: StopDelta
-    usage: DeltaUsage
-    context_management: AppliedEdits | UnsetType = UNSET
-    cache: CacheView | UnsetType = UNSET
-
-
-class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):
-    pass
-
-
-Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
-
-
 CLEAR_THINKING = "clear_thinking_20251015"
 CLEAR_TOOL_USES = "clear_tool_uses_20250919"
 CLEARED = "[Old tool result content cleared]"
@@ -408,6 +338,7 @@ DEFAULT_KEPT_THOUGHTS = 1
 DEFAULT_KEPT_TOOL_USES = 3
 DEFAULT_TRIGGER_TOKENS = 100_000
 
+T = TypeVar("T")
 CountTokens = Callable[[ChatRequest], Awaitable[int]]
 
 
@@ -445,7 +376,7 @@ async def apply(management: ContextManagement | None, chat: ChatRequest, count: 
 async def _apply(edit: ContextEdit, done: Edited, count: CountTokens) -> Edited:
     chat = done.chat
     if edit.type == CLEAR_THINKING:
-        messages, num_cleared = clear_thinking(chat.messages, _kept_thoughts(edit))
+        messages, num_cleared = clear_thinking(chat.messages, edit)
     elif edit.type == CLEAR_TOOL_USES:
         messages, num_cleared = clear_tool_uses(chat.messages, edit)
     else:
@@ -464,10 +395,10 @@ async def _apply(edit: ContextEdit, done: Edited, count: CountTokens) -> Edited:
     return Edited(cleared, (*done.applied, kind(num_cleared, num_tokens)), original)
 
 
-def clear_thinking(messages: Sequence[Message], num_kept: int | None) -> tuple[list[Message], int]:
-    """Clear the reasoning of all turns that have some, except the last `num_kept`. None: keep all."""
-    with_thoughts = [i for i, message in enumerate(messages) if message.thought]
-    cleared = set() if num_kept is None else set(with_thoughts[: max(0, len(with_thoughts) - num_kept)])
+def clear_thinking(messages: Sequence[Message], edit: ContextEdit) -> tuple[list[Message], int]:
+    """Clear the reasoning of all turns that have some, except the last ones."""
+    thinking = [i for i, message in enumerate(messages) if message.thought]
+    cleared = set() if isinstance(edit.keep, str) else _all_but_last(thinking, edit.keep, DEFAULT_KEPT_THOUGHTS)
     found = [replace(message, thought="") if i in cleared else message for i, message in enumerate(messages)]
     return found, len(cleared)
 
@@ -482,25 +413,27 @@ def clear_tool_uses(messages: Sequence[Message], edit: ContextEdit) -> tuple[lis
         for call in message.tool_calls
         if call.call_id in results and call.name not in excluded
     ]
-    num_kept = DEFAULT_KEPT_TOOL_USES if edit.keep is None or isinstance(edit.keep, str) else edit.keep.value
-    cleared = set(calls[: max(0, len(calls) - num_kept)])
+    assert not isinstance(edit.keep, str), "checked"
+    cleared = _all_but_last(calls, edit.keep, DEFAULT_KEPT_TOOL_USES)
     inputs = edit.clear_tool_inputs
+
+    def without_input(call: ToolCall) -> ToolCall:
+        is_cleared = call.call_id in cleared and (inputs is True or call.name in (inputs or ()))
+        return replace(call, arguments="{}") if is_cleared else call
+
     found: list[Message] = []
     for message in messages:
         if message.role is Role.TOOL and message.tool_call_id in cleared:
             message = replace(message, parts=(Part(CLEARED),))
-        if inputs and any(call.call_id in cleared for call in message.tool_calls):
-            message = replace(
-                message,
-                tool_calls=tuple(
-                    replace(call, arguments="{}")
-                    if call.call_id in cleared and (inputs is True or call.name in inputs)
-                    else call
-                    for call in message.tool_calls
-                ),
-            )
+        if inputs and message.tool_calls:
+            message = replace(message, tool_calls=tuple(map(without_input, message.tool_calls)))
         found.append(message)
     return found, len(cleared)
+
+
+def _all_but_last(found: Sequence[T], keep: Amount | None, default: int) -> set[T]:
+    num_kept = default if keep is None else keep.value
+    return set(found[: max(0, len(found) - num_kept)])
 
 
 def _is_triggered(edit: ContextEdit, messages: Sequence[Message], num_tokens: int) -> bool:
@@ -509,13 +442,6 @@ def _is_triggered(edit: ContextEdit, messages: Sequence[Message], num_tokens: in
     if edit.trigger.type == "tool_uses":
         return sum(len(message.tool_calls) for message in messages) > edit.trigger.value
     return num_tokens > edit.trigger.value
-
-
-def _kept_thoughts(edit: ContextEdit) -> int | None:
-    """Number of turns whose reasoning is kept. None: all."""
-    if isinstance(edit.keep, str):
-        return None
-    return DEFAULT_KEPT_THOUGHTS if edit.keep is None else edit.keep.value
 
 
 def _check(edit: ContextEdit, path: str) -> None:
@@ -533,8 +459,7 @@ def _check(edit: ContextEdit, path: str) -> None:
         amount = getattr(edit, name)
         if amount is None or isinstance(amount, str):
             continue
-        if amount.type not in known:
-            raise _wrong(f"{path}.{name}.type", amount.type, f"not one of {', '.join(known)}")
+        one_of(f"{path}.{name}.type", amount.type, known)
         least = 1 if is_thinking or name == "trigger" else 0
         if amount.value < least:
             raise _wrong(f"{path}.{name}.value", amount.value, f"less than {least}")
@@ -548,13 +473,10 @@ def _edits(management: ContextManagement | None) -> Sequence[ContextEdit]:
     return () if management is None else management.edits or ()
 
 
-T = TypeVar("T")
-
 BILLING = "x-anthropic-billing-header:"
 TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.REQUIRED, "none": ToolMode.NONE}
 _THINKING = {"enabled": True, "adaptive": None, "disabled": False}
-_PART = re.compile(r"\[(\d+)\]")
 
 # Consecutive turns of one role are merged into one, as in Anthropic's API, because many templates require alternating
 # roles. User texts are separated; an assistant's text continues the previous one.
@@ -564,6 +486,7 @@ _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 def to_inference_request(body: MessagesRequest) -> InferenceRequest:
     refuse_unsupported(body)
     chat, breakpoints, ignored = conversation(body)
+    has_budget = body.thinking is not None and body.thinking.budget_tokens is not None
     request = InferenceRequest(
         model=body.model,
         prompts=(chat,),
@@ -573,15 +496,11 @@ def to_inference_request(body: MessagesRequest) -> InferenceRequest:
         cache_salt=body.cache_salt or "",
         breakpoints=breakpoints,
         wants_cache=bool(body.cache),
-        ignored=(*ignored, *_ignored(body)),
+        ignored=(*ignored, "thinking.budget_tokens") if has_budget else ignored,
         thinking_fields=_thinking_fields(body, chat),
+        format_field=_format(body)[0],
     )
-    return with_unenforced(request, shape_field(body))
-
-
-def _ignored(body: MessagesRequest) -> tuple[str, ...]:
-    has_budget = body.thinking is not None and body.thinking.budget_tokens is not None
-    return ("thinking.budget_tokens",) if has_budget else ()
+    return with_unenforced(request)
 
 
 def _thinking_fields(body: MessagesRequest, chat: ChatRequest) -> tuple[ThinkingField, ...]:
@@ -601,34 +520,30 @@ def conversation(body: CountTokensRequest) -> Conversation:
     check_messages(body.messages)
     turns = _Turns()
     if system := _without_billing(body.system):
-        turns.add(Role.SYSTEM, system, "system")
+        turns.fill(Role.SYSTEM, system, "system")
     for control in [tool.cache_control for tool in body.tools or () if tool.cache_control is not None][-1:]:
         turns.keep_tools(control)
     for i, message in enumerate(body.messages):
-        if message.role not in ROLES:
-            text = f"messages.{i}.role = {message.role!r:.80} is not one of {', '.join(ROLES)}"
-            raise ApiError(Kind.INVALID, text, param=f"messages.{i}.role")
-        turns.add(Role(message.role), message.content, f"messages.{i}.content")
+        turns.fill(Role(one_of(f"messages.{i}.role", message.role, ROLES)), message.content, f"messages.{i}.content")
     if body.cache_control is not None:
-        turns.keep(body.cache_control)
-    messages = tuple(turn.message() for turn in turns.turns)
+        turns.mark(body.cache_control)
+    messages = turns.messages()
     is_prefill = messages[-1].role is Role.ASSISTANT
     if is_prefill and messages[-1].tool_calls:
         last = len(body.messages) - 1
         raise InvalidRequest(f"messages.{last}: tool_use has no result: its tool_result must follow")
     configs = [body.output_config, *(message.output_config for message in body.messages)]
     effort = next((config.effort for config in reversed(configs) if config is not None and config.effort), None)
-    with _anthropic_paths():
-        tools, choice, ignored = _tools(body, turns.references)
-        chat = ChatRequest(
-            messages,
-            add_generation_prompt=not is_prefill,
-            continue_last=is_prefill,
-            tools=tools,
-            tool_choice=choice,
-            wants_thought=_wants_thought(body),
-            reasoning_effort=effort,
-        )
+    tools, choice, ignored = _tools(body, turns.references)
+    chat = ChatRequest(
+        messages,
+        add_generation_prompt=not is_prefill,
+        continue_last=is_prefill,
+        tools=tools,
+        tool_choice=choice,
+        wants_thought=_wants_thought(body),
+        reasoning_effort=effort,
+    )
     return Conversation(chat, tuple(turns.breakpoints), (*ignored, *ignored_edits(body)))
 
 
@@ -640,30 +555,9 @@ def _without_billing(system: str | list[Block] | None) -> str | list[Block] | No
     return [block for block in system if not (block.text or "").startswith(BILLING)]
 
 
-def shape_field(body: CountTokensRequest) -> str | None:
-    """The field that constrains the answer's format."""
-    if body.output_config is not None and body.output_config.format is not None:
-        return "output_config.format.schema"
-    return None if body.output_format is None else "output_format.schema"
-
-
 def shows_thoughts(body: CountTokensRequest) -> bool:
     """Whether the response includes the reasoning: only if it was requested."""
     return body.thinking is not None and body.thinking.type != "disabled" and body.thinking.display != "omitted"
-
-
-@contextmanager
-def _anthropic_paths() -> Iterator[None]:
-    """Rewrite paths in errors about tools, which protocol-independent code raises, to Anthropic's form."""
-    try:
-        yield
-    except InvalidRequest as error:
-        text = str(error)
-        if not text.startswith("tools["):
-            raise
-        path, space, rest = text.partition(" ")
-        path = _PART.sub(r".\1", path).replace(".parameters", ".input_schema")
-        raise InvalidRequest(path + space + rest) from None
 
 
 def _wants_thought(body: CountTokensRequest) -> bool | None:
@@ -675,104 +569,91 @@ def _wants_thought(body: CountTokensRequest) -> bool | None:
     return _THINKING[body.thinking.type]
 
 
-def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
-    """Parse the tools. `references`: names of deferred tools that tool results have referenced."""
-    given = body.tools or ()
-    if len(given) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
+def _tools(
+    body: CountTokensRequest, references: Container[str]
+) -> tuple[tuple[Tool, ...], ToolChoice, tuple[str, ...]]:
+    """Return the tools that the model sees, the tool choice, and the names of tools that Anthropic's server would run.
+
+    `references`: names of deferred tools that tool results have referenced.
+    """
+    found = body.tools or ()
+    if len(found) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(found)} entries, more than {MAX_TOOLS}")
     choice = _choice(body)
     tools: list[Tool] = []
     ignored: list[str] = []
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(found):
         is_forced = tool.name is not None and tool.name == choice.name
         if tool.type not in (None, "custom"):
             if is_forced:
-                text = f"tool_choice.name = {tool.name!r:.80} is not supported: this server runs no tools"
-                raise unsupported("tool_choice.name", text)
+                raise unsupported_value("tool_choice.name", tool.name, "this server runs no tools", is_value=False)
             ignored.append(f"tools[{i}].{tool.type}")
         elif not tool.defer_loading or is_forced or tool.name in references:
-            tools.append(_tool(tool, f"tools.{i}"))
-    return _Tools(tuple(tools), choice, tuple(ignored))
-
-
-class _Tools(NamedTuple):
-    tools: tuple[Tool, ...]  # shown to the model
-    choice: ToolChoice
-    ignored: tuple[str, ...]  # tools that Anthropic's server would run
+            path, schema = f"tools.{i}", tool.input_schema or {}
+            name, about = given(tool.name, f"{path}.name"), tool.description or ""
+            tools.append(Tool(name, about, schema, bool(tool.strict), path, f"{path}.input_schema"))
+    return tuple(tools), choice, tuple(ignored)
 
 
 def _choice(body: CountTokensRequest) -> ToolChoice:
     choice = body.tool_choice
     if choice is None:
         return ToolChoice()
-    if choice.type not in _MODES:
-        raise InvalidRequest(f"tool_choice.type = {choice.type!r:.80} is not one of {', '.join(_MODES)}")
+    mode = _MODES[one_of("tool_choice.type", choice.type, _MODES)]
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(f"tool_choice.name {'is missing' if choice.name is None else 'is only for type tool'}")
-    return ToolChoice(_MODES[choice.type], choice.name, is_parallel=not choice.disable_parallel_tool_use)
+    return ToolChoice(mode, choice.name, is_parallel=not choice.disable_parallel_tool_use)
 
 
-def _tool(tool: ToolParam, path: str) -> Tool:
-    return Tool(
-        _given(tool.name, f"{path}.name"),
-        tool.description or "",
-        tool.input_schema or {},
-        bool(tool.strict),
-        path,
-        f"{path}.input_schema",
-    )
-
-
-class _Turns:
+class _Turns(Turns):
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self.breakpoints: list[Breakpoint] = []
+        super().__init__()
         self.references: set[str] = set()  # deferred tools that results reference
 
-    def add(self, role: Role, content: str | list[Block], path: str) -> None:
-        if isinstance(content, str):
-            self._begin(role, has_text=bool(content)).parts.append(Part(content))
-            return
-        check_parts(content, path)
-        is_begun = False
-        for i, block in enumerate(content):
+    def fill(self, role: Role, content: str | list[Block], path: str) -> None:
+        """Add a message. It continues the last turn if that has the same role."""
+        blocks = [Block("text", content)] if isinstance(content, str) else content
+        check_parts(blocks, path)
+        if not blocks:
+            self._begin(role, has_text=False)
+        turn: Turn | None = None  # of the blocks since the last result
+        for i, block in enumerate(blocks):
             if role is Role.USER and block.type == "tool_result":
-                self.turns.append(_result(block, f"{path}.{i}"))
-                self._note_references(block)
-                is_begun = False
+                self._add_result(block, f"{path}.{i}")
+                turn = None
             else:
-                turn = self.turns[-1] if is_begun else self._begin(role, has_text=bool(content))
-                is_begun = True
+                turn = turn or self._begin(role, has_text=bool(content))
                 _fill(turn, block, f"{path}.{i}")
             if block.cache_control is not None:
-                self.keep(block.cache_control)
-        if not content:
-            self._begin(role, has_text=False)
-
-    def _note_references(self, block: Block) -> None:
-        parts = block.content if isinstance(block.content, list) else ()
-        self.references |= {part.tool_name for part in parts if part.type == "tool_reference" and part.tool_name}
+                self.mark(block.cache_control)
 
     def _begin(self, role: Role, *, has_text: bool) -> Turn:
         """Return the last turn if it has this role, else a new one."""
-        if not self.turns or self.turns[-1].role is not role:
-            self.turns.append(Turn(role))
-        elif self.turns[-1].parts and has_text and _BETWEEN[role]:
-            self.turns[-1].parts.append(Part(_BETWEEN[role]))
-        return self.turns[-1]
+        if not self or self[-1].role is not role:
+            return self.add(Turn(role))
+        if self[-1].parts and has_text and _BETWEEN[role]:
+            self[-1].parts.append(Part(_BETWEEN[role]))
+        return self[-1]
 
-    def keep(self, control: CacheControl) -> None:
+    def _add_result(self, block: Block, path: str) -> None:
+        call_id = given(block.tool_use_id, f"{path}.tool_use_id")
+        parts = [ResultPart("text", block.content)] if not isinstance(block.content, list) else block.content
+        check_parts(parts, f"{path}.content")
+        text = "\n".join(_result_text(part, f"{path}.content.{i}") for i, part in enumerate(parts))
+        self.add(Turn(Role.TOOL, [Part(f"Error: {text}" if block.is_error else text)], call_id=call_id))
+        self.references |= {part.tool_name for part in parts if part.type == "tool_reference" and part.tool_name}
+
+    def mark(self, control: CacheControl) -> None:
         """Add a breakpoint after the last part. An existing one at this place is not changed."""
-        last = len(self.turns) - 1
-        at = (last, len(self.turns[last].parts) - 1)
-        has_content = at[1] >= 0 or bool(self.turns[last].calls)
+        at = len(self) - 1, len(self[-1].parts) - 1
+        has_content = at[1] >= 0 or bool(self[-1].calls)
         if has_content and at not in ((mark.message, mark.part) for mark in self.breakpoints):
-            self.breakpoints.append(Breakpoint(*at, TTL_S[control.ttl]))
+            self.keep(TTL_S[control.ttl])
 
     def keep_tools(self, control: CacheControl) -> None:
         """Add a breakpoint for the tools. Templates put them into the system turn, so the whole turn is kept."""
-        if self.turns:
-            self.keep(control)
+        if self:
+            self.mark(control)
         else:
             self.breakpoints.append(Breakpoint(0, -1, TTL_S[control.ttl]))
 
@@ -785,70 +666,39 @@ def _fill(turn: Turn, block: Block, path: str) -> None:
         case "redacted_thinking" if is_assistant:
             pass  # it has no readable text
         case "tool_use" if is_assistant:
-            turn.calls.append(_call(block, path))
-        case _:
-            turn.parts.append(Part(_text(block, path)))
-
-
-def _call(block: Block, path: str) -> ToolCall:
-    try:
-        arguments = msgspec.json.encode(block.input or {}).decode()
-    except RecursionError:
-        raise ApiError(Kind.INVALID, f"{path}.input is nested too deeply", param=f"{path}.input") from None
-    call = ToolCall(_given(block.id, f"{path}.id"), _given(block.name, f"{path}.name"), arguments)
-    check_call(call, path, "input")
-    return call
-
-
-def _result(block: Block, path: str) -> Turn:
-    call_id = _given(block.tool_use_id, f"{path}.tool_use_id")
-    content = block.content or ""
-    if isinstance(content, list):
-        check_parts(content, f"{path}.content")
-        content = "\n".join(_result_text(part, f"{path}.content.{i}") for i, part in enumerate(content))
-    if block.is_error:
-        content = f"Error: {content}"
-    return Turn(Role.TOOL, [Part(content)], call_id=call_id)
+            arguments = encoded_arguments(block.input, f"{path}.input")
+            call = ToolCall(given(block.id, f"{path}.id"), given(block.name, f"{path}.name"), arguments)
+            check_call(call, path, "input")
+            turn.calls.append(call)
+        case "text":
+            turn.parts.append(Part(given(block.text, f"{path}.text")))
+        case other:
+            raise unsupported_value(f"{path}.type", other, "only text is", is_value=False)
 
 
 def _result_text(part: ResultPart, path: str) -> str:
     if part.type == "tool_reference":
-        return f"Tool found: {_given(part.tool_name, f'{path}.tool_name')}"
+        return f"Tool found: {given(part.tool_name, f'{path}.tool_name')}"
     if part.type != "text":
-        raise unsupported(f"{path}.type", f"{path}.type = {part.type!r:.80} is not supported: only text is")
+        raise unsupported_value(f"{path}.type", part.type, "only text is", is_value=False)
     return part.text or ""
 
 
-def _given(value: T | None, path: str) -> T:
-    if value is None:
-        raise ApiError(Kind.INVALID, f"{path} is missing", param=path)
-    return value
-
-
-def _text(block: Block, path: str) -> str:
-    if block.type != "text":
-        message = f"{path}.type = {block.type!r:.80} is not supported: only text is"
-        raise unsupported(f"{path}.type", message)
-    return _given(block.text, f"{path}.text")
+def _format(body: CountTokensRequest) -> tuple[str | None, OutputFormat | None]:
+    """The field of the schema that constrains the answer, and the format with it."""
+    if body.output_config is not None and body.output_config.format is not None:
+        return "output_config.format.schema", body.output_config.format
+    return None if body.output_format is None else "output_format.schema", body.output_format
 
 
 def grammar_of(body: CountTokensRequest) -> Grammar | None:
-    config = body.output_config
-    given = body.output_format if config is None or config.format is None else config.format
-    path = shape_field(body)
-    if given is None or path is None:
+    path, form = _format(body)
+    if path is None or form is None:
         return None
-    return _schema_grammar(given, path)
-
-
-def _schema_grammar(given: OutputFormat, path: str) -> Grammar:
-    if given.type != "json_schema":
-        where = path.replace(".schema", ".type")
-        raise unsupported(where, f"{where} = {given.type!r:.80} is not supported: only json_schema is")
-    try:
-        return json_schema_grammar(_given(given.schema, path), strict=bool(given.strict))
-    except InvalidRequest as error:
-        raise shape_error(path, error) from None
+    if form.type != "json_schema":
+        raise unsupported_value(path.replace(".schema", ".type"), form.type, "only json_schema is", is_value=False)
+    schema = given(form.schema, path)
+    return made_grammar(path, lambda: json_schema_grammar(schema, strict=bool(form.strict)))
 
 
 def _params(body: MessagesRequest) -> GenerationParams:
@@ -866,88 +716,6 @@ def _params(body: MessagesRequest) -> GenerationParams:
             ignore_eos=bool(body.ignore_eos),
             grammar=grammar_of(body),
         )
-
-
-class BlockWriter:
-    """Makes the events of a stream. One block is open at a time, and a piece of another kind ends it.
-
-    An answer without pieces has one empty text block.
-    """
-
-    def __init__(self, *, shows_thoughts: bool) -> None:
-        self._shows_thoughts = shows_thoughts
-        self.blocks: list[AnswerBlock] = []  # complete up to the open one
-        self._texts: list[str] = []  # of the open block, except what was written without `take`
-        self._kind: type[Thought] | type[Words] | type[CallStart] | None = None  # of the open block
-        self.has_calls = False
-
-    def take(self, pieces: Iterable[Piece]) -> list[Event]:
-        return [event for piece in pieces for event in self._take(piece)]
-
-    def continues(self, piece: Piece) -> TypeGuard[Words | Thought]:
-        """Whether the piece is text of the open block: its only event is then a delta."""
-        return isinstance(piece, Words | Thought) and type(piece) is self._kind
-
-    def end(self) -> list[Event]:
-        opened = [] if self.blocks else [self._start(TextBlock(""))]
-        return [*opened, *self._close()]
-
-    def _take(self, piece: Piece) -> list[Event]:
-        match piece:
-            case Thought(text):
-                if not self._shows_thoughts:
-                    return []
-                opened = self._open(Thought, ThinkingBlock(""))
-                return [*opened, self._grow(text, ThinkingDelta(text))]
-            case Words(text):
-                opened = self._open(Words, TextBlock(""))
-                return [*opened, self._grow(text, TextDelta(text))]
-            case CallStart(_, call_id, name):
-                self.has_calls = True
-                self._kind, before = CallStart, self._close()
-                return [*before, self._start(ToolUseBlock(use_id(call_id), name, {}))]
-            case CallArguments(_, text):
-                return [self._grow(text, InputJsonDelta(text))]
-
-    def _open(self, kind: type[Thought] | type[Words], block: AnswerBlock) -> list[Event]:
-        if self._kind is kind:
-            return []
-        before = self._close()
-        self._kind = kind
-        return [*before, self._start(block)]
-
-    def _start(self, block: AnswerBlock) -> BlockStart:
-        self.blocks.append(block)
-        return BlockStart(len(self.blocks) - 1, block)
-
-    def _grow(self, text: str, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> BlockDelta:
-        self._texts.append(text)
-        return BlockDelta(len(self.blocks) - 1, delta)
-
-    def _close(self) -> list[Event]:
-        if not self.blocks:
-            return []
-        text, self._texts = "".join(self._texts), []
-        match self.blocks[-1]:
-            case TextBlock():
-                self.blocks[-1] = TextBlock(text)
-            case ThinkingBlock():
-                self.blocks[-1] = ThinkingBlock(text)
-            case ToolUseBlock() as block:
-                self.blocks[-1] = msgspec.structs.replace(block, input=_input(text))
-        return [BlockStop(len(self.blocks) - 1)]
-
-
-def use_id(call_id: str) -> str:
-    return f"toolu_{call_id.removeprefix('call_')}"
-
-
-def _input(arguments: str) -> dict[str, object]:
-    """Parse a call's arguments. A call that was cut off has none; a stream has sent the incomplete JSON."""
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError):
-        return {}
 
 
 # 503 for a server that starts or stops: the SDK retries 503 and 529, and proxies know only 503.
@@ -970,23 +738,13 @@ _TYPES: dict[Kind, tuple[int, str]] = {
 }
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
-    type: str
-    message: str
-
-
-class ErrorAnswer(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
-    error: ErrorDetail
-    request_id: str
-
-
 def _status(error: ApiError) -> int:
     return _TYPES[error.kind][0]
 
 
 def _body(error: ApiError, request_id: str) -> bytes:
-    detail = ErrorDetail(_TYPES[error.kind][1], _message(error))
-    return msgspec.json.encode(ErrorAnswer(detail, request_id))
+    detail = {"type": _TYPES[error.kind][1], "message": _message(error)}
+    return encode_json({"type": "error", "error": detail, "request_id": request_id})
 
 
 def _event(error: ApiError, request_id: str) -> bytes:
@@ -994,20 +752,13 @@ def _event(error: ApiError, request_id: str) -> bytes:
 
 
 def _message(error: ApiError) -> str:
-    """The message, with the field: Anthropic's errors have no other member for it."""
-    text = error.message
-    if error.param is not None and error.param not in text:
-        text = f"{error.param}: {text}"
+    text = message_with_field(error)  # Anthropic's errors have no other member for the field
     if error.kind is Kind.TOO_LONG:
         text = f"prompt is too long: {text}"  # clients look for this text and shorten the conversation
-    return text.encode(errors="replace").decode()  # an error must never fail
+    return text
 
 
 ANTHROPIC = Dialect("anthropic", _status, _body, _event)
-
-
-_MARK = "<text>"
-_encoder = msgspec.json.Encoder()
 
 
 async def messages(context: RequestContext) -> Response:
@@ -1015,20 +766,7 @@ async def messages(context: RequestContext) -> Response:
     request = await context.parse(to_inference_request, body)
     edited = await _edited(context, body, request.prompts[0])
     request = replace(request, model=_served_name(context, body.model), prompts=(edited.chat,))
-    return await answer_in_shape(request, shape_field(body), partial(_respond, context, body, edited))
-
-
-async def _respond(
-    context: RequestContext, body: MessagesRequest, edited: Edited, request: InferenceRequest
-) -> Response:
-    active = await context.open(request)
-    num_hour_tokens = hour_tokens(context.service, active)
-    edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
-    reply = Reply(active, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
-    if request.is_streaming:
-        return await context.stream(active, reply)
-    one = (await context.result(active))[0].completions[0]
-    return await context.json_of(partial(reply.answer, one.text, one.finish_reason, one.stop), active.num_values)
+    return await respond(context, request, partial(Reply, body=body, edited=edited), {})
 
 
 async def count_tokens(context: RequestContext) -> Response:
@@ -1065,98 +803,81 @@ async def _edited(context: RequestContext, body: CountTokensRequest, chat: Promp
     return await apply(body.context_management, chat, count)
 
 
-def hour_tokens(service: ModelService, active: ActiveRequest) -> int:
-    """Number of prompt tokens pinned for an hour; the others of `pinned_tokens` are pinned for five minutes."""
-    request = active.requests[0]
-    pins = tuple(pin for pin in request.pins if pin.ttl_s > TTL_S["5m"])
-    return service.pinned_tokens(replace(request, pins=pins)) if pins else 0
+class Reply(AnswerEncoder):
+    """The response to one request. Events come in the SDK's order; the first has the prompt's cache hit.
 
-
-class Reply(EventEncoder):
-    """Encodes the response to one request, as a whole or as a stream.
-
-    Events come in the SDK's order; the first has the prompt's cache hit.
+    An answer without pieces has one empty text block.
     """
 
     waits_for_start = True
 
-    def __init__(
-        self,
-        active: ActiveRequest,
-        max_tokens: int,
-        num_hour_tokens: int = 0,
-        *,
-        shows_thoughts: bool = False,
-        edits: AppliedEdits | UnsetType = UNSET,
-    ) -> None:
-        self._active = active
-        self._edits = edits
-        self._max_tokens = max_tokens
-        self._num_hour_tokens = num_hour_tokens
-        self._shows_thoughts = shows_thoughts
-        self._parser = active.new_parser()
-        self._blocks = BlockWriter(shows_thoughts=shows_thoughts)
-        self._finish: FinishReason | None = None
-        self._stop_text: str | None = None
-        self._frames: dict[tuple[type[Piece], int], tuple[bytes, bytes]] = {}  # by kind and number of the block
+    def __init__(self, active: ActiveRequest, body: MessagesRequest, edited: Edited) -> None:
+        super().__init__(active)
+        self._max_tokens = body.max_tokens
+        self._shows_thoughts = shows_thoughts(body)
+        self._edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
+        self.num_hour_tokens = 0  # tokens of the prompt that are kept for an hour, the others for five minutes
 
-    def answer(self, text: str, finish: FinishReason, stop: str | None) -> MessageResponse:
-        parser = self._active.new_parser()
-        pieces = [*parser.push(text), *parser.finish(is_cut=finish is FinishReason.LENGTH)]
-        blocks = BlockWriter(shows_thoughts=self._shows_thoughts)
-        blocks.take(pieces)
-        blocks.end()
-        end = self._stop(finish, stop, has_calls=blocks.has_calls)
-        return self._message(blocks.blocks if self._max_tokens else [], end, self._cache())
+    async def prepare(self, context: RequestContext) -> None:
+        request = self.active.requests[0]
+        if pins := tuple(pin for pin in request.pins if pin.ttl_s > TTL_S["5m"]):
+            self.num_hour_tokens = context.service.pinned_tokens(replace(request, pins=pins))
+
+    def whole(self) -> MessageResponse:
+        for _ in self.read():
+            self._end()
+        end = self._stop()
+        return self._message([_block(item) for item in self.sample().items], **end, cache=self.cache)
 
     def begin(self) -> bytes:
-        return event(MessageStart(self._message([])))
+        return self.write([{"type": "message_start", "message": self._message([])}])
 
     def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        pieces = self._parser.push("".join(delta.text for _, delta in batch))
-        last = batch[-1][1]
-        if last.finish_reason is not None:
-            self._finish, self._stop_text = last.finish_reason, last.stop
-            pieces += self._parser.finish(is_cut=self._finish is FinishReason.LENGTH)
-        return self._events(pieces)
-
-    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
-        """Text that continues the open block is put between bytes that were encoded before."""
-        del prompt, index  # there is one
-        pieces = self._parser.push(text)
-        if len(pieces) != 1 or not self._blocks.continues(piece := pieces[0]):
-            return self._events(pieces)
-        before, after = self._frame(type(piece))
-        return before + _encoder.encode(piece.text) + after
-
-    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
-        del prompt, index
-        is_constant = isinstance(self._parser, PlainAnswer) and self._blocks.continues(Words(""))
-        return self._frame(Words) if is_constant else None
-
-    def _frame(self, kind: type[Words] | type[Thought]) -> tuple[bytes, bytes]:
-        """The bytes around the text of the open block, which is of this kind."""
-        place = kind, len(self._blocks.blocks)
-        if (frame := self._frames.get(place)) is None:
-            (delta,) = self._blocks.take([kind(_MARK)])
-            before, after = event(delta).rsplit(_encoder.encode(_MARK), 1)
-            frame = self._frames[place] = before, after
-        return frame
+        return super().feed(merged(batch))
 
     def finish(self) -> bytes:
-        blocks = self._blocks.end() if self._max_tokens else []
-        delta = self._stop(self._finish, self._stop_text, has_calls=self._blocks.has_calls)
-        end = MessageDelta(delta, self._delta_usage(), self._edits, self._cache())
-        return b"".join(map(event, [*blocks, end, MessageStop()]))
+        events, usage = self._end(), self.usage()
+        names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+        end = {
+            "type": "message_delta",
+            "delta": self._stop(),
+            "usage": {name: getattr(usage, name) for name in names},
+            "context_management": self._edits,
+            "cache": self.cache,
+        }
+        return self.write([*events, end, {"type": "message_stop"}])
 
-    def _events(self, pieces: Sequence[Piece]) -> bytes:
-        return b"".join(map(event, self._blocks.take(pieces))) if self._max_tokens else b""
+    def take(self, sample: Sample, pieces: Iterable[Piece]) -> list[Event]:
+        if not self._max_tokens:
+            return []
+        return super().take(sample, [piece for piece in pieces if self._shows_thoughts or type(piece) is not Thought])
+
+    def start(self, item: Item) -> list[Event]:
+        return [{"type": "content_block_start", "index": item.number, "content_block": _block(item)}]
+
+    def grow(self, item: Item, text: str) -> list[Event]:
+        match item.first:
+            case Words():
+                delta = {"type": "text_delta", "text": text}
+            case Thought():
+                delta = {"type": "thinking_delta", "thinking": text}
+            case CallStart():
+                delta = {"type": "input_json_delta", "partial_json": text}
+        return [{"type": "content_block_delta", "index": item.number, "delta": delta}]
+
+    def end(self, item: Item) -> list[Event]:
+        return [{"type": "content_block_stop", "index": item.number}]
+
+    def _end(self) -> list[Event]:
+        sample = self.sample()
+        opened = [] if sample.items or not self._max_tokens else self.open(sample, Words(""))
+        return opened + self.close(sample)
 
     def usage(self) -> MessageUsage:
-        usage = self._active.usage
+        usage = self.active.usage
         read = usage.cached_tokens
-        created = max(0, self._active.pinned_tokens - read)
-        created_1h = min(created, max(0, self._num_hour_tokens - read))
+        created = max(0, self.active.pinned_tokens - read)
+        created_1h = min(created, max(0, self.num_hour_tokens - read))
         return MessageUsage(
             input_tokens=usage.prompt_tokens - read - created,
             cache_creation_input_tokens=created,
@@ -1165,49 +886,45 @@ class Reply(EventEncoder):
             output_tokens=usage.completion_tokens if self._max_tokens else 0,
         )
 
-    def _delta_usage(self) -> DeltaUsage:
-        usage = self.usage()
-        return DeltaUsage(
-            input_tokens=usage.input_tokens,
-            cache_creation_input_tokens=usage.cache_creation_input_tokens,
-            cache_read_input_tokens=usage.cache_read_input_tokens,
-            output_tokens=usage.output_tokens,
-        )
-
     def _message(
-        self, content: list[AnswerBlock], end: StopDelta | None = None, cache: CacheView | UnsetType = UNSET
+        self,
+        content: list[AnswerBlock],
+        stop_reason: StopReason | None = None,
+        stop_sequence: str | None = None,
+        cache: CacheView | UnsetType = UNSET,
     ) -> MessageResponse:
         return MessageResponse(
-            id=f"msg_{self._active.request_id}",
-            model=self._active.model,
+            id=f"msg_{self.active.request_id}",
+            model=self.active.model,
             content=content,
-            stop_reason=None if end is None else end.stop_reason,
-            stop_sequence=None if end is None else end.stop_sequence,
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
             usage=self.usage(),
-            context_management=UNSET if end is None else self._edits,
+            context_management=UNSET if stop_reason is None else self._edits,
             cache=cache,
         )
 
-    def _stop(self, finish: FinishReason | None, stop: str | None, *, has_calls: bool) -> StopDelta:
+    def _stop(self) -> dict[str, Any]:
+        last, sequence = self.sample().last, None
         if not self._max_tokens:
-            return StopDelta("max_tokens", None)
-        if finish is FinishReason.LENGTH:
-            is_all = self._active.usage.completion_tokens >= self._max_tokens
-            return StopDelta("max_tokens" if is_all else "model_context_window_exceeded", None)
-        if finish is not FinishReason.STOP:
+            reason = "max_tokens"
+        elif last is not None and last.finish_reason is FinishReason.LENGTH:
+            is_all = self.active.usage.completion_tokens >= self._max_tokens
+            reason = "max_tokens" if is_all else "model_context_window_exceeded"
+        elif last is None or last.finish_reason is not FinishReason.STOP:
             raise RequestFailed("the answer was cut off before its end")
-        if stop is not None:
-            return StopDelta("stop_sequence", stop)
-        return StopDelta("tool_use" if has_calls else "end_turn", None)
-
-    def _cache(self) -> CacheView | UnsetType:
-        explanation = self._active.cache
-        if not self._active.request.wants_cache or explanation is None:
-            return UNSET
-        return view(explanation, self._active.usage.prompt_tokens, self._active.cache_text)
+        elif last.stop is not None:
+            reason, sequence = "stop_sequence", last.stop
+        else:
+            reason = "tool_use" if self.sample().calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def event(value: Event) -> bytes:
-    name = value.__struct_config__.tag
-    assert isinstance(name, str)
-    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(value) + b"\n\n"
+def _block(item: Item) -> AnswerBlock:
+    match item.first:
+        case Words():
+            return TextBlock(item.text)
+        case Thought():
+            return ThinkingBlock(item.text)
+        case CallStart(_, call_id, name):
+            return ToolUseBlock(f"toolu_{call_id.removeprefix('call_')}", name, decoded_arguments(item.text) or {})

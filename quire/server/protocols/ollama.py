@@ -10,32 +10,43 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
-from quire.core.values import MAX_TOKEN_ID, FinishReason, check_tokens
-from quire.engine.outputs import Completion, Delta, TokenLogprob
+from quire.core.values import MAX_TOKEN_ID, check_tokens
+from quire.engine.outputs import Delta, TokenLogprob
 from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE, GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
-from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest, Model, Models, ModelService, Prompt, priority_of
-from quire.server.protocols.openai import cache_view, finish_reason, finite, token_text
 from quire.server.protocols.support import (
     SHAPE_FIELDS,
+    AnswerEncoder,
     CacheView,
+    Event,
+    Item,
+    Sample,
     Unsupported,
-    answer_in_shape,
+    decoded_arguments,
+    described,
+    encode_json,
+    encoded_arguments,
+    finish_reason,
+    finite,
+    made_grammar,
+    merged,
+    message_with_field,
     protocol_field_names,
     refuse_unsupported,
-    shape_error,
+    respond,
+    token_text,
+    unsupported_value,
     with_fields,
     with_unenforced,
 )
@@ -53,7 +64,7 @@ from quire.text.messages import (
     check_call,
     check_messages,
 )
-from quire.text.stream import MAX_STOPS, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
+from quire.text.stream import MAX_STOPS, CallStart, Thought, Words
 
 _SHAPE = "use format: json, or a JSON schema"
 _SAMPLER = "quire does not have this sampler"
@@ -98,13 +109,9 @@ IGNORED_OPTIONS = {
 THINK_LEVELS = ("low", "medium", "high", "max")
 
 
-def _described(description: str, **schema: Any) -> Meta:
-    return Meta(description=description, extra_json_schema=schema)
-
-
 KeepAlive = Annotated[
     str | float | None,
-    _described(
+    described(
         "0 without a prompt and with an admin key unloads the model. "
         "Other values have no effect: the server decides how long a model stays loaded."
     ),
@@ -114,50 +121,41 @@ KeepAlive = Annotated[
 # Requests
 
 
-if TYPE_CHECKING:
-    _Options = Struct
-    _Message = Struct
-    _Body = Struct
-else:
-    _Options = with_fields("_Options", UNSUPPORTED_OPTIONS, IGNORED_OPTIONS)
-    _Message = with_fields("_Message", IMAGES)
-    _Body = with_fields("_Body", UNSUPPORTED)
-
-
-class OllamaOptions(_Options, kw_only=True):
+@with_fields(UNSUPPORTED_OPTIONS, IGNORED_OPTIONS)
+class OllamaOptions(Struct, kw_only=True):
     """`options`: sampling parameters, and settings of Ollama's own runner."""
 
     num_predict: Annotated[
         int | None,
-        _described(
+        described(
             "The longest answer, in tokens; 0, -1, -2: no limit but the context. Unless given: --default-max-tokens.",
             minimum=-2,
         ),
     ] = None
     temperature: Annotated[
-        float | None, _described("0: always the most probable token.", minimum=0, maximum=MAX_TEMPERATURE)
+        float | None, described("0: always the most probable token.", minimum=0, maximum=MAX_TEMPERATURE)
     ] = None
-    top_k: Annotated[int | None, _described("0 or less: all tokens.", maximum=MAX_TOKEN_ID)] = None
-    top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
-    min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    top_k: Annotated[int | None, described("0 or less: all tokens.", maximum=MAX_TOKEN_ID)] = None
+    top_p: Annotated[float | None, described(exclusiveMinimum=0, maximum=1)] = None
+    min_p: Annotated[float | None, described(minimum=0, maximum=1)] = None
     repeat_penalty: Annotated[
-        float | None, _described("Above 1: divides the logit of tokens that occur in the prompt or the answer.")
+        float | None, described("Above 1: divides the logit of tokens that occur in the prompt or the answer.")
     ] = None
     repeat_last_n: Annotated[
-        int | None, _described("0: no penalties. Any other value: penalties apply to the whole context.", minimum=-1)
+        int | None, described("0: no penalties. Any other value: penalties apply to the whole context.", minimum=-1)
     ] = None
-    presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
-    frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
-    seed: Annotated[int | None, _described("The same seed gives the same answer; -1: random.")] = None
-    stop: str | Annotated[list[str], Meta(extra_json_schema={"maxItems": MAX_STOPS})] | None = None
-    num_ctx: Annotated[int | None, _described("Accepted, without effect: the server sets the context of a model.")] = (
+    presence_penalty: Annotated[float | None, described(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, described(minimum=-2, maximum=2)] = None
+    seed: Annotated[int | None, described("The same seed gives the same answer; -1: random.")] = None
+    stop: str | Annotated[list[str], described(maxItems=MAX_STOPS)] | None = None
+    num_ctx: Annotated[int | None, described("Accepted, without effect: the server sets the context of a model.")] = (
         None
     )
 
 
 class OllamaCalledFunction(Struct, kw_only=True):
     name: str
-    arguments: Annotated[dict[str, Any] | None, _described("An object, not a JSON string.")] = None
+    arguments: Annotated[dict[str, Any] | None, described("An object, not a JSON string.")] = None
     index: int | None = None
 
 
@@ -167,47 +165,49 @@ class OllamaToolCall(Struct, kw_only=True):
     type: str | None = None
 
 
-class OllamaMessage(_Message, kw_only=True):
+@with_fields(IMAGES)
+class OllamaMessage(Struct, kw_only=True):
     role: Annotated[
-        str, _described("An assistant's last message is continued.", enum=["system", "user", "assistant", "tool"])
+        str, described("An assistant's last message is continued.", enum=["system", "user", "assistant", "tool"])
     ]
     content: str | None = None
-    thinking: Annotated[str | None, _described("The assistant's reasoning before its answer.")] = None
-    tool_calls: Annotated[list[OllamaToolCall] | None, _described("The assistant's tool calls.")] = None
-    tool_name: Annotated[str | None, _described("In a tool's message: the function it answers.")] = None
-    tool_call_id: Annotated[str | None, _described("In a tool's message: the call it answers.")] = None
+    thinking: Annotated[str | None, described("The assistant's reasoning before its answer.")] = None
+    tool_calls: Annotated[list[OllamaToolCall] | None, described("The assistant's tool calls.")] = None
+    tool_name: Annotated[str | None, described("In a tool's message: the function it answers.")] = None
+    tool_call_id: Annotated[str | None, described("In a tool's message: the call it answers.")] = None
 
 
 class OllamaFunction(Struct, kw_only=True):
-    name: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Za-z0-9_-]{1,64}$"})]
+    name: Annotated[str, described(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, _described("A JSON schema of an object.")] = None
+    parameters: Annotated[dict[str, Any] | None, described("A JSON schema of an object.")] = None
 
 
 class OllamaTool(Struct, kw_only=True):
     function: OllamaFunction
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
+    type: Annotated[str, described(enum=["function"])] = "function"
 
 
-class OllamaBody(_Body, kw_only=True):
+@with_fields(UNSUPPORTED)
+class OllamaBody(Struct, kw_only=True):
     """Fields that chat and generate share."""
 
-    model: Annotated[str, _described("A name listed by /api/tags; the tag `latest` is optional.")]
-    stream: Annotated[bool | None, _described("True or null: one JSON line per part of the answer.")] = None
-    format: Annotated[str, Meta(extra_json_schema={"enum": ["", "json"]})] | dict[str, Any] | None = None
+    model: Annotated[str, described("A name listed by /api/tags; the tag `latest` is optional.")]
+    stream: Annotated[bool | None, described("True or null: one JSON line per part of the answer.")] = None
+    format: Annotated[str, described(enum=["", "json"])] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     keep_alive: KeepAlive = None
     think: Annotated[
-        bool | str | None, _described(f"Whether to think first, or how much: {', '.join(THINK_LEVELS)}.")
+        bool | str | None, described(f"Whether to think first, or how much: {', '.join(THINK_LEVELS)}.")
     ] = None
-    truncate: Annotated[bool | None, _described("Accepted, without effect: a prompt that is too long is refused.")] = (
+    truncate: Annotated[bool | None, described("Accepted, without effect: a prompt that is too long is refused.")] = (
         None
     )
-    shift: Annotated[bool | None, _described("Accepted, without effect: an answer ends when the context is full.")] = (
+    shift: Annotated[bool | None, described("Accepted, without effect: an answer ends when the context is full.")] = (
         None
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})] = None
+    top_logprobs: Annotated[int | None, described(minimum=0, maximum=MAX_LOGPROBS)] = None
     # quire's own
     cache: bool | None = None
     cache_salt: str | None = None
@@ -217,38 +217,33 @@ class OllamaBody(_Body, kw_only=True):
 class OllamaChatRequest(OllamaBody, kw_only=True):
     """A conversation to answer. Without messages the model is only loaded."""
 
-    messages: Annotated[list[OllamaMessage], Meta(extra_json_schema={"maxItems": MAX_MESSAGES})] | None = None
-    tools: Annotated[list[OllamaTool], Meta(extra_json_schema={"maxItems": MAX_TOOLS})] | None = None
+    messages: Annotated[list[OllamaMessage], described(maxItems=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[OllamaTool], described(maxItems=MAX_TOOLS)] | None = None
 
 
-if TYPE_CHECKING:
-    _GenerateBody = OllamaBody
-else:
-    _GenerateBody = with_fields("_GenerateBody", GENERATE_UNSUPPORTED, base=OllamaBody)
-
-
-class OllamaGenerateRequest(_GenerateBody, kw_only=True):
+@with_fields(GENERATE_UNSUPPORTED)
+class OllamaGenerateRequest(OllamaBody, kw_only=True):
     """A question to answer. Without a prompt the model is only loaded."""
 
-    prompt: Annotated[str | None, _described("A user's message; with raw, the whole prompt.")] = None
+    prompt: Annotated[str | None, described("A user's message; with raw, the whole prompt.")] = None
     system: str | None = None
-    raw: Annotated[bool | None, _described("Continue the prompt without the chat template.")] = None
+    raw: Annotated[bool | None, described("Continue the prompt without the chat template.")] = None
     context: Annotated[
-        list[int] | None, _described("The `context` of an earlier response: the conversation so far, as token ids.")
+        list[int] | None, described("The `context` of an earlier response: the conversation so far, as token ids.")
     ] = None
 
 
 class ShowRequest(Struct, kw_only=True):
     model: str | None = None
-    name: Annotated[str | None, _described("The older form of model.")] = None
-    verbose: Annotated[bool | None, _described("Accepted, without effect.")] = None
+    name: Annotated[str | None, described("The older form of model.")] = None
+    verbose: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
 class PullRequest(Struct, kw_only=True):
-    model: Annotated[str | None, _described("A known model name, or an org/name of the hub.")] = None
-    name: Annotated[str | None, _described("The older form of model.")] = None
+    model: Annotated[str | None, described("A known model name, or an org/name of the hub.")] = None
+    name: Annotated[str | None, described("The older form of model.")] = None
     stream: bool | None = None
-    insecure: Annotated[bool | None, _described("Accepted, without effect.")] = None
+    insecure: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
 # Answers
@@ -296,8 +291,8 @@ class OllamaAnswer(Struct, kw_only=True):
     done_reason: DoneReason | UnsetType = UNSET
     logprobs: list[OllamaLogprob] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
-    load_duration: Annotated[int, _described("Time spent waiting for the model to load.")] | UnsetType = UNSET
-    prompt_eval_count: Annotated[int, _described("Prompt tokens, including cached ones.")] | UnsetType = UNSET
+    load_duration: Annotated[int, described("Time spent waiting for the model to load.")] | UnsetType = UNSET
+    prompt_eval_count: Annotated[int, described("Prompt tokens, including cached ones.")] | UnsetType = UNSET
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
@@ -311,7 +306,7 @@ class OllamaChatAnswer(OllamaAnswer, kw_only=True):
 class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
     response: str
     thinking: str | UnsetType = UNSET
-    context: Annotated[list[int], _described("Prompt and answer as token ids; not with raw.")] | UnsetType = UNSET
+    context: Annotated[list[int], described("Prompt and answer as token ids; not with raw.")] | UnsetType = UNSET
 
 
 class ModelDetails(Struct, kw_only=True):
@@ -327,8 +322,8 @@ class ListedModel(Struct, kw_only=True):
     name: str
     model: str
     modified_at: str
-    size: Annotated[int, _described("Size of the model's files in bytes.")]
-    digest: Annotated[str, _described("Digest of the files' name, size and modification time, not of their content.")]
+    size: Annotated[int, described("Size of the model's files in bytes.")]
+    digest: Annotated[str, described("Digest of the files' name, size and modification time, not of their content.")]
     details: ModelDetails
     capabilities: list[str]
 
@@ -340,11 +335,11 @@ class ListedModels(Struct, kw_only=True):
 class LoadedModel(Struct, kw_only=True):
     name: str
     model: str
-    size: Annotated[int, _described("Weights and KV cache in memory, in bytes.")]
-    size_vram: Annotated[int, _described("The same if the model is on a GPU, else 0.")]
+    size: Annotated[int, described("Weights and KV cache in memory, in bytes.")]
+    size_vram: Annotated[int, described("The same if the model is on a GPU, else 0.")]
     digest: str
     details: ModelDetails
-    expires_at: Annotated[str, _described("When --idle-unload would unload it; the year 9999: never.")]
+    expires_at: Annotated[str, described("When --idle-unload would unload it; the year 9999: never.")]
     context_length: int
 
 
@@ -353,8 +348,8 @@ class LoadedModels(Struct, kw_only=True):
 
 
 class ShownModel(Struct, kw_only=True):
-    parameters: Annotated[str, _described("Default sampling parameters of the model, one per line.")]
-    template: Annotated[str, _described("The model's own chat template, in Jinja (not Go).")]
+    parameters: Annotated[str, described("Default sampling parameters of the model, one per line.")]
+    template: Annotated[str, described("The model's own chat template, in Jinja (not Go).")]
     details: ModelDetails
     model_info: dict[str, Any]
     capabilities: list[str]
@@ -364,7 +359,7 @@ class ShownModel(Struct, kw_only=True):
 
 
 class OllamaVersion(Struct, kw_only=True):
-    version: Annotated[str, _described("The Ollama version whose API is implemented; clients compare it.")]
+    version: Annotated[str, described("The Ollama version whose API is implemented; clients compare it.")]
     quire: str
 
 
@@ -373,7 +368,7 @@ class PullProgress(Struct, kw_only=True):
     digest: str | UnsetType = UNSET
     total: int | UnsetType = UNSET
     completed: int | UnsetType = UNSET
-    note: Annotated[str, _described("With success: how to serve the model.")] | UnsetType = UNSET
+    note: Annotated[str, described("With success: how to serve the model.")] | UnsetType = UNSET
 
 
 DEFAULT_TAG = ":latest"
@@ -419,8 +414,7 @@ def parse_chat(body: OllamaChatRequest) -> InferenceRequest:
         add_generation_prompt=not is_prefill,
         continue_last=is_prefill,
         tools=_tools(body.tools or ()),
-        wants_thought=_wants_thought(body),
-        reasoning_effort=_effort(body),
+        **_thinking(body),
     )
     return _inference_request(body, chat)
 
@@ -438,14 +432,7 @@ def parse_generate(body: OllamaGenerateRequest) -> InferenceRequest:
     messages = [Message(Role.USER, (Part(prompt),))]
     if body.system:
         messages.insert(0, Message(Role.SYSTEM, (Part(body.system),)))
-    return _inference_request(
-        body, ChatRequest(messages, wants_thought=_wants_thought(body), reasoning_effort=_effort(body))
-    )
-
-
-def shape_field(body: OllamaBody) -> str | None:
-    """The field that constrains the answer's format."""
-    return "format" if body.format else None
+    return _inference_request(body, ChatRequest(messages, **_thinking(body)))
 
 
 def unmet(body: OllamaBody, service: ModelService, *, is_raw: bool = False) -> list[str]:
@@ -486,8 +473,9 @@ def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
             cache_salt=body.cache_salt or "",
             wants_cache=bool(body.cache),
             ignored=tuple(_ignored(body, options)),
+            format_field="format" if body.format else None,
         )
-        return with_unenforced(request, shape_field(body))
+        return with_unenforced(request)
 
 
 def _refuse_unsupported(part: object, prefix: str = "") -> None:
@@ -542,29 +530,23 @@ def _grammar(body: OllamaBody) -> Grammar | None:
         case str():
             raise InvalidRequest(f"format = {body.format!r:.80} is neither json nor a JSON schema")
         case schema:
-            try:
-                return json_schema_grammar(schema, strict=False)
-            except InvalidRequest as error:
-                raise shape_error("format", error) from None
+            return made_grammar("format", lambda: json_schema_grammar(schema, strict=False))
 
 
-def _wants_thought(body: OllamaBody) -> bool | None:
+def _thinking(body: OllamaBody) -> dict[str, Any]:
+    """Whether to think, and how much."""
     if isinstance(body.think, str) and body.think not in _EFFORTS:
         raise InvalidRequest(f"think = {body.think!r:.80} is not true, false or one of {', '.join(THINK_LEVELS)}")
-    return None if body.think is None else bool(body.think)
+    effort = _EFFORTS[body.think] if isinstance(body.think, str) else None
+    return {"wants_thought": None if body.think is None else bool(body.think), "reasoning_effort": effort}
 
 
-def _effort(body: OllamaBody) -> str | None:
-    return _EFFORTS[body.think] if isinstance(body.think, str) else None
-
-
-def _tools(given: Sequence[OllamaTool]) -> tuple[Tool, ...]:
-    if len(given) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
-    for i, tool in enumerate(given):
+def _tools(tools: Sequence[OllamaTool]) -> tuple[Tool, ...]:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries, more than {MAX_TOOLS}")
+    for i, tool in enumerate(tools):
         if tool.type != "function":
-            text = f"tools[{i}].type = {tool.type!r:.80} is not supported: tools are functions that the client calls"
-            raise ApiError(Kind.INVALID, text, param=f"tools[{i}].type", reason="unsupported_value")
+            raise unsupported_value(f"tools[{i}].type", tool.type, "tools are functions that the client calls")
     return tuple(
         Tool(
             tool.function.name,
@@ -574,7 +556,7 @@ def _tools(given: Sequence[OllamaTool]) -> tuple[Tool, ...]:
             path=f"tools[{i}]",
             schema_path=f"tools[{i}].function.parameters",
         )
-        for i, tool in enumerate(given)
+        for i, tool in enumerate(tools)
     )
 
 
@@ -592,53 +574,50 @@ class _OpenCalls:
         self._num_calls = 0
         self._open: list[ToolCall] = []
 
-    def add(self, given: Sequence[OllamaToolCall], path: str) -> tuple[ToolCall, ...]:
-        calls: list[ToolCall] = []
-        for i, one in enumerate(given):
-            try:
-                arguments = msgspec.json.encode(one.function.arguments or {}).decode()
-            except RecursionError:
-                where = f"{path}[{i}].function.arguments"
-                raise ApiError(Kind.INVALID, f"{where} is nested too deeply", param=where) from None
+    def add(self, calls: Sequence[OllamaToolCall], path: str) -> tuple[ToolCall, ...]:
+        found: list[ToolCall] = []
+        for i, one in enumerate(calls):
+            arguments = encoded_arguments(one.function.arguments, f"{path}[{i}].function.arguments")
             call = ToolCall(one.id or f"call_{self._num_calls}", one.function.name, arguments)
             check_call(call, f"{path}[{i}].function")
             self._num_calls += 1
-            calls.append(call)
-        self._open += calls
-        return tuple(calls)
+            found.append(call)
+        self._open += found
+        return tuple(found)
 
-    def answer(self, given: OllamaMessage) -> str | None:
-        if given.tool_call_id:
-            found = [call for call in self._open if call.call_id == given.tool_call_id]
+    def answer(self, message: OllamaMessage) -> str | None:
+        if message.tool_call_id:
+            found = [call for call in self._open if call.call_id == message.tool_call_id]
         else:
-            found = [call for call in self._open if not given.tool_name or call.name == given.tool_name]
+            found = [call for call in self._open if not message.tool_name or call.name == message.tool_name]
         if not found:
-            return given.tool_call_id or None
+            return message.tool_call_id or None
         self._open.remove(found[0])
         return found[0].call_id
 
 
-def parse_messages(given: Sequence[OllamaMessage]) -> tuple[Message, ...]:
-    check_messages(given)
+def parse_messages(messages: Sequence[OllamaMessage]) -> tuple[Message, ...]:
+    check_messages(messages)
     calls = _OpenCalls()
-    return tuple(_message(one, f"messages[{i}]", calls) for i, one in enumerate(given))
+    return tuple(_message(one, f"messages[{i}]", calls) for i, one in enumerate(messages))
 
 
-def _message(given: OllamaMessage, path: str, calls: _OpenCalls) -> Message:
-    _refuse_unsupported(given, f"{path}.")
-    name = given.role.lower()
+def _message(message: OllamaMessage, path: str, calls: _OpenCalls) -> Message:
+    _refuse_unsupported(message, f"{path}.")
+    name = message.role.lower()
     if name not in list(Role):
-        raise InvalidRequest(f"{path}.role = {given.role!r:.80} is not one of {', '.join(Role)}")
+        raise InvalidRequest(f"{path}.role = {message.role!r:.80} is not one of {', '.join(Role)}")
     role = Role(name)
-    if role is not Role.ASSISTANT:
-        if given.tool_calls:
-            raise InvalidRequest(f"{path}.tool_calls is only for an assistant's message")
-        call_id = calls.answer(given) if role is Role.TOOL else None
-        tool_name = (given.tool_name or None) if role is Role.TOOL else None
-        return Message(role, (Part(given.content or ""),), tool_name, tool_call_id=call_id)
-    parts = (Part(given.content),) if given.content else ()
-    made = calls.add(given.tool_calls or (), f"{path}.tool_calls")
-    return Message(role, parts, thought=given.thinking or "", tool_calls=made)
+    if role is Role.ASSISTANT:
+        parts = (Part(message.content),) if message.content else ()
+        made = calls.add(message.tool_calls or (), f"{path}.tool_calls")
+        return Message(role, parts, thought=message.thinking or "", tool_calls=made)
+    if message.tool_calls:
+        raise InvalidRequest(f"{path}.tool_calls is only for an assistant's message")
+    parts = (Part(message.content or ""),)
+    if role is Role.TOOL:
+        return Message(role, parts, message.tool_name or None, tool_call_id=calls.answer(message))
+    return Message(role, parts)
 
 
 # 503 for a full queue, as in Ollama; 429 for a key that has reached its limit.
@@ -661,10 +640,6 @@ _STATUS = {
 }
 
 
-class OllamaError(msgspec.Struct, frozen=True):
-    error: str
-
-
 def _status(error: ApiError) -> int:
     if error.kind is Kind.DIED and error.may_retry:
         return 503
@@ -672,11 +647,7 @@ def _status(error: ApiError) -> int:
 
 
 def _body(error: ApiError, _request_id: str) -> bytes:
-    """Encode the error. Only the message can name the field."""
-    text = error.message
-    if error.param is not None and error.param not in text:
-        text = f"{error.param}: {text}"
-    return msgspec.json.encode(OllamaError(text.encode(errors="replace").decode()))  # an error must never fail
+    return encode_json({"error": message_with_field(error)})
 
 
 def _event(error: ApiError, request_id: str) -> bytes:
@@ -687,214 +658,161 @@ def _event(error: ApiError, request_id: str) -> bytes:
 OLLAMA = Dialect("ollama", _status, _body, _event, stream_type="application/x-ndjson", keep_alive=b" ")
 
 
-_MARK = "<value>"
-_encode = msgspec.json.Encoder().encode
+_TIME = "<time>"
 
 
 async def chat(context: RequestContext) -> Response:
     body = await context.body(OllamaChatRequest)
     model = find_model(context.models, body.model)
     if not body.messages:
-        return await _load_or_unload(context, body, model, chat_answer)
-    return await _generate(context, body, replace(await context.parse(parse_chat, body), model=model.name), chat_answer)
+        return await _load_or_unload(context, body, model, ChatReply)
+    request = replace(await context.parse(parse_chat, body), model=model.name)
+    return await respond(context, request, partial(ChatReply, body=body), NAMES)
 
 
 async def generate(context: RequestContext) -> Response:
     body = await context.body(OllamaGenerateRequest)
     model = find_model(context.models, body.model)
     if not body.prompt:
-        return await _load_or_unload(context, body, model, generate_answer)
+        return await _load_or_unload(context, body, model, GenerateReply)
     request = replace(await context.parse(parse_generate, body), model=model.name)
     if body.context:
         service = await context.use(model.name)
         with protocol_field_names(NAMES):
             prompt = (*body.context, *await service.encode(request.prompts[0], context.key.name))
         request = replace(request, prompts=(prompt,))
-    return await _generate(context, body, request, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
+    return await respond(context, request, partial(GenerateReply, body=body), NAMES)
 
 
-async def _generate(
-    context: RequestContext,
-    body: OllamaBody,
-    request: InferenceRequest,
-    make: MakeAnswer,
-    *,
-    is_raw: bool = False,
-    has_context: bool = False,
-) -> Response:
-    async def respond(request: InferenceRequest) -> Response:
-        active = await context.open(request)
-        context.note(IGNORED, unmet(body, context.service, is_raw=is_raw))
-        reply = Reply(active, body.model, make, has_context=has_context)
-        if request.is_streaming:
-            return await context.stream(active, reply)
-        one = (await context.result(active))[0].completions[0]
-        return await context.json_of(partial(reply.whole, one), active.num_values)
-
-    with protocol_field_names(NAMES):
-        return await answer_in_shape(request, shape_field(body), respond)
-
-
-async def _load_or_unload(context: RequestContext, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
+async def _load_or_unload(context: RequestContext, body: OllamaBody, model: Model, reply: type[Reply]) -> Response:
     """Load or unload the model, as a request without a prompt does."""
+    done = reply.answer({}, model=body.model, created_at=rfc3339(time.time()), done=True, done_reason="load")
     if keep_alive_s(body.keep_alive) == 0:
         if not context.key.is_admin:
-            text = "keep_alive = 0 without a prompt unloads the model"
-            raise ApiError(
-                Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin key", param="keep_alive"
-            )
+            why = f"the key {context.key.name!r} is not an admin key"
+            text = f"keep_alive = 0 without a prompt unloads the model: {why}"
+            raise ApiError(Kind.PERMISSION, text, param="keep_alive")
         if model.is_pinned:
             raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
         await context.wait_for(context.models.begin(context.models.unload(model)))
-        return context.json(make(AnswerPart(), _head(body.model, done=True, done_reason="unload")))
+        done.done_reason = "unload"
+        return context.json(done)
     if body.keep_alive is not None:
         context.note(IGNORED, ["keep_alive"])
     await context.use(model.name)
-    return context.json(make(AnswerPart(), _head(body.model, done=True, done_reason="load")))
+    return context.json(done)
 
 
 # Responses
 
 
-@dataclass(slots=True)
-class AnswerPart:
-    """A part of an answer, or the whole answer."""
+class Reply(AnswerEncoder):
+    """The response to one request. The events of a batch are one line.
 
-    words: str = ""
-    thought: str = ""
-    calls: list[OllamaAnswerCall] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.words or self.thought or self.calls)
-
-
-MakeAnswer = Callable[[AnswerPart, dict[str, Any]], OllamaAnswer]
-
-
-def chat_answer(part: AnswerPart, head: dict[str, Any]) -> OllamaChatAnswer:
-    message = OllamaAnswerMessage(part.words, thinking=part.thought or UNSET, tool_calls=part.calls or UNSET)
-    return OllamaChatAnswer(message=message, **head)
-
-
-def generate_answer(part: AnswerPart, head: dict[str, Any]) -> OllamaGenerateAnswer:
-    return OllamaGenerateAnswer(response=part.words, thinking=part.thought or UNSET, **head)
-
-
-class AnswerCollector:
-    """Collects the pieces of an answer. A tool call is held until it is complete: its arguments are sent as an object.
-
-    A call that was cut off is left out: its arguments are not valid JSON, and a client would run it without them. The
-    answer's `done_reason` reports the cut.
+    A tool call is held until it is complete: its arguments are sent as an object. A call that was cut off is left out:
+    its arguments are not valid JSON, and a client would run it without them. `done_reason` reports the cut.
     """
 
-    def __init__(self) -> None:
-        self._call: CallStart | None = None
-        self._arguments = ""
+    is_stamped = True
 
-    def take(self, pieces: Iterable[Piece], *, is_last: bool) -> AnswerPart:
-        part = AnswerPart()
-        for piece in pieces:
-            match piece:
-                case CallArguments(_, text):
-                    self._arguments += text
-                    continue
-                case CallStart():
-                    self._end_call(part)
-                    self._call = piece
-                case Words(text):
-                    self._end_call(part)
-                    part.words += text
-                case Thought(text):
-                    part.thought += text
-        if is_last:
-            self._end_call(part)
-        return part
+    def __init__(self, active: ActiveRequest, body: OllamaBody) -> None:
+        super().__init__(active)
+        self._body = body
+        self._is_raw = isinstance(body, OllamaGenerateRequest) and bool(body.raw)
 
-    def _end_call(self, part: AnswerPart) -> None:
-        call, self._call = self._call, None
-        text, self._arguments = self._arguments, ""
-        if call is None:
-            return
-        try:
-            arguments = msgspec.json.decode(text, type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
-            return
-        part.calls.append(OllamaAnswerCall(call.call_id, AnswerFunction(call.number, call.name, arguments)))
+    @staticmethod
+    def answer(part: Event, **head: Any) -> OllamaAnswer:
+        """The answer, or a part of it."""
+        raise NotImplementedError
 
+    async def prepare(self, context: RequestContext) -> None:
+        context.note(IGNORED, unmet(self._body, context.service, is_raw=self._is_raw))
 
-class Reply(EventEncoder):
-    """Encodes the response to one request, as a whole or as a stream."""
-
-    def __init__(self, active: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
-        self._active = active
-        self._model = model  # the name that the client used
-        self._make = make
-        self._has_context = has_context
-        self._parser, self._collector = active.new_parser(), AnswerCollector()
-        self._reason = "stop"
-        self._frame = _split(make, model) if isinstance(self._parser, PlainAnswer) else None
+    def whole(self) -> OllamaAnswer:
+        ((sample, one),) = self.read()
+        calls = [call for item in sample.calls for call in _calls(item)]
+        part = {"content": sample.text_of(Words), "thinking": sample.text_of(Thought), "tool_calls": calls}
+        return self.answer(part | {"logprobs": _logprobs(one.logprobs or ())}, **self._end())
 
     def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        pieces = self._parser.push("".join(delta.text for _, delta in batch))
-        last = batch[-1][1]
-        if last.finish_reason is not None:
-            self._reason = finish_reason(last.finish_reason, last.error)
-            pieces += self._parser.finish(is_cut=last.finish_reason is FinishReason.LENGTH)
-        part = self._collector.take(pieces, is_last=last.finish_reason is not None)
-        return self._line(part, [entry for _, delta in batch for entry in delta.logprobs])
+        return super().feed(merged(batch))
 
-    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
-        del prompt, index  # there is one
-        if self._frame is None:
-            return self._line(self._collector.take(self._parser.push(text), is_last=False))
-        before, middle, after = self._frame
-        return b"".join((before, _encode(rfc3339(time.time())), middle, _encode(text), after))
+    def take_delta(self, sample: Sample, delta: Delta) -> list[Event]:
+        finish_reason(delta)  # raises the error of an answer that failed
+        events = super().take_delta(sample, delta)
+        if delta.finish_reason is not None:
+            events += self.close(sample)
+        return [*events, {"logprobs": _logprobs(delta.logprobs)}]
+
+    def grow(self, item: Item, text: str) -> list[Event]:
+        match item.first:
+            case Words():
+                return [{"content": text}]
+            case Thought():
+                return [{"thinking": text}]
+            case CallStart():
+                return []
+
+    def end(self, item: Item) -> list[Event]:
+        return [{"tool_calls": _calls(item)}]
+
+    def write(self, events: Iterable[Event]) -> bytes:
+        part: Event = {}
+        for event in events:
+            part |= {name: part[name] + value if name in part else value for name, value in event.items()}
+        return self.stamp(self.encode(part)) if any(part.values()) else b""
+
+    def encode(self, event: Event) -> bytes:
+        return encode_json(self.answer(event, model=self._body.model, created_at=_TIME)) + b"\n"
+
+    def stamp(self, data: bytes) -> bytes:
+        return data.replace(encode_json(_TIME), encode_json(rfc3339(time.time())), 1)
 
     def finish(self) -> bytes:
-        return _encode(self._make(AnswerPart(), self._end(self._reason))) + b"\n"
+        return encode_json(self.answer({}, **self._end())) + b"\n"
 
-    def _line(self, part: AnswerPart, entries: Sequence[TokenLogprob] = ()) -> bytes:
-        if not part and not entries:
-            return b""
-        return _encode(self._make(part, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
-
-    def whole(self, one: Completion) -> OllamaAnswer:
-        parser = self._active.new_parser()
-        pieces = [*parser.push(one.text), *parser.finish(is_cut=one.finish_reason is FinishReason.LENGTH)]
-        part = AnswerCollector().take(pieces, is_last=True)
-        end = self._end(finish_reason(one.finish_reason, one.error))
-        return self._make(part, end | {"logprobs": _logprobs(one.logprobs or ())})
-
-    def _end(self, reason: str) -> dict[str, Any]:
-        active = self._active
-        usage, cache = active.usage, cache_view(active)
-        end = _head(
-            self._model,
-            done=True,
-            done_reason=reason,
-            total_duration=_ns(time.monotonic() - active.caller.arrived_s),
-            load_duration=_ns(active.load_s),
-            prompt_eval_count=usage.prompt_tokens,
-            prompt_eval_duration=_ns(active.prefill_s),
-            eval_count=usage.completion_tokens,
-            eval_duration=_ns(active.decode_s),
-            cache=UNSET if cache is None else cache,
-        )
-        if self._has_context:
+    def _end(self) -> dict[str, Any]:
+        active, usage = self.active, self.active.usage
+        end = {
+            "model": self._body.model,
+            "created_at": rfc3339(time.time()),
+            "done": True,
+            "done_reason": finish_reason(self.sample().last),
+            "total_duration": _ns(time.monotonic() - active.caller.arrived_s),
+            "load_duration": _ns(active.load_s),
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _ns(active.prefill_s),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _ns(active.decode_s),
+            "cache": self.cache,
+        }
+        if isinstance(self._body, OllamaGenerateRequest) and not self._is_raw:
             answer = active.generations[0].answers.output().completions[0]
             end["context"] = [*active.requests[0].prompt, *answer.token_ids]
         return end
 
 
-def _split(make: MakeAnswer, model: str) -> tuple[bytes, bytes, bytes]:
-    """The bytes of a line of plain text before its time, between time and text, and after the text."""
-    line = _encode(make(AnswerPart(_MARK), {"model": model, "created_at": _MARK})) + b"\n"
-    before, middle, after = line.rsplit(_encode(_MARK), 2)
-    return before, middle, after
+class ChatReply(Reply):
+    @staticmethod
+    def answer(part: Event, **head: Any) -> OllamaChatAnswer:
+        thinking, calls = part.get("thinking") or UNSET, part.get("tool_calls") or UNSET
+        message = OllamaAnswerMessage(part.get("content", ""), thinking=thinking, tool_calls=calls)
+        return OllamaChatAnswer(message=message, logprobs=part.get("logprobs") or UNSET, **head)
 
 
-def _head(model: str, **more: Any) -> dict[str, Any]:
-    return {"model": model, "created_at": rfc3339(time.time()), **more}
+class GenerateReply(Reply):
+    @staticmethod
+    def answer(part: Event, **head: Any) -> OllamaGenerateAnswer:
+        thinking, logprobs = part.get("thinking") or UNSET, part.get("logprobs") or UNSET
+        return OllamaGenerateAnswer(response=part.get("content", ""), thinking=thinking, logprobs=logprobs, **head)
+
+
+def _calls(item: Item) -> list[OllamaAnswerCall]:
+    """The call of an item, if it is one and complete."""
+    if not isinstance(item.first, CallStart) or (arguments := decoded_arguments(item.text)) is None:
+        return []
+    number, call_id, name = item.first
+    return [OllamaAnswerCall(call_id, AnswerFunction(number, name, arguments))]
 
 
 def rfc3339(at_s: float) -> str:
@@ -906,8 +824,8 @@ def _ns(seconds: float | None) -> int:
     return max(1, int((seconds or 0.0) * 1e9))
 
 
-def _logprobs(entries: Iterable[TokenLogprob]) -> Any:
-    found = [
+def _logprobs(entries: Iterable[TokenLogprob]) -> list[OllamaLogprob]:
+    return [
         OllamaLogprob(
             token_text(entry),
             finite(entry.logprob),
@@ -916,4 +834,3 @@ def _logprobs(entries: Iterable[TokenLogprob]) -> Any:
         )
         for entry in entries
     ]
-    return found or UNSET

@@ -9,18 +9,18 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct
 from starlette.responses import Response
 
-from quire.core.values import FinishReason, Priority, check_tokens
+from quire.core.values import Priority, check_tokens
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS, GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
-from quire.server.http import EventEncoder
 from quire.server.models import (
     MAX_BREAKPOINTS,
     MAX_PROMPTS,
@@ -42,14 +42,11 @@ from quire.server.protocols.openai_types import (
     RETENTIONS_S,
     SERVICE_TIERS,
     TTLS_S,
-    AnswerHead,
     AnswerToolCall,
     ChatAnswerMessage,
     ChatChoice,
-    ChatChunkChoice,
     ChatCompletion,
     ChatCompletionRequest,
-    ChatDelta,
     ChatLogprobs,
     ChatMessage,
     ChatTokenLogprob,
@@ -60,30 +57,39 @@ from quire.server.protocols.openai_types import (
     CompletionTokensDetails,
     CompletionUsage,
     ContentPart,
-    ErrorAnswer,
-    ErrorBody,
     FunctionCall,
-    FunctionDelta,
     GenerationBody,
     MessageToolCall,
     NamedToolChoice,
+    PromptCacheOptions,
     PromptTokensDetails,
     ResponseFormat,
+    StreamOptions,
     StructuredOutputs,
-    ToolCallDelta,
     ToolDefinition,
     TopLogprob,
 )
 from quire.server.protocols.support import (
-    CacheView,
+    AnswerEncoder,
+    Event,
+    Item,
+    Sample,
+    Turn,
+    Turns,
     Unsupported,
-    answer_in_shape,
     check_supported,
+    encode_json,
+    finish_reason,
+    finite,
+    given,
+    made_grammar,
+    one_of,
     protocol_field_names,
     refuse_unsupported,
-    shape_error,
+    respond,
+    token_text,
     unsupported,
-    view,
+    unsupported_value,
     with_unenforced,
 )
 from quire.server.request_context import RequestContext
@@ -113,7 +119,7 @@ from quire.text.messages import (
     check_messages,
     check_parts,
 )
-from quire.text.stream import AnswerParser, CallArguments, CallStart, Detokenizer, Piece, PlainAnswer, Thought, Words
+from quire.text.stream import CallStart, Detokenizer, PlainAnswer, Thought, Words
 from quire.text.tokenizer import Tokenizer
 
 _FORMATS = ("text", "json_object", "json_schema")
@@ -121,38 +127,27 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoice, tuple[str, ...]]:
     """Return the functions, the tool choice, and the names of left-out tools, which OpenAI's server would run."""
-    given = body.tools or ()
-    if len(given) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
-    for i, tool in enumerate(given):
+    found = body.tools or ()
+    if len(found) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(found)} entries, more than {MAX_TOOLS}")
+    for i, tool in enumerate(found):
         if tool.type == "custom":
             text = f"tools[{i}].type = 'custom' is not supported in chat completions: /v1/responses takes custom tools"
             raise unsupported(f"tools[{i}].type", text, is_value=True)
-    functions = [(tool, f"tools[{i}]") for i, tool in enumerate(given) if tool.type == "function"]
-    ignored = tuple(f"tools[{i}].{tool.type}" for i, tool in enumerate(given) if tool.type != "function")
-    return tuple(_tool(tool, path) for tool, path in functions), _choice(body), ignored
-
-
-def parse_calls(given: Iterable[MessageToolCall], path: str) -> tuple[ToolCall, ...]:
-    return tuple(_call(call, f"{path}[{i}]") for i, call in enumerate(given))
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(found) if tool.type == "function")
+    ignored = tuple(f"tools[{i}].{tool.type}" for i, tool in enumerate(found) if tool.type != "function")
+    return tools, _choice(body), ignored
 
 
 def _tool(tool: ToolDefinition, path: str) -> Tool:
-    if tool.function is None:
-        raise InvalidRequest(f"{path}.function is missing")
-    function = tool.function
-    return Tool(
-        function.name,
-        function.description or "",
-        function.parameters or {},
-        bool(function.strict),
-        path,
-        f"{path}.function.parameters",
-    )
+    function = given(tool.function, f"{path}.function")
+    parameters, is_strict = function.parameters or {}, bool(function.strict)
+    return Tool(function.name, function.description or "", parameters, is_strict, path, f"{path}.function.parameters")
 
 
-def forced_tool(kind: str) -> str:
-    return f"tool_choice.type = {kind!r:.80} is not supported: this server runs no tools. Use function or allowed_tools"
+def forced_tool(kind: str) -> ApiError:
+    why = "this server runs no tools. Use function or allowed_tools"
+    return unsupported_value("tool_choice.type", kind, why)
 
 
 def _choice(body: ChatCompletionRequest) -> ToolChoice:
@@ -161,70 +156,50 @@ def _choice(body: ChatCompletionRequest) -> ToolChoice:
         case None:
             return ToolChoice(is_parallel=is_parallel)
         case str(mode):
-            if mode not in list(ToolMode):
-                raise InvalidRequest(f"tool_choice = {mode!r:.80} is not one of {', '.join(ToolMode)}, or an object")
+            mode = one_of("tool_choice", mode, ToolMode, ", or an object")
             return ToolChoice(ToolMode(mode), is_parallel=is_parallel)
         case NamedToolChoice(type="function", function=function):
-            if function is None:
-                raise InvalidRequest("tool_choice.function is missing")
-            return ToolChoice(ToolMode.REQUIRED, function.name, is_parallel=is_parallel)
+            name = given(function, "tool_choice.function").name
+            return ToolChoice(ToolMode.REQUIRED, name, is_parallel=is_parallel)
         case NamedToolChoice(type="allowed_tools", allowed_tools=allowed):
             if allowed is None or not allowed.tools:
                 raise InvalidRequest("tool_choice.allowed_tools is missing or names none")
-            if allowed.mode not in ("auto", "required"):
-                text = f"tool_choice.allowed_tools.mode = {allowed.mode!r:.80} is not one of auto, required"
-                raise InvalidRequest(text)
+            mode = one_of("tool_choice.allowed_tools.mode", allowed.mode, ("auto", "required"))
             names = tuple(tool.function.name for tool in allowed.tools)
-            return ToolChoice(ToolMode(allowed.mode), allowed=names, is_parallel=is_parallel)
+            return ToolChoice(ToolMode(mode), allowed=names, is_parallel=is_parallel)
         case NamedToolChoice(type=kind):
-            raise unsupported("tool_choice.type", forced_tool(kind), is_value=True)
+            raise forced_tool(kind)
+
+
+def call_id_of(call_id: str, path: str) -> str:
+    if not 1 <= len(call_id) <= MAX_CALL_ID_CHARS:
+        raise InvalidRequest(f"{path} has {len(call_id)} characters, not 1 to {MAX_CALL_ID_CHARS}")
+    return call_id
 
 
 def _call(call: MessageToolCall, path: str) -> ToolCall:
     if call.type != "function":
-        text = f"{path}.type = {call.type!r:.80} is not supported: tools are functions that the client runs"
-        raise unsupported(f"{path}.type", text, is_value=True)
-    if call.function is None:
-        raise InvalidRequest(f"{path}.function is missing")
-    if not 1 <= len(call.id) <= MAX_CALL_ID_CHARS:
-        raise InvalidRequest(f"{path}.id has {len(call.id)} characters, not 1 to {MAX_CALL_ID_CHARS}")
-    made = ToolCall(call.id, call.function.name, call.function.arguments or "{}")
+        raise unsupported_value(f"{path}.type", call.type, "tools are functions that the client runs")
+    function = given(call.function, f"{path}.function")
+    made = ToolCall(call_id_of(call.id, f"{path}.id"), function.name, function.arguments or "{}")
     check_call(made, f"{path}.function")
     return made
 
 
 # Answer formats
 
-_Make = tuple[str, Callable[[], Grammar]]  # the field that constrains the answer, and its grammar
+Shape = tuple[str, Callable[[], Grammar]]  # the field that constrains the answer, and its grammar
 
 
-def parse_shape(body: GenerationBody) -> Grammar | None:
-    """Return the grammar of the one field that constrains the answer. None: no such field."""
-    found = _asked(body)
-    return None if found is None else make_grammar(*found)
-
-
-def shape_field(body: GenerationBody) -> str | None:
-    found = _asked(body)
-    return None if found is None else found[0]
-
-
-def make_grammar(field: str, make: Callable[[], Grammar]) -> Grammar:
-    """Make the grammar. Raises ApiError that names the field."""
-    try:
-        return make()
-    except InvalidRequest as error:
-        raise shape_error(field, error) from None
-
-
-def _asked(body: GenerationBody) -> _Make | None:
+def shape_of(body: GenerationBody) -> Shape | None:
+    """The one field that constrains the answer. None: no such field."""
     found = list(_shapes(body))
     if len(found) > 1:
         raise InvalidRequest(f"{found[1][0]} and {found[0][0]} exclude each other")
     return found[0] if found else None
 
 
-def _shapes(body: GenerationBody) -> Iterable[_Make]:
+def _shapes(body: GenerationBody) -> Iterable[Shape]:
     if isinstance(body.response_format, ResponseFormat):
         yield from _response_format(body.response_format)
     if body.structured_outputs is not None:
@@ -244,7 +219,7 @@ def _guided(body: GenerationBody) -> StructuredOutputs:
     )
 
 
-def _other_fields(body: GenerationBody) -> Iterable[_Make]:
+def _other_fields(body: GenerationBody) -> Iterable[Shape]:
     """Top-level fields of SGLang, llama.cpp and vLLM."""
     if (schema := body.json_schema) is not None:
         yield "json_schema", lambda: json_schema_grammar(_schema(schema), strict=False)
@@ -258,7 +233,7 @@ def _other_fields(body: GenerationBody) -> Iterable[_Make]:
         yield "allowed_token_ids", lambda: token_grammar(token_ids)
 
 
-def _response_format(given: ResponseFormat) -> Iterable[_Make]:
+def _response_format(given: ResponseFormat) -> Iterable[Shape]:
     match given.type:
         case "text":
             return
@@ -286,7 +261,7 @@ def unknown_format(field: str, given: str) -> InvalidRequest:
     return InvalidRequest(f"{field} = {given!r:.80} is not one of {', '.join(_FORMATS)}{where}")
 
 
-def _structured(prefix: str, given: StructuredOutputs) -> Iterable[_Make]:
+def _structured(prefix: str, given: StructuredOutputs) -> Iterable[Shape]:
     if (schema := given.json) is not None:
         yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema), strict=bool(given.strict))
     if (pattern := given.regex) is not None:
@@ -314,10 +289,8 @@ def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
 T = TypeVar("T")
 
 DEFAULT_TTL_S = 300.0
-_SYNONYMS = (
-    ("max_output_tokens", "max_completion_tokens", "max_tokens", "n_predict"),
-    ("repetition_penalty", "repeat_penalty"),
-)
+_LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens", "n_predict")  # most recent protocol first
+_PENALTIES = ("repetition_penalty", "repeat_penalty")
 NO_LIMIT = -1  # max_tokens of llama.cpp
 _MAX_KEY_DIGITS = 10  # of a token id
 
@@ -330,82 +303,93 @@ NAMES = {
 }
 
 
-def params_of(
-    body: GenerationBody,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
-    may_be_empty: bool = False,
-) -> GenerationParams:
-    """Parse the generation parameters.
+def names_of(body: GenerationBody, names: Mapping[str, str]) -> dict[str, str]:
+    return {**names, "max_tokens": _first_of(body, _LIMITS[:-1])[0]}
 
-    `max_tokens`: the value of the newest field that sets it, except n_predict. `may_be_empty`: it may be 0.
-    """
+
+def _first_of(body: GenerationBody, names: Sequence[str]) -> tuple[str, Any]:
+    """The first of these fields that is set, and its value. Refuses different values: they mean the same."""
+    found = [(name, value) for name in names if (value := getattr(body, name, None)) is not None]
+    for name, value in found[1:]:
+        first, other = found[0]
+        if value != other:
+            raise InvalidRequest(f"{first} = {other} and {name} = {value} contradict each other: send one of them")
+    return found[0] if found else (names[-1], None)
+
+
+def _params(
+    body: GenerationBody, shape: Shape | None, *, default_max_tokens: int | None, may_be_empty: bool, **more: Any
+) -> GenerationParams:
     refuse_unsupported(body, REFUSED)
-    _refuse_contradictions(body)
-    names: dict[str, str] = {}
+    limit, max_tokens = _first_of(body, _LIMITS)
+    penalty, repetition_penalty = _first_of(body, _PENALTIES)
     if body.repeat_last_n is not None and body.repeat_last_n < -1:
         raise InvalidRequest(f"repeat_last_n = {body.repeat_last_n} is less than -1")
     is_penalized = body.repeat_last_n != 0
-    penalty = body.repetition_penalty
-    if max_tokens is None and body.n_predict is not None:
-        max_tokens, names["max_tokens"] = body.n_predict, "n_predict"
-    if penalty is None and body.repeat_penalty is not None:
-        penalty, names["repetition_penalty"] = body.repeat_penalty, "repeat_penalty"
-    with protocol_field_names(names):
+    max_tokens = _or(max_tokens, default_max_tokens)
+    with protocol_field_names({"max_tokens": limit, "repetition_penalty": penalty}):
         if max_tokens is not None and max_tokens < 1 and max_tokens != NO_LIMIT and (max_tokens or not may_be_empty):
-            more = "; only completions accept 0" if max_tokens == 0 else ""
-            raise InvalidRequest(f"max_tokens = {max_tokens} is not at least 1 or -1 (no limit){more}")
+            why = "; only completions accept 0" if max_tokens == 0 else ""
+            raise InvalidRequest(f"max_tokens = {max_tokens} is not at least 1 or -1 (no limit){why}")
         return GenerationParams(
             temperature=body.temperature,
             top_k=0 if body.top_k == -1 else body.top_k,
             top_p=body.top_p,
             min_p=body.min_p,
-            repetition_penalty=penalty if is_penalized else 1.0,
+            repetition_penalty=repetition_penalty if is_penalized else 1.0,
             presence_penalty=_or(body.presence_penalty, 0.0) if is_penalized else 0.0,
             frequency_penalty=_or(body.frequency_penalty, 0.0) if is_penalized else 0.0,
             logit_bias=_biases(body.logit_bias or {}),
             seed=None if body.seed == -1 else body.seed,  # -1: no seed, as in vLLM and llama.cpp
-            n=_or(body.n, 1),
             max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
             min_tokens=_or(body.min_tokens, 0),
             stop=_or(body.stop, ()),
             stop_token_ids=_or(body.stop_token_ids, ()),
-            include_stop=_or(body.include_stop_str_in_output, False) or _or(body.no_stop_trim, False),
-            ignore_eos=_or(body.ignore_eos, False),
+            include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
+            ignore_eos=bool(body.ignore_eos),
             skip_special=_or(body.skip_special_tokens, True),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            grammar=parse_shape(body),
+            grammar=None if shape is None else made_grammar(*shape),
+            **more,
         )
 
 
 def make_request(
     body: GenerationBody,
     prompts: tuple[Prompt, ...],
-    params: GenerationParams,
-    breakpoints: tuple[Breakpoint, ...] = (),
+    shape: Shape | None,
+    *,
+    breakpoints: Sequence[Breakpoint] = (),
+    ignored: Iterable[str] = (),
+    unenforced: tuple[str, ...] = (),
+    thinking: tuple[ThinkingField, ...] = (),
+    default_max_tokens: int | None = None,
+    may_be_empty: bool = False,
+    **params: Any,
 ) -> InferenceRequest:
+    """`may_be_empty`: max_tokens may be 0. `params`: parameters of the generation that have fields of their own."""
+    found = _params(body, shape, default_max_tokens=default_max_tokens, may_be_empty=may_be_empty, **params)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for stream = true")
-    options = body.prompt_cache_options
-    mode = None if options is None else options.mode
-    _choose("prompt_cache_options.mode", mode, {"implicit": None, "explicit": None}, None)
-    return InferenceRequest(
+    options = body.prompt_cache_options or PromptCacheOptions()
+    _choose("prompt_cache_options.mode", options.mode, {"implicit": None, "explicit": None}, None)
+    request = InferenceRequest(
         model=body.model,
         prompts=prompts,
-        params=params,
-        is_unbounded=params.max_tokens is None and NO_LIMIT in _limits(body).values(),
-        is_streaming=_or(body.stream, False),
+        params=found,
+        is_unbounded=_first_of(body, _LIMITS)[1] == NO_LIMIT,
+        is_streaming=bool(body.stream),
         priority=_priority(body),
         cache_salt=body.cache_salt or "",
-        cache_key=None if mode == "explicit" else body.prompt_cache_key,
+        cache_key=None if options.mode == "explicit" else body.prompt_cache_key,
         cache_ttl_s=cache_ttl_s(body),
-        breakpoints=breakpoints[-MAX_BREAKPOINTS:],  # a conversation keeps its old breakpoints; the last ones count
-        wants_cache=_or(body.cache, False),
-        ignored=tuple(_ignored(body)),
+        breakpoints=tuple(breakpoints[-MAX_BREAKPOINTS:]),  # a conversation keeps its old ones; the last ones count
+        wants_cache=bool(body.cache),
+        ignored=(*_ignored(body), *ignored),
+        thinking_fields=thinking,
+        unenforced=unenforced,
+        format_field=None if shape is None else shape[0],
     )
+    return with_unenforced(request)
 
 
 def _ignored(body: GenerationBody) -> Iterator[str]:
@@ -430,45 +414,17 @@ def thinking_fields(
     return tuple(found)
 
 
-def has_no_budget(body: GenerationBody) -> bool:
-    """Whether thinking is switched off by a budget of 0 tokens."""
-    return any(getattr(body, name) == 0 for name in BUDGETS)
-
-
-def _refuse_contradictions(body: GenerationBody) -> None:
-    """Refuse different values for fields that mean the same on different servers."""
-    for names in _SYNONYMS:
-        given = [(name, value) for name in names if (value := getattr(body, name, None)) is not None]
-        for name, value in given[1:]:
-            first, other = given[0]
-            if value != other:
-                raise InvalidRequest(f"{first} = {other} and {name} = {value} contradict each other: send one of them")
-
-
-def _limits(body: GenerationBody) -> dict[str, int]:
-    """The fields of the body that limit the answer, most recent protocol first."""
-    found = {name: getattr(body, name, None) for name in _SYNONYMS[0]}
-    return {name: value for name, value in found.items() if value is not None}
+def wants_thought(body: GenerationBody, wants: bool | None, effort: str | None) -> bool | None:
+    """Whether to think. A budget of 0 tokens switches it off."""
+    has_no_budget = any(getattr(body, name) == 0 for name in BUDGETS)
+    return False if effort == "none" or has_no_budget else wants
 
 
 def cache_ttl_s(body: GenerationBody) -> float:
     """The lifetime of a pin. prompt_cache_options.ttl, the newer field, overrides prompt_cache_retention."""
     retention_s = _choose("prompt_cache_retention", body.prompt_cache_retention, RETENTIONS_S, DEFAULT_TTL_S)
-    if body.prompt_cache_options is None:
-        return retention_s
-    return ttl_s("prompt_cache_options.ttl", body.prompt_cache_options.ttl, retention_s)
-
-
-def ttl_s(field: str, value: str | None, default_s: float) -> float:
-    return _choose(field, value, TTLS_S, default_s)
-
-
-def has_continuous_usage(body: GenerationBody) -> bool:
-    return body.stream_options is not None and _or(body.stream_options.continuous_usage_stats, False)
-
-
-def includes_usage(body: GenerationBody) -> bool:
-    return body.stream_options is not None and _or(body.stream_options.include_usage, False)
+    options = body.prompt_cache_options or PromptCacheOptions()
+    return _choose("prompt_cache_options.ttl", options.ttl, TTLS_S, retention_s)
 
 
 def _priority(body: GenerationBody) -> Priority | None:
@@ -477,11 +433,7 @@ def _priority(body: GenerationBody) -> Priority | None:
 
 
 def _choose(field: str, value: str | None, table: Mapping[str, T], default: T) -> T:
-    if value is None:
-        return default
-    if value not in table:
-        raise InvalidRequest(f"{field} = {value!r:.80} is not one of {', '.join(table)}")
-    return table[value]
+    return default if value is None else table[one_of(field, value, table)]
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
@@ -496,164 +448,115 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-AnswerKind = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
-
 DONE = b"data: [DONE]\n\n"
-LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
 TIERS = {Priority.HIGH: "priority", Priority.NORMAL: "default", Priority.LOW: "flex"}
-_MARK = "<text>"
-_encode = msgspec.json.Encoder().encode
 
 
-class TextFrames(NamedTuple):
-    """The chunks of one choice that are only text: the bytes around the text, which is a JSON string."""
+class ChunkEncoder(AnswerEncoder):
+    """Encodes the choices of chat and plain completions, as chunks or as a whole.
 
-    parser: AnswerParser | None
-    words: tuple[bytes, bytes]
-    thoughts: tuple[bytes, bytes]
-
-
-class StreamEncoder(EventEncoder):
-    """Encodes the chunks of one stream as server-sent events. The index of a choice is prompt * n + sample.
-
-    The chunk that ends the last choice is held until last(): it may carry the cache explanation.
+    The chunk that ends the last choice is held until `finish`: it may carry the cache explanation.
     """
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        choices: ChatChoices | CompletionChoices,
-        *,
-        n: int,
-        num_prompts: int,
-        include_usage: bool,
-        has_running_usage: bool = False,  # in every chunk
-        has_ids: bool = False,  # chunks have token ids, also without text
-        active: ActiveRequest | None = None,  # of `feed` and `finish`
-    ) -> None:
-        self._active = active
-        self._head = head
-        self._choices = choices
-        self._n = n
-        self._num_open = n * num_prompts
-        self._include_usage = include_usage
-        self._has_running_usage = has_running_usage
+    prefix, kind, chunk_kind = "", "", ""  # of ids; of the whole answer and of a chunk
+    content = ""  # the field of a chunk with its content
+    no_text: object = ""  # content of a chunk with log probabilities only
+    no_content: object = ""  # content of the last chunk
+
+    def __init__(self, active: ActiveRequest, body: GenerationBody) -> None:
+        super().__init__(active)
+        options = body.stream_options or StreamOptions()
+        request = active.request
+        self.n = request.params.n
+        self._num_open = self.n * len(request.prompts)
+        self._include_usage = bool(options.include_usage)
+        self._has_running_usage = bool(options.continuous_usage_stats)  # in every chunk
+        self._has_ids = isinstance(body, CompletionRequest) and bool(body.return_token_ids)  # also without text
+        self.has_frames = not self._has_running_usage and not self._has_ids
         self._num_tokens = 0  # of all choices, so far
-        self._has_ids = has_ids
-        self._begun: set[int] = set()
-        self._held: Struct | None = None
+        self._held: Event | None = None
         # Only the choice differs between chunks: the rest is encoded once.
-        self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._frames: dict[int, TextFrames] = {}  # of the choices that have begun, if their chunks have only text
+        self._before = b"data: " + encode_json(self.head(self.chunk_kind))[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
+
+    def begin_choice(self, index: int) -> list[Event]:
+        raise NotImplementedError
+
+    def logprobs(self, entries: Sequence[TokenLogprob], index: int) -> Struct:
+        raise NotImplementedError
+
+    def reason(self, sample: Sample) -> str:
+        return finish_reason(sample.last)
+
+    def head(self, kind: str) -> Event:
+        """The fields that every chunk repeats."""
+        active = self.active
+        return {
+            "id": f"{self.prefix}-{active.request_id}",
+            "object": kind,
+            "created": active.created,
+            "model": active.model,
+            "system_fingerprint": active.system_fingerprint,
+            "service_tier": TIERS[active.priority],
+        }
+
+    def chunk(self, index: int, content: object, reason: str | None = None, stop: str | None = None) -> Event:
+        chunk = {"index": index, self.content: content, "logprobs": None, "finish_reason": reason}
+        return chunk if stop is None else chunk | {"stop_reason": stop}
+
+    def encode(self, event: Event) -> bytes:
+        return self._before + encode_json(event) + self._after
 
     def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        assert self._active is not None
-        return self.chunks(batch, self._active.usage)
-
-    def finish(self) -> bytes:
-        assert self._active is not None
-        return self.last(self._active.usage, cache_view(self._active), self._active.num_thought_tokens)
-
-    def chunks(self, batch: Sequence[tuple[int, Delta]], usage: Usage | None = None) -> bytes:
-        """Encode a batch of deltas; empty if there is nothing to send yet.
-
-        `usage`: the prompt's token counts so far, for streams with usage in every chunk.
-        """
         events: list[bytes] = []
         for prompt, delta in batch:
             self._num_tokens += len(delta.token_ids)
-            if usage is not None and self._has_running_usage:
-                self._after = b'],"usage":' + _encode(_running(usage, self._num_tokens)) + b"}\n\n"
-            index = prompt * self._n + delta.index
+            if self._has_running_usage:
+                running = _running(self.active.usage, self._num_tokens)
+                self._after = b'],"usage":' + encode_json(running) + b"}\n\n"
+            index = prompt * self.n + delta.index
             has_content = bool(delta.text or delta.logprobs or (self._has_ids and delta.token_ids))
             if not has_content and delta.finish_reason is None:
                 continue  # an incomplete character, or the possible beginning of a stop string
-            if index not in self._begun:
-                self._begun.add(index)
-                if (first := self._choices.begin(index)) is not None:
-                    events.append(self._frame(first))
-                if not self._has_running_usage and not self._has_ids:
-                    self._frames[index] = self._text_frames(index)
-            events += [self._frame(choice) for choice in self._choices.grow(index, delta)]
+            chunks = [] if index in self.samples else self.begin_choice(index)
+            sample = self.sample(index)
+            chunks += self.take_delta(sample, delta)
+            events += map(self.encode, chunks)
             if delta.finish_reason is not None:
                 self._num_open -= 1
-                end = self._choices.end(index, finish_reason(delta.finish_reason, delta.error), delta.stop)
+                end = self.chunk(index, self.no_content, self.reason(sample), delta.stop)
                 if self._num_open:
-                    events.append(self._frame(end))
+                    events.append(self.encode(end))
                 else:
                     self._held = end
         return b"".join(events)
 
-    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
-        """Encode a token that is plain text, as `chunks` does. None: it needs `chunks`."""
-        index += prompt * self._n
-        frames = self._frames.get(index)
-        if frames is None:
-            return None
-        parser, (before, after), thoughts = frames
-        if parser is None:
-            return before + _encode(text) + after
-        pieces = parser.push(text)
-        events: list[bytes] = []
-        for piece in pieces:
-            if not isinstance(piece, Words | Thought):
-                return b"".join(map(self._frame, self._choices.grow_pieces(index, pieces)))
-            start, end = (before, after) if isinstance(piece, Words) else thoughts
-            events.append(start + _encode(piece.text) + end)
+    def take_delta(self, sample: Sample, delta: Delta) -> list[Event]:
+        chunks = super().take_delta(sample, delta)
+        if not chunks and (delta.logprobs or (self._has_ids and delta.token_ids)):
+            chunks = [self.chunk(sample.index, self.no_text)]
+        if delta.logprobs:  # the tokens may have become text, reasoning or a call
+            chunks[0]["logprobs"] = self.logprobs(delta.logprobs, sample.index)
+        if self._has_ids and chunks:
+            chunks[0]["token_ids"] = list(delta.token_ids)
+        return chunks
+
+    def finish(self) -> bytes:
+        usage, events = self.active.usage, [DONE]
+        cache: Event = {} if self.cache is UNSET else {"cache": self.cache}
+        running: Event = {}
+        if self._has_running_usage:
+            running["usage"] = _running(usage, usage.completion_tokens)
+        if self._include_usage:
+            in_all = usage_body(usage, self.active.num_thought_tokens)
+            events.insert(0, self._event([], {"usage": in_all} | cache))
+            cache, running = {}, {"usage": None} | running
+        if self._held is not None:
+            events.insert(0, self._event([self._held], running | cache))
         return b"".join(events)
 
-    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
-        frames = self._frames.get(prompt * self._n + index)
-        return None if frames is None or frames.parser is not None else frames.words
-
-    def last(self, usage: Usage, cache: CacheView | None, num_thought_tokens: int = 0) -> bytes:
-        """Encode the end of the stream."""
-        events: list[bytes] = []
-        if self._held is not None:
-            running = _running(usage, usage.completion_tokens) if self._has_running_usage else None
-            events.append(self._event([self._held], running, None if self._include_usage else cache))
-        if self._include_usage:
-            events.append(self._event([], usage_body(usage, num_thought_tokens), cache))
-        return b"".join((*events, DONE))
-
-    def _text_frames(self, index: int) -> TextFrames:
-        words, thoughts = (self._split(self._choices.text(index, kind(_MARK))) for kind in (Words, Thought))
-        return TextFrames(self._choices.parser(index), words, thoughts)
-
-    def _split(self, choice: Struct) -> tuple[bytes, bytes]:
-        """The bytes of a chunk before and after its text, which is `_MARK`."""
-        before, after = self._frame(choice).rsplit(_encode(_MARK), 1)
-        return before, after
-
-    def _frame(self, choice: Struct) -> bytes:
-        return self._before + _encode(choice) + self._after
-
-    def _event(self, choices: list[Struct], usage: CompletionUsage | None, cache: CacheView | None) -> bytes:
-        chunk = msgspec.structs.asdict(self._head) | {"choices": choices}
-        if self._include_usage or usage is not None:
-            chunk["usage"] = usage
-        if cache is not None:
-            chunk["cache"] = cache
-        return b"data: " + _encode(chunk) + b"\n\n"
-
-
-def head_of(active: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:
-    return AnswerHead(
-        id=f"{prefix}-{active.request_id}",
-        object=kind,
-        created=active.created,
-        model=active.model,
-        system_fingerprint=active.system_fingerprint,
-        service_tier=TIERS[active.priority],
-    )
-
-
-def cache_view(active: ActiveRequest) -> CacheView | None:
-    """The cache explanation of the first prompt, if the request asked for it."""
-    if not active.request.wants_cache or active.cache is None:
-        return None
-    return view(active.cache, len(active.requests[0].prompt), active.cache_text)
+    def _event(self, choices: list[Event], more: Event) -> bytes:
+        return b"data: " + encode_json(self.head(self.chunk_kind) | {"choices": choices} | more) + b"\n\n"
 
 
 def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
@@ -672,27 +575,6 @@ def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
 
 def _running(usage: Usage, num_tokens: int) -> CompletionUsage:
     return CompletionUsage(usage.prompt_tokens, num_tokens, usage.prompt_tokens + num_tokens)
-
-
-def finish_reason(reason: FinishReason, error: str | None = None) -> str:
-    if reason is FinishReason.ERROR:
-        raise ApiError(Kind.FAILED, error or "the answer failed")
-    return "length" if reason is FinishReason.LENGTH else "stop"
-
-
-def stop_reason(stop: str | None) -> str | UnsetType:
-    return UNSET if stop is None else stop
-
-
-def token_text(entry: TokenLogprob) -> str:
-    """The token's text. An incomplete character is shown as bytes, as OpenAI does, so that tokens stay distinct."""
-    if "\ufffd" in entry.text and entry.text.encode() != entry.data:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.data)
-    return entry.text
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
 
 
 class _Row(NamedTuple):
@@ -729,14 +611,14 @@ def _status(error: ApiError) -> int:
     return _ROWS[error.kind].status
 
 
-def error_body(error: ApiError) -> ErrorBody:
+def error_body(error: ApiError) -> dict[str, Any]:
     row = _ROWS[error.kind]
     code = error.reason if error.reason in _CODES else row.code
-    return ErrorBody(error.message, row.type, error.param, code)
+    return {"message": error.message, "type": row.type, "param": error.param, "code": code}
 
 
 def _body(error: ApiError, _request_id: str) -> bytes:
-    return _encode(ErrorAnswer(error_body(error)))
+    return encode_json({"error": error_body(error)})
 
 
 def _event(error: ApiError, request_id: str) -> bytes:
@@ -754,37 +636,12 @@ _ROLES = {
     "assistant": Role.ASSISTANT,
     "tool": Role.TOOL,
 }
-_OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 
 
 async def chat_completions(context: RequestContext) -> Response:
     body = await context.body(ChatCompletionRequest)
     request = await context.parse(parse_chat, body)
-    with protocol_field_names(_names(body)):
-        return await answer_in_shape(request, shape_field(body), partial(_respond_chat, context, body))
-
-
-async def _respond_chat(context: RequestContext, body: ChatCompletionRequest, request: InferenceRequest) -> Response:
-    active = await context.open(request)
-    if request.is_streaming:
-        head = head_of(active, "chatcmpl", "chat.completion.chunk")
-        encoder = chat_stream(
-            head,
-            request,
-            include_usage=includes_usage(body),
-            has_running_usage=has_continuous_usage(body),
-            new_parser=active.new_parser,
-            active=active,
-        )
-        return await context.stream(active, encoder)
-    outputs = await context.result(active)
-    head = head_of(active, "chatcmpl", "chat.completion")
-
-    def make() -> ChatCompletion:
-        thought = active.num_thought_tokens
-        return whole_chat(head, outputs, active.usage, cache_view(active), active.new_parser, thought)
-
-    return await context.json_of(make, active.num_values)
+    return await respond(context, request, partial(ChatEncoder, body=body), names_of(body, _NAMES))
 
 
 # Parsing
@@ -793,240 +650,202 @@ async def _respond_chat(context: RequestContext, body: ChatCompletionRequest, re
 def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
     refuse_unsupported(body, CHAT_UNSUPPORTED)
-    with protocol_field_names(_names(body)):
-        chat, ignored = conversation_of(body)
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
-        params = replace(params, prediction=_prediction(body))
-        request = make_request(body, (chat,), params, _breakpoints(body))
-        request = replace(
-            request,
-            ignored=(*request.ignored, *ignored),
-            thinking_fields=thinking_fields(body, body.enable_thinking, "reasoning_effort", body.reasoning_effort),
+    with protocol_field_names(names_of(body, _NAMES)):
+        turns = ChatTurns(cache_ttl_s(body))
+        chat, ignored = conversation_of(body, turns)
+        return make_request(
+            body,
+            (chat,),
+            shape_of(body),
+            breakpoints=turns.breakpoints,
+            ignored=ignored,
+            thinking=thinking_fields(body, body.enable_thinking, "reasoning_effort", body.reasoning_effort),
+            n=_or(body.n, 1),
+            logprobs=_logprobs(body),
+            prediction=_prediction(body),
         )
-        return with_unenforced(request, shape_field(body))
 
 
-def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str, ...]]:
+def conversation_of(body: ChatCompletionRequest, turns: ChatTurns | None = None) -> tuple[ChatRequest, tuple[str, ...]]:
     """Return the conversation, and the names of the tools that are left out of it."""
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     tools, choice, ignored = parse_tools(body)
     chat = ChatRequest(
-        parse_messages(body.messages),
+        parse_messages(body.messages, turns),
         opens,
         continues,
         body.chat_template_kwargs or {},
         tools,
         choice,
-        wants_thought=False if body.reasoning_effort == "none" or has_no_budget(body) else body.enable_thinking,
+        wants_thought=wants_thought(body, body.enable_thinking, body.reasoning_effort),
         reasoning_effort=body.reasoning_effort,
     )
     return chat, ignored
 
 
-def _names(body: ChatCompletionRequest) -> dict[str, str]:
-    return _NAMES if body.max_completion_tokens is None else _NAMES | {"max_tokens": "max_completion_tokens"}
+def checked_alternatives(count: int | None) -> int | None:
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs = {count} is not a whole number from 0 to {MAX_LOGPROBS}")
+    return count
 
 
 def _logprobs(body: ChatCompletionRequest) -> int | None:
-    count = body.top_logprobs
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise InvalidRequest(f"top_logprobs = {count} is not a whole number from 0 to {MAX_LOGPROBS}")
+    count = checked_alternatives(body.top_logprobs)
     if count and not body.logprobs:
         raise InvalidRequest(f"top_logprobs = {count} needs logprobs = true")
     return count or 0 if body.logprobs else None
 
 
 def _prediction(body: ChatCompletionRequest) -> str:
-    given = body.prediction
-    if given is None:
+    prediction = body.prediction
+    if prediction is None:
         return ""
-    if given.type != "content":
-        raise InvalidRequest(f"prediction.type = {given.type!r:.80} is not content")
-    if isinstance(given.content, str):
-        return given.content
-    for number, part in enumerate(given.content):
+    if prediction.type != "content":
+        raise InvalidRequest(f"prediction.type = {prediction.type!r:.80} is not content")
+    if isinstance(prediction.content, str):
+        return prediction.content
+    for number, part in enumerate(prediction.content):
         if part.type != "text" or part.text is None:
             problem = f"only parts with type 'text' and a text are supported, and the type is {part.type!r:.80}"
             raise InvalidRequest(f"prediction.content[{number}]: {problem}")
-    return "".join(part.text or "" for part in given.content)
+    return "".join(part.text or "" for part in prediction.content)
 
 
-def parse_messages(given: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    check_messages(given)
-    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(given))
+class PartTurns(Turns):
+    """Turns whose content is a text or parts of OpenAI's kinds."""
 
+    text_types: Sequence[str] = ()  # types of parts with a text
+    known_types = ""  # named in errors
+    other_types: Mapping[str, str] = MappingProxyType({})  # what cannot be read
 
-def _breakpoints(body: ChatCompletionRequest) -> tuple[Breakpoint, ...]:
-    found: list[Breakpoint] = []
-    for i, message in enumerate(body.messages):
-        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if (mark := part.prompt_cache_breakpoint) is not None:
+    def __init__(self, ttl_s: float | None = None) -> None:
+        """`ttl_s`: the default of a breakpoint. None: breakpoints have no effect."""
+        super().__init__()
+        self._ttl_s = ttl_s
+
+    def part(self, text: str, path: str) -> Part:
+        del path
+        return Part(text)
+
+    def fill(self, content: str | Sequence[ContentPart] | None, path: str) -> None:
+        """Add content to the last turn."""
+        turn = self[-1]
+        if isinstance(content, str):
+            turn.parts.append(self.part(content, path))
+            return
+        if not content and turn.role is not Role.ASSISTANT:
+            raise InvalidRequest(f"{path} is null or has no parts; only an assistant's may")
+        check_parts(content or (), path)
+        for i, part in enumerate(content or ()):
+            turn.parts.append(self._part(part, f"{path}[{i}]"))
+            if (mark := part.prompt_cache_breakpoint) is not None and self._ttl_s is not None:
+                at = f"{path}[{i}].prompt_cache_breakpoint"
                 if mark.mode not in (None, "explicit"):
-                    path = f"messages[{i}].content[{j}].prompt_cache_breakpoint.mode"
-                    raise InvalidRequest(f"{path} = {mark.mode!r:.80} is not explicit")
-                field = f"messages[{i}].content[{j}].prompt_cache_breakpoint.ttl"
-                found.append(Breakpoint(i, j, ttl_s(field, mark.ttl, cache_ttl_s(body))))
-    return tuple(found)
+                    raise InvalidRequest(f"{at}.mode = {mark.mode!r:.80} is not explicit")
+                self.keep(_choose(f"{at}.ttl", mark.ttl, TTLS_S, self._ttl_s))
+
+    def _part(self, part: ContentPart, path: str) -> Part:
+        if part.type == "refusal":
+            return self.part(given(part.refusal, f"{path}.refusal"), f"{path}.refusal")
+        if part.type in self.text_types:
+            return self.part(given(part.text, f"{path}.text"), f"{path}.text")
+        if part.type in self.other_types:
+            raise unsupported_value(f"{path}.type", part.type, f"{self.other_types[part.type]} cannot be read")
+        raise InvalidRequest(f"{path}.type = {part.type!r:.80} is not one of {self.known_types}")
 
 
-def _message(given: ChatMessage, path: str) -> Message:
-    for field in OLD_MESSAGE_FIELDS:
-        check_supported(f"{path}.{field}", getattr(given, field), Unsupported(CHAT_UNSUPPORTED[field].why))
-    if given.role == "function":
-        text = f"{path}.role = 'function' is not supported: it is the older form of tool"
-        raise unsupported(f"{path}.role", text, is_value=True)
-    if given.role not in _ROLES:
-        raise InvalidRequest(f"{path}.role = {given.role!r:.80} is not one of {', '.join(_ROLES)}")
-    role = _ROLES[given.role]
-    if role is not Role.ASSISTANT and given.tool_calls:
-        raise InvalidRequest(f"{path}.tool_calls is only for an assistant's message")
-    if (role is Role.TOOL) != (given.tool_call_id is not None):
-        raise InvalidRequest(f"{path}.tool_call_id {'is missing' if role is Role.TOOL else 'is only for a tool'}")
-    return Message(
-        role,
-        _parts(given, path),
-        given.name,
-        given.reasoning_content or "" if role is Role.ASSISTANT else "",
-        parse_calls(given.tool_calls or (), f"{path}.tool_calls"),
-        given.tool_call_id,
-    )
+class ChatTurns(PartTurns):
+    text_types = ("text",)
+    known_types = "text, refusal"
+    other_types = MappingProxyType({"image_url": "images", "input_audio": "audio", "file": "files"})
+
+    def add_message(self, message: ChatMessage, path: str) -> None:
+        for field in OLD_MESSAGE_FIELDS:
+            check_supported(f"{path}.{field}", getattr(message, field), Unsupported(CHAT_UNSUPPORTED[field].why))
+        if message.role == "function":
+            raise unsupported_value(f"{path}.role", message.role, "it is the older form of tool")
+        role = _ROLES[one_of(f"{path}.role", message.role, _ROLES)]
+        if role is not Role.ASSISTANT and message.tool_calls:
+            raise InvalidRequest(f"{path}.tool_calls is only for an assistant's message")
+        if (role is Role.TOOL) != (message.tool_call_id is not None):
+            raise InvalidRequest(f"{path}.tool_call_id {'is missing' if role is Role.TOOL else 'is only for a tool'}")
+        turn = self.add(Turn(role, name=message.name, call_id=message.tool_call_id))
+        self.fill(message.content, f"{path}.content")
+        if message.content in (None, []) and message.refusal is not None:
+            turn.parts.append(Part(message.refusal))
+        if role is Role.ASSISTANT:
+            turn.thoughts.append(message.reasoning_content or "")
+        turn.calls += [_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
 
 
-def _parts(given: ChatMessage, path: str) -> tuple[Part, ...]:
-    if isinstance(given.content, str):
-        return (Part(given.content),)
-    if given.content:
-        check_parts(given.content, f"{path}.content")
-        return tuple(_part(part, f"{path}.content[{i}]") for i, part in enumerate(given.content))
-    if given.role != "assistant":
-        raise InvalidRequest(f"{path}.content is null or has no parts; only an assistant's may")
-    return () if given.refusal is None else (Part(given.refusal),)
-
-
-def _part(part: ContentPart, path: str) -> Part:
-    if part.type not in ("text", "refusal"):
-        shown = f"{path}.type = {part.type!r:.80}"
-        if part.type not in _OTHER_PARTS:
-            raise InvalidRequest(f"{shown} is not one of text, refusal")
-        what = _OTHER_PARTS[part.type]
-        raise unsupported(f"{path}.type", f"{shown} is not supported: {what} cannot be read", is_value=True)
-    text = part.text if part.type == "text" else part.refusal
-    if text is None:
-        raise InvalidRequest(f"{path}.{part.type} is missing")
-    return Part(text)
+def parse_messages(messages: Sequence[ChatMessage], turns: ChatTurns | None = None) -> tuple[Message, ...]:
+    check_messages(messages)
+    turns = ChatTurns() if turns is None else turns
+    for i, message in enumerate(messages):
+        turns.add_message(message, f"messages[{i}]")
+    return turns.messages()
 
 
 # Encoding
 
-NewParser = Callable[[], AnswerParser]
+
+class ChatEncoder(ChunkEncoder):
+    """Chunks of a choice: first the role, then the content, then the finish reason."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    content = "delta"
+    no_text: object = {"content": ""}
+    no_content: object = {}
+
+    def begin_choice(self, index: int) -> list[Event]:
+        return [self.chunk(index, {"content": "", "role": "assistant"})]
+
+    def start(self, item: Item) -> list[Event]:
+        if not isinstance(item.first, CallStart):
+            return []
+        number, call_id, name = item.first
+        call = {"index": number, "function": {"arguments": "", "name": name}, "id": call_id, "type": "function"}
+        return [self.chunk(item.sample, {"tool_calls": [call]})]
+
+    def grow(self, item: Item, text: str) -> list[Event]:
+        match item.first:
+            case Words():
+                delta: Event = {"content": text}
+            case Thought():
+                delta = {"reasoning_content": text}
+            case CallStart(number):
+                delta = {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+        return [self.chunk(item.sample, delta)]
+
+    def logprobs(self, entries: Sequence[TokenLogprob], index: int) -> ChatLogprobs:
+        del index
+        return ChatLogprobs([chat_logprob(entry) for entry in entries])
+
+    def reason(self, sample: Sample) -> str:
+        """tool_calls if the last call is complete. An answer that a stop string cut off in a call keeps its reason."""
+        reason, calls = finish_reason(sample.last), sample.calls
+        return "tool_calls" if reason == "stop" and calls and _is_json(calls[-1].text) else reason
+
+    def whole(self) -> ChatCompletion:
+        choices: list[ChatChoice] = []
+        for sample, one in self.read():
+            logprobs = None if one.logprobs is None else self.logprobs(one.logprobs, sample.index)
+            message, reason = _answer_message(sample), self.reason(sample)
+            choices.append(ChatChoice(sample.index, message, logprobs, reason, one.stop or UNSET))
+        usage = usage_body(self.active.usage, self.active.num_thought_tokens)
+        return ChatCompletion(**self.head(self.kind), choices=choices, usage=usage, cache=self.cache)
 
 
-class ChatChoices:
-    """Chunks of chat choices: first the role, then the content, then the finish reason."""
-
-    def __init__(self, new_parser: NewParser) -> None:
-        self._new_parser = new_parser
-        self._parsers: dict[int, AnswerParser] = {}
-        self._arguments: dict[int, str] = {}  # of the last tool call of each choice
-
-    def begin(self, index: int) -> ChatChunkChoice:
-        self._parsers[index] = self._new_parser()
-        return ChatChunkChoice(index, ChatDelta("", "assistant"))
-
-    def grow(self, index: int, delta: Delta) -> list[ChatChunkChoice]:
-        parser = self._parsers[index]
-        pieces = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += parser.finish(is_cut=delta.finish_reason is FinishReason.LENGTH)
-        chunks = self.grow_pieces(index, pieces)
-        if delta.logprobs:  # the tokens may have become text, reasoning or a call
-            chunks = chunks or [ChatChunkChoice(index, ChatDelta(""))]
-            chunks[0].logprobs = _chat_logprobs(delta.logprobs)
-        return chunks
-
-    def grow_pieces(self, index: int, pieces: Sequence[Piece]) -> list[ChatChunkChoice]:
-        for piece in pieces:
-            if isinstance(piece, CallStart):
-                self._arguments[index] = ""
-            elif isinstance(piece, CallArguments):
-                self._arguments[index] += piece.text
-        return [ChatChunkChoice(index, _delta_of(piece)) for piece in pieces]
-
-    def parser(self, index: int) -> AnswerParser | None:
-        parser = self._parsers[index]
-        return None if isinstance(parser, PlainAnswer) else parser
-
-    def text(self, index: int, piece: Words | Thought) -> ChatChunkChoice:
-        return ChatChunkChoice(index, _delta_of(piece))
-
-    def end(self, index: int, finish_reason: str, stop: str | None) -> ChatChunkChoice:
-        reason = _reason(finish_reason, self._arguments.get(index))
-        return ChatChunkChoice(index, ChatDelta(), finish_reason=reason, stop_reason=stop_reason(stop))
-
-
-def chat_stream(
-    head: AnswerHead, request: InferenceRequest, *, new_parser: NewParser = PlainAnswer, **options: Any
-) -> StreamEncoder:
-    return StreamEncoder(head, ChatChoices(new_parser), n=request.params.n, num_prompts=len(request.prompts), **options)
-
-
-def whole_chat(
-    head: AnswerHead,
-    outputs: Sequence[GenerationOutput],
-    usage: Usage,
-    cache: CacheView | None,
-    new_parser: NewParser = PlainAnswer,
-    num_thought_tokens: int = 0,
-) -> ChatCompletion:
-    choices: list[ChatChoice] = []
-    for one in (one for output in outputs for one in output.completions):
-        parser = new_parser()
-        is_cut = one.finish_reason is FinishReason.LENGTH
-        message = _answer_message([*parser.push(one.text), *parser.finish(is_cut=is_cut)])
-        logprobs = None if one.logprobs is None else _chat_logprobs(one.logprobs)
-        arguments = message.tool_calls[-1].function.arguments if message.tool_calls else None
-        reason = _reason(finish_reason(one.finish_reason, one.error), arguments)
-        choices.append(ChatChoice(len(choices), message, logprobs, reason, stop_reason(one.stop)))
-    return ChatCompletion(
-        **msgspec.structs.asdict(head),
-        choices=choices,
-        usage=usage_body(usage, num_thought_tokens),
-        cache=UNSET if cache is None else cache,
-    )
-
-
-def _delta_of(piece: Piece) -> ChatDelta:
-    match piece:
-        case Thought(text):
-            return ChatDelta(reasoning_content=text)
-        case Words(text):
-            return ChatDelta(text)
-        case CallStart(number, call_id, name):
-            return ChatDelta(tool_calls=[ToolCallDelta(number, FunctionDelta("", name), call_id, "function")])
-        case CallArguments(number, text):
-            return ChatDelta(tool_calls=[ToolCallDelta(number, FunctionDelta(text))])
-
-
-def _answer_message(pieces: Sequence[Piece]) -> ChatAnswerMessage:
-    thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
-    words = "".join(piece.text for piece in pieces if isinstance(piece, Words))
-    calls: list[AnswerToolCall] = []
-    for piece in pieces:
-        if isinstance(piece, CallStart):
-            calls.append(AnswerToolCall(piece.call_id, FunctionCall(piece.name, "")))
-        elif isinstance(piece, CallArguments):
-            calls[piece.number].function.arguments += piece.text
-    return ChatAnswerMessage(
-        words or (None if calls else ""), reasoning_content=thought or UNSET, tool_calls=calls or UNSET
-    )
-
-
-def _reason(finish_reason: str, last_arguments: str | None) -> str:
-    """tool_calls if the last call is complete; an answer that was cut off, also by a stop string, keeps its reason."""
-    is_called = finish_reason == "stop" and last_arguments is not None and _is_json(last_arguments)
-    return "tool_calls" if is_called else finish_reason
+def _answer_message(sample: Sample) -> ChatAnswerMessage:
+    calls = [
+        AnswerToolCall(item.first.call_id, FunctionCall(item.first.name, item.text))
+        for item in sample.items
+        if isinstance(item.first, CallStart)
+    ]
+    thought = sample.text_of(Thought)
+    content = sample.text_of(Words) or (None if calls else "")
+    return ChatAnswerMessage(content, reasoning_content=thought or UNSET, tool_calls=calls or UNSET)
 
 
 def _is_json(text: str) -> bool:
@@ -1039,10 +858,6 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:
-    return ChatLogprobs([chat_logprob(entry) for entry in entries])
-
-
 def chat_logprob(entry: TokenLogprob) -> ChatTokenLogprob:
     tops = [TopLogprob(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top]
     return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), tops)
@@ -1051,47 +866,7 @@ def chat_logprob(entry: TokenLogprob) -> ChatTokenLogprob:
 async def completions(context: RequestContext) -> Response:
     body = await context.body(CompletionRequest)
     request = await context.parse(parse_completion, body)
-    with protocol_field_names(NAMES):
-        return await answer_in_shape(request, shape_field(body), partial(_respond_completion, context, body))
-
-
-async def _respond_completion(context: RequestContext, body: CompletionRequest, request: InferenceRequest) -> Response:
-    active = await context.open(request)
-    tokenizer = context.service.text.tokenizer
-    echoes = await _echoes(context, request) if body.echo else None
-    head = head_of(active, "cmpl", "text_completion")
-    if request.is_streaming:
-        encoder = completion_stream(
-            head,
-            request,
-            echoes,
-            include_usage=includes_usage(body),
-            has_running_usage=has_continuous_usage(body),
-            has_ids=bool(body.return_token_ids),
-            active=active,
-        )
-        return await context.stream(active, encoder)
-    outputs = await context.result(active)
-
-    def make() -> Completion:
-        answer = whole_completion(head, outputs, active.usage, cache_view(active), echoes, tokenizer)
-        if body.return_token_ids:
-            for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
-                choice.token_ids = list(one.token_ids)
-        return answer
-
-    return await context.json_of(make, active.num_values)
-
-
-async def _echoes(context: RequestContext, request: InferenceRequest) -> list[Echo]:
-    """The prompts as text. Many token ids are decoded in a thread."""
-    tokenizer = context.service.text.tokenizer
-
-    def make() -> list[Echo]:
-        return [echo_of(prompt, tokenizer, request) for prompt in request.prompts]
-
-    num_ids = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, tuple))
-    return await context.on_values(make, num_ids)
+    return await respond(context, request, partial(CompletionEncoder, body=body), NAMES)
 
 
 # Parsing
@@ -1101,41 +876,38 @@ def parse_completion(body: CompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
     refuse_unsupported(body, COMPLETION_UNSUPPORTED)
     if body.best_of not in (None, 1, body.n or 1):
-        raise unsupported(
-            "best_of", f"best_of = {body.best_of} is not supported: only 1 and n are, because answers are not ranked"
-        )
+        why = "only 1 and n are, because answers are not ranked"
+        raise unsupported("best_of", f"best_of = {body.best_of} is not supported: {why}")
     scores_prompt = bool(body.echo) and body.logprobs is not None
     if scores_prompt and body.stream:
         raise unsupported("echo", "echo with logprobs is not supported in a stream")
-    max_tokens = body.max_tokens
-    if max_tokens is None and body.n_predict is None:
-        max_tokens = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
     with protocol_field_names(NAMES):
-        prompts = _prompts(body.prompt)
-        params = params_of(
+        return make_request(
             body,
-            max_tokens=max_tokens,
+            _prompts(body.prompt),
+            shape_of(body),
+            default_max_tokens=max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0),
+            may_be_empty=True,
+            n=_or(body.n, 1),
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if scores_prompt else None,
-            may_be_empty=True,
         )
-        return with_unenforced(make_request(body, prompts, params), shape_field(body))
 
 
-def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
-    if isinstance(given, str):
-        return (given,)
-    if given and isinstance(given[0], int):
-        kinds = {type(entry) for entry in given}
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if prompt and isinstance(prompt[0], int):
+        kinds = {type(entry) for entry in prompt}
         if kinds != {int}:  # the message does not repeat the entry: it may be text
-            at = next(i for i, entry in enumerate(given) if type(entry) is not int)
-            raise InvalidRequest(f"prompt[{at}] is a {type(given[at]).__name__}, not a token id")
-        check_tokens("prompt", given)  # type: ignore[arg-type]  # raises with the position
-        return (tuple(given),)  # type: ignore[arg-type]
-    if len(given) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt has {len(given)} entries, not 1 to {MAX_PROMPTS}")
+            at = next(i for i, entry in enumerate(prompt) if type(entry) is not int)
+            raise InvalidRequest(f"prompt[{at}] is a {type(prompt[at]).__name__}, not a token id")
+        check_tokens("prompt", prompt)  # type: ignore[arg-type]  # raises with the position
+        return (tuple(prompt),)  # type: ignore[arg-type]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has {len(prompt)} entries, not 1 to {MAX_PROMPTS}")
     prompts: list[Prompt] = []
-    for i, entry in enumerate(given):
+    for i, entry in enumerate(prompt):
         if isinstance(entry, int):
             raise InvalidRequest(f"prompt[{i}] is a token id among prompts: put the token ids into a list of their own")
         if isinstance(entry, list):
@@ -1182,74 +954,57 @@ def token_offsets(echo: Echo, token_ids: Sequence[int], tokenizer: Tokenizer) ->
     return offsets
 
 
-class CompletionChoices:
-    """Chunks of completion choices: with echo the prompt first, then the text, then the finish reason."""
+class CompletionEncoder(ChunkEncoder):
+    """Chunks of a choice: with echo the prompt first, then the text, then the finish reason."""
 
-    def __init__(self, n: int, echoes: Sequence[Echo] | None, *, has_ids: bool = False) -> None:
-        self._n = n
-        self._has_ids = has_ids
-        self._echoes = echoes
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    content = "text"
 
-    def begin(self, index: int) -> CompletionChoice | None:
-        echo = self._echo(index)
-        return CompletionChoice(index, echo) if echo else None
+    def __init__(self, active: ActiveRequest, body: CompletionRequest) -> None:
+        super().__init__(active, body)
+        self._has_echo = bool(body.echo)
+        self._echoes = [Echo("")] * len(active.request.prompts)
 
-    def _echo(self, index: int) -> str:
-        return "" if self._echoes is None else self._echoes[index // self._n].text
+    async def prepare(self, context: RequestContext) -> None:
+        """Decode the prompts that are repeated, many token ids in a thread."""
+        request, self._tokenizer = self.active.request, context.service.text.tokenizer
+        if not self._has_echo:
+            return
 
-    def grow(self, index: int, delta: Delta) -> list[CompletionChoice]:
-        ids = list(delta.token_ids) if self._has_ids else UNSET
-        if not delta.logprobs:
-            return [CompletionChoice(index, delta.text, token_ids=ids)] if delta.text or ids else []
-        logprobs = _old_logprobs(delta.logprobs, len(self._echo(index)))
-        return [CompletionChoice(index, delta.text, logprobs, token_ids=ids)]
+        def make() -> list[Echo]:
+            return [echo_of(prompt, self._tokenizer, request) for prompt in request.prompts]
 
-    def grow_pieces(self, index: int, pieces: Sequence[Piece]) -> list[CompletionChoice]:
-        raise AssertionError(f"{index = } {pieces = }: completions have no parser")
+        num_ids = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, tuple))
+        self._echoes = await context.on_values(make, num_ids)
 
-    def parser(self, index: int) -> None:
-        """None: the text of a completion is not parsed."""
+    def new_parser(self) -> PlainAnswer:
+        return PlainAnswer()
 
-    def text(self, index: int, piece: Words | Thought) -> CompletionChoice:
-        return CompletionChoice(index, piece.text)
+    def _echo(self, index: int) -> Echo:
+        return self._echoes[index // self.n]
 
-    def end(self, index: int, finish_reason: str, stop: str | None) -> CompletionChoice:
-        return CompletionChoice(index, "", finish_reason=finish_reason, stop_reason=stop_reason(stop))
+    def begin_choice(self, index: int) -> list[Event]:
+        text = self._echo(index).text
+        return [self.chunk(index, text)] if text else []
 
+    def grow(self, item: Item, text: str) -> list[Event]:
+        return [self.chunk(item.sample, text)]
 
-def completion_stream(
-    head: AnswerHead, request: InferenceRequest, echoes: Sequence[Echo] | None, *, has_ids: bool = False, **options: Any
-) -> StreamEncoder:
-    n = request.params.n
-    choices = CompletionChoices(n, echoes, has_ids=has_ids)
-    return StreamEncoder(head, choices, n=n, num_prompts=len(request.prompts), has_ids=has_ids, **options)
+    def logprobs(self, entries: Sequence[TokenLogprob], index: int) -> CompletionLogprobs:
+        return _old_logprobs(entries, len(self._echo(index).text))
 
-
-def whole_completion(
-    head: AnswerHead,
-    outputs: Sequence[GenerationOutput],
-    usage: Usage,
-    cache: CacheView | None,
-    echoes: Sequence[Echo] | None,
-    tokenizer: Tokenizer,
-) -> Completion:
-    choices: list[CompletionChoice] = []
-    for number, output in enumerate(outputs):
-        echo = Echo("") if echoes is None else echoes[number]
-        scored = None if output.prompt_logprobs is None else _prompt_logprobs(output, echo, tokenizer)
-        for one in output.completions:
-            logprobs = None
-            if one.logprobs is not None:
-                logprobs = _joined(scored, _old_logprobs(one.logprobs, len(echo.text)))
-            reason = finish_reason(one.finish_reason, one.error)
-            text = echo.text + one.text
-            choices.append(CompletionChoice(len(choices), text, logprobs, reason, stop_reason(one.stop)))
-    return Completion(
-        **msgspec.structs.asdict(head),
-        choices=choices,
-        usage=usage_body(usage),
-        cache=UNSET if cache is None else cache,
-    )
+    def whole(self) -> Completion:
+        choices: list[CompletionChoice] = []
+        for sample, one in self.read():
+            echo, output = self._echo(sample.index), self.outputs[sample.index // self.n]
+            logprobs = None if one.logprobs is None else self.logprobs(one.logprobs, sample.index)
+            if logprobs is not None and output.prompt_logprobs is not None:
+                logprobs = _joined(_prompt_logprobs(output, echo, self._tokenizer), logprobs)
+            text, reason = echo.text + one.text, self.reason(sample)
+            ids = list(one.token_ids) if self._has_ids else UNSET
+            choices.append(CompletionChoice(sample.index, text, logprobs, reason, one.stop or UNSET, ids))
+        usage = usage_body(self.active.usage)
+        return Completion(**self.head(self.kind), choices=choices, usage=usage, cache=self.cache)
 
 
 def _prompt_logprobs(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer) -> CompletionLogprobs:
@@ -1279,9 +1034,7 @@ def _old_logprobs(entries: Sequence[TokenLogprob], start: int) -> CompletionLogp
     )
 
 
-def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> CompletionLogprobs:
-    if first is None:
-        return second
+def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,

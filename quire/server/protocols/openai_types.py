@@ -7,14 +7,14 @@ that quire does not support needs one row of a table; see `quire/server/protocol
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
 from quire.server.models import MAX_NAME_CHARS, MAX_PROMPTS
-from quire.server.protocols.support import CacheView, Unsupported, with_fields
+from quire.server.protocols.support import CacheView, Unsupported, described, with_fields
 from quire.text.grammar import MAX_LISTED_TOKENS
 from quire.text.messages import MAX_MESSAGES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from quire.text.stream import MAX_STOPS
@@ -85,9 +85,7 @@ REFUSED = {
 # How many tokens to think.
 BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget", "reasoning_budget")
 
-Budget = Annotated[
-    int, Meta(description="0: do not think. Others: no effect, max_tokens bounds thought and answer together.")
-]
+Budget = Annotated[int, described("0: do not think. Others: no effect, max_tokens bounds thought and answer together.")]
 
 ACCEPTED_OF_OTHERS = {
     "mirostat_tau": "it is a setting of mirostat",
@@ -158,29 +156,25 @@ TTLS_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_4
 RETENTIONS_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
 
 
-def _within(**schema: Any) -> Meta:
-    return Meta(extra_json_schema=schema)
-
-
-Ttl = Annotated[str, _within(enum=list(TTLS_S))]
-Penalty = Annotated[float, _within(minimum=-2, maximum=2)]
-TokenCount = Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)]  # -1: no limit, as in llama.cpp
-Alternatives = Annotated[int, _within(minimum=0, maximum=MAX_LOGPROBS)]
+Ttl = Annotated[str, described(enum=list(TTLS_S))]
+Penalty = Annotated[float, described(minimum=-2, maximum=2)]
+TokenCount = Annotated[int, described(minimum=-1, maximum=MAX_TOKEN_ID)]  # -1: no limit, as in llama.cpp
+Alternatives = Annotated[int, described(minimum=0, maximum=MAX_LOGPROBS)]
 
 
 # Requests
 
 
 class StreamOptions(Struct, kw_only=True):
-    include_usage: Annotated[bool | None, Meta(description="Add a last chunk with the usage.")] = None
+    include_usage: Annotated[bool | None, described("Add a last chunk with the usage.")] = None
     continuous_usage_stats: Annotated[
-        bool | None, Meta(description="Add the token counts so far to every chunk, as in vLLM.")
+        bool | None, described("Add the token counts so far to every chunk, as in vLLM.")
     ] = None
-    include_obfuscation: Annotated[bool | None, Meta(description="Accepted, without effect.")] = None
+    include_obfuscation: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
 class PromptCacheOptions(Struct, kw_only=True):
-    mode: Annotated[str, _within(enum=["implicit", "explicit"])] | None = (
+    mode: Annotated[str, described(enum=["implicit", "explicit"])] | None = (
         None  # explicit: keep only what breakpoints mark
     )
     ttl: Ttl | None = None
@@ -192,16 +186,16 @@ class JsonSchemaFormat(Struct, kw_only=True):
     schema: dict[str, Any] | None = None
     strict: Annotated[
         bool | None,
-        Meta(description="Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+        described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
 
 
 class ResponseFormat(Struct, kw_only=True):
-    type: Annotated[str, _within(enum=["text", "json_object", "json_schema"])]
+    type: Annotated[str, described(enum=["text", "json_object", "json_schema"])]
     json_schema: JsonSchemaFormat | None = None
     schema: Annotated[
         dict[str, Any] | None,
-        Meta(description="The schema, with either type, as in llama.cpp and Together."),
+        described("The schema, with either type, as in llama.cpp and Together."),
     ] = None
 
 
@@ -211,43 +205,38 @@ class StructuredOutputs(Struct, kw_only=True):
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: Annotated[str | None, Meta(description="In llguidance's dialect of Lark, or in GBNF.")] = None
+    grammar: Annotated[str | None, described("In llguidance's dialect of Lark, or in GBNF.")] = None
     json_object: bool | None = None
     strict: Annotated[
         bool | None,
-        Meta(description="Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+        described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
 
 
-if TYPE_CHECKING:
-    _CommonFields = Struct
-else:
-    _CommonFields = with_fields("_CommonFields", REFUSED, ACCEPTED_OF_OTHERS | ACCEPTED)
-
-
-class GenerationBody(_CommonFields, kw_only=True):
+@with_fields(REFUSED, ACCEPTED_OF_OTHERS | ACCEPTED)
+class GenerationBody(Struct, kw_only=True):
     """Fields of all OpenAI bodies. `FIELDS` in `quire/server/routes.py` describes them."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, _within(minimum=1, maximum=MAX_SAMPLES)] | None = None
+    n: Annotated[int, described(minimum=1, maximum=MAX_SAMPLES)] | None = None
     max_tokens: TokenCount | None = None
     n_predict: TokenCount | None = None  # llama.cpp's max_tokens
-    min_tokens: Annotated[int, _within(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
-    temperature: Annotated[float, _within(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, _within(exclusiveMinimum=0, maximum=1)] | None = None
-    top_k: Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None  # 0 or -1: all tokens
-    min_p: Annotated[float, _within(minimum=0, maximum=1)] | None = None
+    min_tokens: Annotated[int, described(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
+    temperature: Annotated[float, described(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, described(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, described(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None  # 0 or -1: all tokens
+    min_p: Annotated[float, described(minimum=0, maximum=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None
-    repeat_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None  # llama.cpp's
-    repeat_last_n: Annotated[int, _within(minimum=-1)] | None = None  # llama.cpp's
-    logit_bias: Annotated[dict[str, float], _within(maxProperties=MAX_BIASES)] | None = None
-    seed: Annotated[int, _within(minimum=-(2**63), maximum=2**64 - 1)] | None = None
-    stop: str | Annotated[list[str], _within(maxItems=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], _within(maxItems=MAX_STOP_IDS)] | None = None
+    repetition_penalty: Annotated[float, described(minimum=MIN_PENALTY, maximum=100)] | None = None
+    repeat_penalty: Annotated[float, described(minimum=MIN_PENALTY, maximum=100)] | None = None  # llama.cpp's
+    repeat_last_n: Annotated[int, described(minimum=-1)] | None = None  # llama.cpp's
+    logit_bias: Annotated[dict[str, float], described(maxProperties=MAX_BIASES)] | None = None
+    seed: Annotated[int, described(minimum=-(2**63), maximum=2**64 - 1)] | None = None
+    stop: str | Annotated[list[str], described(maxItems=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], described(maxItems=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's
     ignore_eos: bool | None = None
@@ -256,11 +245,11 @@ class GenerationBody(_CommonFields, kw_only=True):
     thinking_budget_tokens: Budget | None = None
     thinking_token_budget: Budget | None = None
     reasoning_budget: Budget | None = None
-    user: Annotated[Any, Meta(description="Accepted, without effect: requests are not stored.")] = None
-    service_tier: Annotated[str, _within(enum=list(SERVICE_TIERS))] | None = None
+    user: Annotated[Any, described("Accepted, without effect: requests are not stored.")] = None
+    service_tier: Annotated[str, described(enum=list(SERVICE_TIERS))] | None = None
     priority: str | int | None = None  # overrides service_tier
-    prompt_cache_key: Annotated[str, _within(minLength=1, maxLength=MAX_NAME_CHARS)] | None = None
-    prompt_cache_retention: Annotated[str, _within(enum=list(RETENTIONS_S))] | None = None
+    prompt_cache_key: Annotated[str, described(minLength=1, maxLength=MAX_NAME_CHARS)] | None = None
+    prompt_cache_retention: Annotated[str, described(enum=list(RETENTIONS_S))] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     cache_salt: str | None = None
     cache: bool | None = None
@@ -275,7 +264,7 @@ class GenerationBody(_CommonFields, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
     ebnf: str | None = None
-    allowed_token_ids: Annotated[list[int], _within(minItems=1, maxItems=MAX_LISTED_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[int], described(minItems=1, maxItems=MAX_LISTED_TOKENS)] | None = None
 
 
 class PromptCacheBreakpoint(Struct, kw_only=True):
@@ -284,58 +273,51 @@ class PromptCacheBreakpoint(Struct, kw_only=True):
 
 
 class ContentPart(Struct, kw_only=True):
-    type: Annotated[str, _within(enum=["text", "refusal"])]
+    type: Annotated[str, described(enum=["text", "refusal"])]
     text: str | None = None
     refusal: str | None = None
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
 class Prediction(Struct, kw_only=True):
-    type: Annotated[str, _within(enum=["content"])]
+    type: Annotated[str, described(enum=["content"])]
     content: str | list[ContentPart]
 
 
 class CalledFunction(Struct, kw_only=True):
     name: str
-    arguments: Annotated[str, Meta(description="A JSON object, as text.")] = ""
+    arguments: Annotated[str, described("A JSON object, as text.")] = ""
 
 
 class MessageToolCall(Struct, kw_only=True):
     id: str
-    type: Annotated[str, _within(enum=["function"])] = "function"
+    type: Annotated[str, described(enum=["function"])] = "function"
     function: CalledFunction | None = None
 
 
-if TYPE_CHECKING:
-    _MessageFields = Struct
-else:
-    _MessageFields = with_fields(
-        "_MessageFields", {name: CHAT_UNSUPPORTED[name] for name in ("function_call", "audio")}
-    )
-
-
-class ChatMessage(_MessageFields, kw_only=True):
-    role: Annotated[str, _within(enum=["system", "developer", "user", "assistant", "tool"])]
+@with_fields({name: CHAT_UNSUPPORTED[name] for name in OLD_MESSAGE_FIELDS})
+class ChatMessage(Struct, kw_only=True):
+    role: Annotated[str, described(enum=["system", "developer", "user", "assistant", "tool"])]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    reasoning_content: Annotated[str | None, Meta(description="The assistant's reasoning before its answer.")] = None
-    tool_calls: Annotated[list[MessageToolCall] | None, Meta(description="The assistant's tool calls.")] = None
-    tool_call_id: Annotated[str | None, Meta(description="In a tool's message: the call it answers.")] = None
+    reasoning_content: Annotated[str | None, described("The assistant's reasoning before its answer.")] = None
+    tool_calls: Annotated[list[MessageToolCall] | None, described("The assistant's tool calls.")] = None
+    tool_call_id: Annotated[str | None, described("In a tool's message: the call it answers.")] = None
 
 
 class FunctionDefinition(Struct, kw_only=True):
-    name: Annotated[str, _within(pattern=f"^[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$")]
+    name: Annotated[str, described(pattern=f"^[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$")]
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
+    parameters: Annotated[dict[str, Any] | None, described("A JSON schema of an object.")] = None
     strict: Annotated[
         bool | None,
-        Meta(description="Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+        described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
     ] = None
 
 
 class ToolDefinition(Struct, kw_only=True):
-    type: Annotated[str, _within(enum=["function"])]
+    type: Annotated[str, described(enum=["function"])]
     function: FunctionDefinition | None = None
 
 
@@ -344,73 +326,61 @@ class FunctionName(Struct, kw_only=True):
 
 
 class ToolName(Struct, kw_only=True):
-    type: Annotated[str, _within(enum=["function"])] = "function"
+    type: Annotated[str, described(enum=["function"])] = "function"
     function: FunctionName
 
 
 class AllowedTools(Struct, kw_only=True):
-    mode: Annotated[str, _within(enum=["auto", "required"])]
+    mode: Annotated[str, described(enum=["auto", "required"])]
     tools: list[ToolName]
 
 
 class NamedToolChoice(Struct, kw_only=True):
-    type: Annotated[str, _within(enum=["function", "allowed_tools"])]
+    type: Annotated[str, described(enum=["function", "allowed_tools"])]
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 
 
-if TYPE_CHECKING:
-    _ChatFields = GenerationBody
-else:
-    _ChatFields = with_fields("_ChatFields", CHAT_UNSUPPORTED, {"verbosity": "a hint"}, GenerationBody)
-
-
-class ChatCompletionRequest(_ChatFields, kw_only=True):
-    messages: Annotated[list[ChatMessage], _within(minItems=1, maxItems=MAX_MESSAGES)]
+@with_fields(CHAT_UNSUPPORTED, {"verbosity": "a hint"})
+class ChatCompletionRequest(GenerationBody, kw_only=True):
+    messages: Annotated[list[ChatMessage], described(minItems=1, maxItems=MAX_MESSAGES)]
     max_completion_tokens: TokenCount | None = None  # overrides max_tokens
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="Arguments of the chat template: strings, numbers, true, false.")
+        dict[str, Any] | None, described("Arguments of the chat template: strings, numbers, true, false.")
     ] = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[
-        bool | None, Meta(description="Continue the last message, an assistant's, instead of answering it.")
+        bool | None, described("Continue the last message, an assistant's, instead of answering it.")
     ] = None
 
-    tools: Annotated[list[ToolDefinition], _within(maxItems=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | NamedToolChoice | None = None
+    tools: Annotated[list[ToolDefinition], described(maxItems=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[str, described(enum=["none", "auto", "required"])] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     enable_thinking: Annotated[
-        bool | None, Meta(description="Whether to reason before the answer, if the template supports the choice.")
+        bool | None, described("Whether to reason before the answer, if the template supports the choice.")
     ] = None
     reasoning_effort: Annotated[
         str | None,
-        Meta(description="none: no reasoning, if the template supports it. Others: a hint to the template."),
+        described("none: no reasoning, if the template supports it. Others: a hint to the template."),
     ] = None
     prediction: Annotated[
         Prediction | None,
-        Meta(description="Text that the answer is expected to contain. It only speeds up the answer."),
+        described("Text that the answer is expected to contain. It only speeds up the answer."),
     ] = None
 
 
-if TYPE_CHECKING:
-    _CompletionFields = GenerationBody
-else:
-    _CompletionFields = with_fields("_CompletionFields", COMPLETION_UNSUPPORTED, base=GenerationBody)
-
-
-class CompletionRequest(_CompletionFields, kw_only=True):
+@with_fields(COMPLETION_UNSUPPORTED)
+class CompletionRequest(GenerationBody, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]],
-        Meta(description=f"A text, token ids, or up to {MAX_PROMPTS} of both kinds. max_tokens is 16 unless given."),
+        described(f"A text, token ids, or up to {MAX_PROMPTS} of both kinds. max_tokens is 16 unless given."),
     ]
     logprobs: Alternatives | None = None
-    echo: Annotated[bool | None, Meta(description="Begin the answer with the prompt.")] = None
-    best_of: Annotated[int | None, Meta(description="Only 1 and n are supported.")] = None
-    return_token_ids: Annotated[
-        bool | None, Meta(description="Also return the token ids of the answer, as in vLLM.")
-    ] = None
+    echo: Annotated[bool | None, described("Begin the answer with the prompt.")] = None
+    best_of: Annotated[int | None, described("Only 1 and n are supported.")] = None
+    return_token_ids: Annotated[bool | None, described("Also return the token ids of the answer, as in vLLM.")] = None
 
 
 # Answers
@@ -442,7 +412,7 @@ class AnswerHead(Struct, kw_only=True):
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
-    created: Annotated[int, Meta(description="Unix time in seconds.")]
+    created: Annotated[int, described("Unix time in seconds.")]
     model: str
     system_fingerprint: str | None  # null until the digest of large files is known
     service_tier: str
@@ -499,41 +469,6 @@ class ChatCompletion(AnswerHead, kw_only=True):
     cache: CacheView | UnsetType = UNSET
 
 
-class FunctionDelta(Struct):
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Struct):
-    """The first delta of a call has its id and name; the others have its arguments."""
-
-    index: int
-    function: FunctionDelta
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-
-
-class ChatDelta(Struct):
-    content: str | UnsetType = UNSET
-    role: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | UnsetType | None = UNSET
-
-
-class ChatCompletionChunk(AnswerHead, kw_only=True):
-    choices: list[ChatChunkChoice]
-    usage: CompletionUsage | UnsetType | None = UNSET
-    cache: CacheView | UnsetType = UNSET
-
-
 class CompletionLogprobs(Struct):
     """Four lists of equal length. With echo, the log probability of the prompt's first token is null."""
 
@@ -565,12 +500,12 @@ class Model(Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "quire"
-    root: Annotated[str, Meta(description="The model this name stands for.")]
-    max_model_len: Annotated[int, Meta(description="Tokens of prompt and answer together, at most. 0: unknown.")]
-    state: Annotated[str, Meta(description="unloaded, loading, ready, unloading or failed.")] = "ready"
-    num_bytes: Annotated[int, Meta(description="Bytes of weights and KV cache; of the weights only if not loaded.")] = 0
+    root: Annotated[str, described("The model this name stands for.")]
+    max_model_len: Annotated[int, described("Tokens of prompt and answer together, at most. 0: unknown.")]
+    state: Annotated[str, described("unloaded, loading, ready, unloading or failed.")] = "ready"
+    num_bytes: Annotated[int, described("Bytes of weights and KV cache; of the weights only if not loaded.")] = 0
     is_pinned: bool = False
-    alias_of: Annotated[str | None, Meta(description="The first name of the same model.")] = None
+    alias_of: Annotated[str | None, described("The first name of the same model.")] = None
     type: Literal["model"] = "model"  # this and the next two for Anthropic's client
     display_name: str
     created_at: str
@@ -582,14 +517,3 @@ class ModelList(Struct, kw_only=True):
     has_more: bool = False  # this and the next two for Anthropic's client
     first_id: str
     last_id: str
-
-
-class ErrorBody(Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(Struct):
-    error: ErrorBody

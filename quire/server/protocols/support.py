@@ -1,34 +1,46 @@
-"""What all protocols share: unsupported fields, fields that shape an answer, errors of schemas, the cache explanation.
+"""What all protocols share.
 
-A field that a protocol defines and quire does not support is refused by name if it would change the answer, unless its
-value requests nothing: an answer that ignores `modalities` is a wrong answer. A field that is only a hint or a label is
-accepted without effect. The tables are in each protocol's `types.py`. A new feature removes its row from the table.
+Requests: unsupported fields, values of fields, fields that constrain an answer, errors of schemas, turns. A field that
+a protocol defines and quire does not support is refused by name if it would change the answer, unless its value
+requests nothing: an answer that ignores `modalities` is a wrong answer. A field that is only a hint or a label is
+accepted without effect. The tables are in each protocol's file. A new feature removes its row from the table. Fields of
+OpenAI, vLLM, SGLang and llama.cpp bodies that constrain the format of an answer are added to types here. Anthropic's
+and Ollama's protocols have their own fields for this and refuse these by name.
 
-Fields of OpenAI, vLLM, SGLang and llama.cpp bodies that constrain the format of an answer are added to types here.
-Anthropic's and Ollama's protocols have their own fields for this and refuse these by name.
+Answers: the pieces of an answer make items, and the `AnswerEncoder` of a protocol makes events of the items. A stream
+and a whole answer are made by the same encoder from the same items. The cache explanation is the same in all.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
+from starlette.responses import Response
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
-from quire.core.values import Level
+from quire.core.values import FinishReason, Level
+from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.models import InferenceRequest
+from quire.server.http import EventEncoder
+from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
+from quire.server.request_context import RequestContext
+from quire.text.grammar import Grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from quire.text.schemas import SchemaNotHeld, SchemaProblem
+from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.tokenizer import Excerpt
 from quire.text.tool_grammars import ToolsNotHeld, guilty_tool, held_parameters
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Unsupported(NamedTuple):
@@ -68,6 +80,54 @@ def unsupported(path: str, message: str, *, is_value: bool = False) -> ApiError:
     return ApiError(Kind.INVALID, message, param=path, reason=reason)
 
 
+def unsupported_value(path: str, value: object, why: str, *, is_value: bool = True) -> ApiError:
+    return unsupported(path, f"{path} = {value!r:.80} is not supported: {why}", is_value=is_value)
+
+
+def given(value: T | None, path: str) -> T:
+    """The value of a field that must be set."""
+    if value is None:
+        raise ApiError(Kind.INVALID, f"{path} is missing", param=path)
+    return value
+
+
+def one_of(path: str, value: str | None, known: Iterable[str], more: str = "") -> str:
+    """The value, if it is a known one."""
+    names = list(known)
+    if value not in names:
+        raise ApiError(Kind.INVALID, f"{path} = {value!r:.80} is not one of {', '.join(names)}{more}", param=path)
+    return value
+
+
+def encoded_arguments(arguments: Mapping[str, Any] | None, path: str) -> str:
+    """The JSON of a call's arguments, which Anthropic and Ollama send as an object."""
+    try:
+        return msgspec.json.encode(arguments or {}).decode()
+    except RecursionError:
+        raise ApiError(Kind.INVALID, f"{path} is nested too deeply", param=path) from None
+
+
+def decoded_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call as an object. None: the answer was cut off in them."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def message_with_field(error: ApiError) -> str:
+    """The message of an error in a protocol that has no other member for the field."""
+    text = error.message
+    if error.param is not None and error.param not in text:
+        text = f"{error.param}: {text}"
+    return text.encode(errors="replace").decode()  # an error must never fail
+
+
+def described(description: str | None = None, **schema: Any) -> Meta:
+    """A description and bounds of a field, for the schema only."""
+    return Meta(description=description, extra_json_schema=schema or None)
+
+
 SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # field -> values that request nothing
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
@@ -83,20 +143,21 @@ SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # field -> values that request not
 
 
 def with_fields(
-    name: str,
-    refused: Mapping[str, Unsupported],
-    accepted: Mapping[str, str] = MappingProxyType({}),
-    base: type[msgspec.Struct] = msgspec.Struct,
-    **config: Any,
-) -> type[msgspec.Struct]:
-    """Make a base class of bodies with the fields of these tables and their descriptions."""
+    refused: Mapping[str, Unsupported], accepted: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[type[S]], type[S]]:
+    """Add the fields of these tables, with their descriptions, to a body."""
     about = {field: f"Not supported: {row.why}." for field, row in refused.items()}
     about |= {field: f"Accepted, without effect: {why}." for field, why in accepted.items()}
     fields = [(field, Annotated[Any, Meta(description=text)], None) for field, text in about.items()]
-    return msgspec.defstruct(name, fields, bases=(base,), kw_only=True, module=__name__, **config)
 
+    def add(body: type[S]) -> type[S]:
+        doc = {"__doc__": body.__doc__}
+        return msgspec.defstruct(
+            body.__name__, fields, bases=(body,), kw_only=True, module=body.__module__, namespace=doc
+        )
 
-T = TypeVar("T")
+    return add
+
 
 MAX_FREED_ALONE = 2  # retries that drop one schema; the next drops all that are not strict, since each compiles again
 MAX_PATH_CHARS = 300
@@ -107,14 +168,13 @@ _COMPILER_MESSAGE = re.compile(
 )
 
 
-def with_unenforced(request: InferenceRequest, format_field: str | None) -> InferenceRequest:
+def with_unenforced(request: InferenceRequest) -> InferenceRequest:
     """Add the paths of all schema keywords that are not enforced.
 
-    `format_field`: the field that constrains the answer's text. Raises ApiError for a strict tool whose schema cannot
-    be enforced.
+    Raises ApiError for a strict tool whose schema cannot be enforced.
     """
     grammar = request.params.grammar
-    names = [] if grammar is None else [f"{format_field}.{path}" for path in grammar.unenforced]
+    names = [] if grammar is None else [f"{request.format_field}.{path}" for path in grammar.unenforced]
     tools = _callable_tools(request)
     num_chars = sum(len(str(tool.parameters)) for tool in tools)
     if num_chars > MAX_SCHEMA_CHARS:
@@ -136,9 +196,7 @@ def _indexed(path: str) -> str:
     return re.sub(r"^tools\.(\d+)", r"tools[\1]", path)
 
 
-async def answer_in_shape(
-    request: InferenceRequest, format_field: str | None, respond: Callable[[InferenceRequest], Awaitable[T]]
-) -> T:
+async def answer_in_shape(request: InferenceRequest, respond: Callable[[InferenceRequest], Awaitable[T]]) -> T:
     """Call `respond`. If the schema of a tool that is not strict does not compile, retry without that schema."""
     num_tries = 0
     while True:
@@ -147,20 +205,41 @@ async def answer_in_shape(
         except InvalidRequest as error:
             if not str(error).startswith("grammar"):
                 raise
-            if isinstance(error, ToolsNotHeld):
-                freed = _freed_of(request, [_callable_tools(request)[number] for number in error.loose])
-                if freed is None:
-                    raise ApiError(Kind.INVALID, str(error).removeprefix("grammar: "), param="tools") from None
-                request = freed
-                continue
-            tool = _guilty_tool(request, str(error))
-            is_format = tool is None and guilty_tool(str(error)) is not None
-            freed = None if is_format else _freed(request, tool, is_alone=num_tries < MAX_FREED_ALONE)
-            if freed is None:
-                field = format_field or "tools" if tool is None else tool.schema_path
-                raise shape_error(field, error) from None
-            request = freed
-            num_tries += 1
+            request = _without_schemas(request, _guilty_tools(request, error, is_alone=num_tries < MAX_FREED_ALONE))
+            num_tries += not isinstance(error, ToolsNotHeld)
+
+
+def _guilty_tools(request: InferenceRequest, error: InvalidRequest, *, is_alone: bool) -> Sequence[Tool]:
+    """The tools without whose schemas the rest may compile: one, or all that are not strict. Raises ApiError."""
+    tools, number = _callable_tools(request), guilty_tool(str(error))
+    if isinstance(error, ToolsNotHeld):
+        if not error.loose:
+            raise ApiError(Kind.INVALID, str(error).removeprefix("grammar: "), param="tools")
+        return [tools[index] for index in error.loose]
+    guilty = None if number is None or number >= len(tools) else tools[number]
+    is_format = guilty is None and number is not None
+    chat = request.prompts[0]
+    all_tools = chat.tools if isinstance(chat, ChatRequest) else ()
+    loose = [tool for tool in all_tools if not tool.is_strict and not tool.is_free]
+    if is_format or not loose or (guilty is not None and guilty not in loose):
+        raise shape_error(request.format_field or "tools" if guilty is None else guilty.schema_path, error)
+    return [guilty] if guilty is not None and is_alone else loose
+
+
+def _without_schemas(request: InferenceRequest, freed: Sequence[Tool]) -> InferenceRequest:
+    chat = request.prompts[0]
+    assert isinstance(chat, ChatRequest)
+    tools = tuple(replace(tool, is_free=True) if tool in freed else tool for tool in chat.tools)
+    names = (*request.unenforced, *(_indexed(tool.schema_path) for tool in freed))
+    return replace(request, prompts=(replace(chat, tools=tools),), unenforced=names)
+
+
+def made_grammar(field: str, make: Callable[[], Grammar]) -> Grammar:
+    """Make the grammar. Raises ApiError that names the field."""
+    try:
+        return make()
+    except InvalidRequest as error:
+        raise shape_error(field, error) from None
 
 
 def shape_error(field: str, error: InvalidRequest) -> ApiError:
@@ -172,35 +251,9 @@ def shape_error(field: str, error: InvalidRequest) -> ApiError:
     return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
 
 
-def _guilty_tool(request: InferenceRequest, error: str) -> Tool | None:
-    """Return the tool whose schema the compiler's message names."""
-    number, tools = guilty_tool(error), _callable_tools(request)
-    return None if number is None or number >= len(tools) else tools[number]
-
-
 def _callable_tools(request: InferenceRequest) -> Sequence[Tool]:
     chat = request.prompts[0]
     return chat.callable_tools if isinstance(chat, ChatRequest) else ()
-
-
-def _freed(request: InferenceRequest, guilty: Tool | None, *, is_alone: bool) -> InferenceRequest | None:
-    """Drop the schema of one tool, or of all tools that are not strict. None: there is no such tool."""
-    chat = request.prompts[0]
-    if not isinstance(chat, ChatRequest):
-        return None
-    loose = [tool for tool in chat.tools if not tool.is_strict and not tool.is_free]
-    if not loose or (guilty is not None and guilty not in loose):
-        return None
-    return _freed_of(request, [guilty] if guilty is not None and is_alone else loose)
-
-
-def _freed_of(request: InferenceRequest, freed: Sequence[Tool]) -> InferenceRequest | None:
-    chat = request.prompts[0]
-    if not isinstance(chat, ChatRequest) or not freed:
-        return None
-    tools = tuple(replace(tool, is_free=True) if tool in freed else tool for tool in chat.tools)
-    names = (*request.unenforced, *(_indexed(tool.schema_path) for tool in freed))
-    return replace(request, prompts=(replace(chat, tools=tools),), unenforced=names)
 
 
 @contextmanager
@@ -225,14 +278,28 @@ class Turn:
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     call_id: str | None = None
+    name: str | None = None
 
-    def message(self) -> Message:
-        return Message(
-            self.role,
-            tuple(self.parts),
-            thought="".join(self.thoughts),
-            tool_calls=tuple(self.calls),
-            tool_call_id=self.call_id,
+
+class Turns(list[Turn]):
+    """A conversation under construction, and the places after which its cache is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breakpoints: list[Breakpoint] = []
+
+    def add(self, turn: Turn) -> Turn:
+        self.append(turn)
+        return turn
+
+    def keep(self, ttl_s: float) -> None:
+        """Add a breakpoint after the last part."""
+        self.breakpoints.append(Breakpoint(len(self) - 1, len(self[-1].parts) - 1, ttl_s))
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(
+            Message(turn.role, tuple(turn.parts), turn.name, "".join(turn.thoughts), tuple(turn.calls), turn.call_id)
+            for turn in self
         )
 
 
@@ -333,3 +400,242 @@ def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
     if explanation.num_loaded_tokens and explanation.source is not None:
         loaded = f", {explanation.num_loaded_tokens:,} of them {_LOADED[explanation.source]}"
     return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{loaded}{why}"
+
+
+# Answers
+
+
+LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
+MARK = "<text>"
+Event = dict[str, Any]
+encode_json = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A text, a reasoning or a call of an answer."""
+
+    sample: int  # index of the answer
+    number: int  # in the answer
+    first: Words | Thought | CallStart  # the piece that began it; its text is in `texts` too
+    texts: list[str] = field(default_factory=list)  # without those that were put into a constant frame
+    logprobs: list[Any] = field(default_factory=list)
+    frame: tuple[bytes, bytes] | None = None  # the bytes around the text in the event of a text
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One answer to a prompt. One item is open at a time."""
+
+    index: int  # prompt * n + number of the sample
+    parser: AnswerParser
+    items: list[Item] = field(default_factory=list)
+    open: Item | None = None
+    last: Delta | None = None  # the delta that ended it
+
+    @property
+    def calls(self) -> list[Item]:
+        return [item for item in self.items if isinstance(item.first, CallStart)]
+
+    def text_of(self, kind: type[Words | Thought]) -> str:
+        return "".join(item.text for item in self.items if isinstance(item.first, kind))
+
+
+class AnswerEncoder(EventEncoder):
+    """Encodes the answers to one request, as a stream or as a whole.
+
+    A subclass has the events of an item (`start`, `grow`, `end`) and the whole answer (`whole`). `grow` must not depend
+    on the text: the bytes around the text of a token are made once for each item.
+    """
+
+    n = 1  # samples for each prompt
+    has_frames = True  # the events of texts differ only in the text, and in what `stamp` sets
+    is_stamped = False
+
+    def __init__(self, active: ActiveRequest) -> None:
+        self.active = active
+        self.samples: dict[int, Sample] = {}
+        self.outputs: list[GenerationOutput] = []  # since `collect`
+
+    def start(self, item: Item) -> list[Event]:
+        del item
+        return []
+
+    def grow(self, item: Item, text: str) -> list[Event]:
+        raise NotImplementedError
+
+    def end(self, item: Item) -> list[Event]:
+        del item
+        return []
+
+    def whole(self) -> msgspec.Struct:
+        """The answer after `collect`. May be called in a thread."""
+        raise NotImplementedError
+
+    def encode(self, event: Event) -> bytes:
+        return event_bytes(event)
+
+    def stamp(self, data: bytes) -> bytes:
+        """Set what differs between events besides their text. It is in the bytes before the text."""
+        return data
+
+    def new_parser(self) -> AnswerParser:
+        return self.active.new_parser()
+
+    async def prepare(self, context: RequestContext) -> None:
+        """Do what needs the loaded model, before the first event."""
+
+    async def collect(self) -> None:
+        """Wait for the whole answer."""
+        async with self.active:
+            self.outputs = await self.active.outputs()
+
+    def read(self) -> Iterator[tuple[Sample, Completion]]:
+        """Make the items of the whole answers."""
+        for number, output in enumerate(self.outputs):
+            for one in output.completions:
+                sample = self.sample(number * self.n + one.index)
+                reason = one.finish_reason
+                self.take_delta(sample, Delta(one.index, one.text, one.token_ids, (), reason, one.stop, one.error))
+                yield sample, one
+
+    def sample(self, index: int = 0) -> Sample:
+        if index not in self.samples:
+            self.samples[index] = Sample(index, self.new_parser())
+        return self.samples[index]
+
+    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        return self.write(
+            [
+                event
+                for prompt, delta in batch
+                for event in self.take_delta(self.sample(prompt * self.n + delta.index), delta)
+            ]
+        )
+
+    def take_delta(self, sample: Sample, delta: Delta) -> list[Event]:
+        pieces = sample.parser.push(delta.text)
+        if delta.finish_reason is not None:
+            sample.last = delta
+            pieces += sample.parser.finish(is_cut=delta.finish_reason is FinishReason.LENGTH)
+        return self.take(sample, pieces)
+
+    def take(self, sample: Sample, pieces: Iterable[Piece]) -> list[Event]:
+        events: list[Event] = []
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                events += self.open(sample, piece)
+                continue
+            is_open = sample.open is not None and type(sample.open.first) is type(piece)
+            if not isinstance(piece, CallArguments) and not is_open:
+                events += self.open(sample, piece)
+            assert sample.open is not None, "arguments follow the start of their call"
+            sample.open.texts.append(piece.text)
+            events += self.grow(sample.open, piece.text)
+        return events
+
+    def open(self, sample: Sample, piece: Words | Thought | CallStart) -> list[Event]:
+        events = self.close(sample)
+        sample.open = Item(sample.index, len(sample.items), piece)
+        sample.items.append(sample.open)
+        return [*events, *self.start(sample.open)]
+
+    def close(self, sample: Sample) -> list[Event]:
+        item, sample.open = sample.open, None
+        return [] if item is None else self.end(item)
+
+    def write(self, events: Iterable[Event]) -> bytes:
+        return b"".join([self.stamp(self.encode(event)) for event in events])
+
+    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
+        """Text that continues the open item is put between bytes that were encoded before."""
+        sample = self.samples.get(prompt * self.n + index)
+        if sample is None or not self.has_frames:
+            return None
+        pieces = sample.parser.push(text)
+        item = sample.open
+        match pieces:
+            case [Words(text) | Thought(text) as piece] if item is not None and type(piece) is type(item.first):
+                item.texts.append(text)
+                before, after = self.frame(item)
+                return self.stamp(before) + encode_json(text) + after
+        return self.write(self.take(sample, pieces))
+
+    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        sample = self.samples.get(prompt * self.n + index)
+        if sample is None or sample.open is None or not isinstance(sample.parser, PlainAnswer):
+            return None
+        return self.frame(sample.open) if self.has_frames and not self.is_stamped else None
+
+    def frame(self, item: Item) -> tuple[bytes, bytes]:
+        if item.frame is None:
+            (event,) = self.grow(item, MARK)
+            before, after = self.encode(event).rsplit(encode_json(MARK), 1)
+            item.frame = before, after
+        return item.frame
+
+    @property
+    def cache(self) -> CacheView | UnsetType:
+        """The cache explanation of the first prompt, if the request asked for it."""
+        active = self.active
+        if not active.request.wants_cache or active.cache is None:
+            return UNSET
+        return view(active.cache, len(active.requests[0].prompt), active.cache_text)
+
+
+async def respond(
+    context: RequestContext,
+    request: InferenceRequest,
+    make: Callable[[ActiveRequest], AnswerEncoder],
+    names: Mapping[str, str],
+) -> Response:
+    """Answer a request. `names`: quire's field -> the protocol's field, in errors that begin with a field."""
+
+    async def attempt(request: InferenceRequest) -> Response:
+        active = await context.open(request)
+        encoder = make(active)
+        await encoder.prepare(context)
+        if request.is_streaming:
+            return await context.stream(active, encoder)
+        await encoder.collect()
+        return await context.json_of(encoder.whole, active.num_values)
+
+    with protocol_field_names(names):
+        return await answer_in_shape(request, attempt)
+
+
+def event_bytes(event: Event) -> bytes:
+    """A server-sent event with a name."""
+    fields = {name: value for name, value in event.items() if value is not UNSET}
+    return b"event: " + event["type"].encode() + b"\ndata: " + encode_json(fields) + b"\n\n"
+
+
+def merged(batch: Sequence[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+    """The batch of one sample as one delta, so that a slow reader gets fewer and longer events."""
+    deltas = [delta for _, delta in batch]
+    text = "".join(delta.text for delta in deltas)
+    logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
+    return [(0, replace(deltas[-1], text=text, logprobs=logprobs))]
+
+
+def finish_reason(last: Delta | None) -> str:
+    if last is None:
+        return "stop"
+    if last.finish_reason is FinishReason.ERROR:
+        raise ApiError(Kind.FAILED, last.error or "the answer failed")
+    return "length" if last.finish_reason is FinishReason.LENGTH else "stop"
+
+
+def token_text(entry: TokenLogprob) -> str:
+    """The token's text. An incomplete character is shown as bytes, as OpenAI does, so that tokens stay distinct."""
+    if "\ufffd" in entry.text and entry.text.encode() != entry.data:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.data)
+    return entry.text
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
