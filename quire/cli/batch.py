@@ -20,9 +20,22 @@ from urllib.parse import urlsplit
 
 import typer
 
-from quire.batch.lines import BatchRequest, LineParser, LineSettings, read_lines
-from quire.batch.results import Reply, Result, ResultFile, ResultScan, num_completion_tokens, open_output
-from quire.batch.runner import BatchRunner, ConnectionLost, GaveUp, RetryPolicy
+from quire.batch.runner import (
+    BatchRequest,
+    BatchRunner,
+    ConnectionLost,
+    GaveUp,
+    LineParser,
+    LineSettings,
+    Reply,
+    Result,
+    ResultFile,
+    ResultScan,
+    RetryPolicy,
+    num_completion_tokens,
+    open_output,
+    read_lines,
+)
 from quire.cli import options
 from quire.cli.chat import find_server, locate
 from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key, note, printable

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
-from typing import Protocol
 
 from quire.backends.machine import available_bytes, gpu_memory
 from quire.errors import LoadFailed, ModelTooLarge, QuireError
@@ -41,37 +41,11 @@ class Needs:
     kv_bytes: int | None = None  # as configured; None: its share
 
 
-class Loadable(Protocol):
-    """The manager's interface to a model."""
+class ManagedModel(ABC):
+    """One model, loaded or not: the manager's state of it, and what the manager calls."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def needs(self) -> Needs:
-        """An estimate that needs no file access."""
-
-    async def measure(self) -> Needs:
-        """The exact needs, read from the headers of its files. Raises QuireError."""
-
-    async def load(self, kv_bytes: int | None) -> int:
-        """Load the model. Returns the bytes it holds, or 0 if unknown. Raises QuireError, and then holds nothing.
-
-        `kv_bytes`: for the KV cache; None: the backend's choice.
-        """
-
-    async def unload(self) -> None:
-        """Free all memory. There are no leases at that time, unless `cut` was called."""
-
-    def cut(self) -> None:
-        """Fail all running requests."""
-
-
-class ManagedModel:
-    """The manager's state of one model, loaded or not."""
-
-    def __init__(self, model: Loadable, *, is_pinned: bool = False, idle_unload_s: float | None = None) -> None:
-        self.model = model
+    def __init__(self, name: str, *, is_pinned: bool = False, idle_unload_s: float | None = None) -> None:
+        self.name = name
         self.is_pinned = is_pinned
         self.idle_unload_s = idle_unload_s
         self.state = ModelState.UNLOADED
@@ -96,8 +70,28 @@ class ManagedModel:
         self.idle_timer: asyncio.TimerHandle | None = None
 
     @property
-    def name(self) -> str:
-        return self.model.name
+    @abstractmethod
+    def needs(self) -> Needs:
+        """An estimate that needs no file access."""
+
+    @abstractmethod
+    async def measure(self) -> Needs:
+        """The exact needs, read from the headers of its files. Raises QuireError."""
+
+    @abstractmethod
+    async def load(self, kv_bytes: int | None) -> int:
+        """Load the model. Returns the bytes it holds, or 0 if unknown. Raises QuireError, and then holds nothing.
+
+        `kv_bytes`: for the KV cache; None: the backend's choice.
+        """
+
+    @abstractmethod
+    async def unload(self) -> None:
+        """Free all memory. There are no leases at that time, unless `cut` was called."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Fail all running requests."""
 
     @property
     def is_busy(self) -> bool:
@@ -196,7 +190,7 @@ class ModelManager:
         managed.is_evicted = False
         if managed.unloading is not None:
             if is_forced and not managed.is_closing:
-                managed.model.cut()
+                managed.cut()
             await asyncio.shield(managed.unloading)
 
     def pin(self, managed: ManagedModel) -> None:
@@ -287,16 +281,16 @@ class ModelManager:
         If that is not enough, load it once more with less KV, now that the size of its weights is known.
         """
         for is_last in (False, True):
-            needs = await managed.model.measure()
+            needs = await managed.measure()
             kv_bytes = self.kv_bytes(managed, needs)
             need = needs.weight_bytes + (kv_bytes or 0)
             await self._make_room(managed, need)
             managed.num_bytes = need
-            managed.num_bytes = await managed.model.load(kv_bytes) or need
+            managed.num_bytes = await managed.load(kv_bytes) or need
             try:
                 await self._make_room(managed, managed.num_bytes)
             except BaseException as error:
-                await managed.model.unload()
+                await managed.unload()
                 managed.num_bytes = 0
                 if is_last or not isinstance(error, ModelTooLarge):
                     raise
@@ -347,7 +341,7 @@ class ModelManager:
         """
         if needs.kv_bytes is not None or self.budget_bytes is None:
             return needs.kv_bytes
-        others = [other.model.needs for other in self.models if other is not managed]
+        others = [other.needs for other in self.models if other is not managed]
         taken = needs.weight_bytes + sum(other.weight_bytes + (other.kv_bytes or 0) for other in others)
         num_sharing = 1 + sum(other.kv_bytes is None for other in others)
         share = max(self.budget_bytes - taken, 0) // num_sharing
@@ -441,7 +435,7 @@ class ModelManager:
         if managed.idle_timer is not None:
             managed.idle_timer.cancel()
         try:
-            await managed.model.unload()
+            await managed.unload()
             log.info("%s was unloaded: %s freed", managed.name, memory_size(managed.num_bytes))
         except Exception:
             log.exception("unloading %s failed", managed.name)  # its process has ended anyway, or ends with this one

@@ -31,6 +31,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from quire.backends.machine import has_nvidia
 from quire.engine.composition import EngineConfig
+from quire.engine.model_text import ModelText
 from quire.engine.worker.client import HANG_LIMIT_S, ModelClient
 from quire.errors import InvalidRequest, QuireError
 from quire.scale.cluster_client import ClusterClient
@@ -42,7 +43,6 @@ from quire.server.config import ModelConfig, ServeConfig
 from quire.server.launcher import Launcher, Startup
 from quire.server.limits import make_keyring
 from quire.server.logs import setup_logging
-from quire.server.models import ClientSettings
 from quire.version import __version__
 
 HEAD = "node:__internal_head__"  # Ray's resource of the machine that leads the cluster
@@ -468,18 +468,19 @@ class Front:
                     raise RuntimeError(str(error)) from None
             await asyncio.sleep(RETRY_S)
 
-    def _connect(self, settings: ClientSettings) -> ModelClient:
-        application, fingerprint = self._applications[settings.model.names[0]]
+    def _connect(
+        self, model: ModelConfig, text: ModelText, engine: EngineConfig, *, on_loading: object, **settings: Any
+    ) -> ModelClient:
+        del on_loading  # replicas report no progress
+        application, fingerprint = self._applications[model.names[0]]
         handle = DeploymentHandle(REPLICAS, application)  # not initialised: the transport chooses its event loop
         return ClusterClient(
-            settings.text,
-            settings.engine,
+            text,
+            engine,
             RayTransport(handle, application, self._number),
             ids=self._ids,
             fingerprint=fingerprint,
-            hang_limit_s=settings.hang_limit_s,
-            on_step=settings.on_step,
-            on_gap=settings.on_gap,
+            **settings,
         )
 
     def _note(self, startup: Startup) -> None:

@@ -28,19 +28,16 @@ from quire.server.watch import HeldAnswer, Watcher, blocks_answer, is_shown
 from quire.version import __version__
 
 
-class LoadRequest(msgspec.Struct, frozen=True):
-    model: str
-    wait: bool = True  # until it is loaded; false: only start loading
-
-
-class UnloadRequest(msgspec.Struct, frozen=True):
-    model: str
-    force: bool = False  # end its running requests with an error
-    wait: bool = True
-
-
 class PinRequest(msgspec.Struct, frozen=True):
     model: str
+
+
+class LoadRequest(PinRequest, frozen=True):
+    wait: bool = True  # until it is loaded or unloaded; false: only start
+
+
+class UnloadRequest(LoadRequest, frozen=True):
+    force: bool = False  # end its running requests with an error
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +71,13 @@ async def unload(context: RequestContext) -> Response:
 async def pin(context: RequestContext) -> Response:
     """Pin a model: it is not unloaded when another needs memory. Loads nothing."""
     model = context.models.find((await context.body(PinRequest)).model)
-    context.models.manager.pin(model.managed)
+    context.models.manager.pin(model)
     return context.json(model_status(model))
 
 
 async def unpin(context: RequestContext) -> Response:
     model = context.models.find((await context.body(PinRequest)).model)
-    context.models.manager.unpin(model.managed)
+    context.models.manager.unpin(model)
     return context.json(model_status(model))
 
 
@@ -88,7 +85,7 @@ def model_status(model: Model) -> ModelStatus:
     return ModelStatus(
         model=model.name,
         state=model.state.value,
-        num_bytes=model.num_bytes,
+        num_bytes=model.size_bytes,
         is_pinned=model.is_pinned,
         max_model_len=model.max_model_len,
         full_model_len=model.full_context,
@@ -146,20 +143,15 @@ async def cancel_request(context: RequestContext) -> Response:
         whose = "" if context.key.is_admin else f" of the key {context.key.name!r}"
         text = f"id = {request_id!r:.80} is not a request in progress{whose}; GET /v1/requests lists them"
         raise ApiError(Kind.NOT_FOUND, text, param="id", reason="request_not_found")
+    by = "by an admin" if context.key.is_admin else f"with the key {context.key.name!r}"
     for one in found:
         log.warning("%s of key %s was cancelled with the key %s", request_id, one.caller.key.name, context.key.name)
-        one.fail(_cancelled(context.key))
+        one.fail(ApiError(Kind.CANCELLED, f"the request was cancelled {by}"))
     return context.json(CancelledRequest(id=request_id, cancelled=len(found)))
 
 
-def _cancelled(key: Key) -> ApiError:
-    text = "by an admin" if key.is_admin else f"with the key {key.name!r}"
-    return ApiError(Kind.CANCELLED, f"the request was cancelled {text}")
-
-
 def _visible(context: RequestContext) -> list[ActiveRequest]:
-    key = context.key
-    return [one for one in context.models.in_progress() if key.is_admin or one.caller.key.name == key.name]
+    return [one for one in context.models.in_progress() if is_shown(one, context.key)]
 
 
 def _view(one: ActiveRequest) -> RequestView:
@@ -256,7 +248,7 @@ async def metrics(context: RequestContext) -> Response:
 
 
 async def _take_metrics(model: Model) -> None:
-    model.metrics.take_model_state(model.managed)
+    model.metrics.take_model_state(model)
     if (service := model.service) is not None:
         stats = await current_stats(service)
         if model.service is service:  # otherwise it was unloaded meanwhile, and its final figures are taken
@@ -313,7 +305,7 @@ async def watch_blocks(context: RequestContext) -> Response:
     model = context.models.find(query.model)
     found = None
     if (service := model.service) is not None:
-        async with service.question(context.key.name):
+        async with service.questions.turn(context.key.name):
             found = await service.client.view_blocks(query.first, query.count)
     if found is None or service is None:
         raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
@@ -329,6 +321,6 @@ async def watch_held(context: RequestContext) -> Response:
     if active is None or model.service is None:
         raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is not an open request of this key", param="id")
     ids = tuple(request_id for generation in active.generations for request_id in generation.request_ids)
-    async with model.service.question(context.key.name):
+    async with model.service.questions.turn(context.key.name):
         held = await model.service.client.find_held(ids)
     return context.json(HeldAnswer(model.name, active.request_id, held))

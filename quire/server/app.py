@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server import admin, cache, catalog, web
 from quire.server import tokenization as tokens
 from quire.server.batches import endpoints as batches
-from quire.server.batches import store as stored
+from quire.server.batches import service as stored
 from quire.server.config import is_loopback
 from quire.server.decoding import build_decoders
 from quire.server.errors import ApiError, Dialect, Kind

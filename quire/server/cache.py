@@ -5,17 +5,20 @@ A key sees only cached blocks under its own namespace and salt, so it cannot lea
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from array import array
-from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
 from quire.backends.base import Capacity
+from quire.core.cache.pool import PoolStats, StateStats
+from quire.core.kv_cache import CacheStats
+from quire.core.levels.levels import LevelStats
 from quire.core.values import check_tokens
 from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
@@ -62,77 +65,73 @@ class ModelQuery(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
-class WindowStatsView(msgspec.Struct, frozen=True):
-    """Blocks of the layers with a window. `PoolStats` in `quire/core/cache/pool.py` documents each count."""
-
-    num_blocks: int
-    num_free: Annotated[int, Meta(description="Blocks not in use, with or without cached content.")]
-    num_cached: Annotated[int, Meta(description="Free blocks whose cached content can be reused.")]
-    num_in_use: Annotated[int, Meta(description="Blocks held by requests or kept by pins.")]
-    num_evictions: int
-
-
-class StateStatsView(msgspec.Struct, frozen=True):
-    """Slots of recurrent states. `StateStats` in `quire/core/cache/pool.py` documents each count."""
-
-    num_slots: int
-    num_free: Annotated[int, Meta(description="Slots without content.")]
-    num_cached: Annotated[int, Meta(description="Snapshots that can be reused and that nothing holds.")]
-    num_in_use: Annotated[int, Meta(description="States of running requests, and snapshots that are held.")]
-    num_snapshots: Annotated[int, Meta(description="All snapshots, held or not.")]
-    num_evictions: int
+def _json_type(name: str, source: type, doc: str, **described: Any) -> type[msgspec.Struct]:
+    """A JSON type with the fields of a dataclass. `described`: descriptions of fields, and types of other fields."""
+    hints = get_type_hints(source)
+    fields = []
+    for field in dataclasses.fields(source):
+        given = described.pop(field.name, None)
+        is_text = given is None or isinstance(given, str)
+        fields.append((field.name, Annotated[hints[field.name], Meta(description=given)] if is_text else given))
+    rename = {"level": "tier", "levels": "tiers"}
+    return msgspec.defstruct(
+        name, [*described.items(), *fields], frozen=True, kw_only=True, rename=rename, namespace={"__doc__": doc}
+    )
 
 
-class LowerTierView(msgspec.Struct, frozen=True):
-    """A level of the cache below the device. `LevelStats` in `quire/core/levels/levels.py` documents each count."""
-
-    tier: Annotated[str, Meta(extra_json_schema={"enum": ["host", "disk"]})]
-    num_pieces: Annotated[int, Meta(description="Stored blocks, window blocks and states.")]
-    num_bytes: int
-    max_bytes: Annotated[
-        int | None, Meta(description="The size limit; that of a disk is for all models that share the folder.")
-    ]
-    num_loads: Annotated[int, Meta(description="Prefixes that were loaded.")]
-    num_loaded_tokens: int
-    num_loaded_bytes: int
-    num_failed_loads: Annotated[int, Meta(description="Damaged or missing pieces, and loads that took too long.")]
-    num_saves: Annotated[int, Meta(description="Pieces that were stored.")]
-    num_failed_saves: int
-    num_evictions: int
-    break_even_tokens: Annotated[
-        int | None, Meta(description="Loads of fewer tokens are slower than computing them; null: all loads are.")
-    ]
-
-
-class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
-    """Cache statistics. `CacheStats` in `quire/core/kv_cache.py` documents each count."""
-
-    model: str
-    block_size: int
-    hit_rate: float
-    num_running: int  # requests
-    num_waiting: int
-    num_blocks: int
-    num_free: Annotated[int, Meta(description="Blocks not in use, with or without cached content.")]
-    num_cached: Annotated[int, Meta(description="Free blocks whose cached content can be reused.")]
-    num_in_use: Annotated[int, Meta(description="Blocks held by requests or kept by pins.")]
-    num_shared: Annotated[int, Meta(description="Blocks held by more than one request.")]
-    num_evictions: int
-    num_pins: int
-    num_pinned: Annotated[int, Meta(description="Blocks kept by pins. They count as in use.")]
-    num_queried_tokens: int
-    num_hit_tokens: int
-    num_recovered_tokens: int
-    num_partial_hits: int
-    num_adoptions: int
-    num_twins: int
-    num_collisions: int
-    num_recomputed_tokens: Annotated[
-        int, Meta(description="Tokens computed again although their keys and values were found: no state or window.")
-    ]
-    windows: Annotated[WindowStatsView | None, Meta(description="null: the model has no window blocks.")]
-    states: Annotated[StateStatsView | None, Meta(description="null: the model has no recurrent states.")]
-    tiers: Annotated[tuple[LowerTierView, ...], Meta(description="Tiers below the device: host memory, disk.")]
+WindowStatsView = _json_type(
+    "WindowStatsView",
+    PoolStats,
+    "Blocks of the layers with a window. `PoolStats` in `quire/core/cache/pool.py` documents each count.",
+    num_free="Blocks not in use, with or without cached content.",
+    num_cached="Free blocks whose cached content can be reused.",
+    num_in_use="Blocks held by requests or kept by pins.",
+)
+StateStatsView = _json_type(
+    "StateStatsView",
+    StateStats,
+    "Slots of recurrent states. `StateStats` in `quire/core/cache/pool.py` documents each count.",
+    num_free="Slots without content.",
+    num_cached="Snapshots that can be reused and that nothing holds.",
+    num_in_use="States of running requests, and snapshots that are held.",
+    num_snapshots="All snapshots, held or not.",
+)
+LowerTierView = _json_type(
+    "LowerTierView",
+    LevelStats,
+    "A level of the cache below the device. `LevelStats` in `quire/core/levels/levels.py` documents each count.",
+    level=Annotated[str, Meta(extra_json_schema={"enum": ["host", "disk"]})],
+    num_pieces="Stored blocks, window blocks and states.",
+    max_bytes="The size limit; that of a disk is for all models that share the folder.",
+    num_loads="Prefixes that were loaded.",
+    num_failed_loads="Damaged or missing pieces, and loads that took too long.",
+    num_saves="Pieces that were stored.",
+    break_even_tokens="Loads of fewer tokens are slower than computing them; null: all loads are.",
+)
+CacheStatsView = _json_type(
+    "CacheStatsView",
+    CacheStats,
+    "Cache statistics. `CacheStats` in `quire/core/kv_cache.py` documents each count.",
+    model=str,
+    block_size=int,
+    hit_rate=float,
+    num_running=int,  # requests
+    num_waiting=int,
+    num_free="Blocks not in use, with or without cached content.",
+    num_cached="Free blocks whose cached content can be reused.",
+    num_in_use="Blocks held by requests or kept by pins.",
+    num_shared="Blocks held by more than one request.",
+    num_pinned="Blocks kept by pins. They count as in use.",
+    num_recomputed_tokens="Tokens computed again although their keys and values were found: no state or window.",
+    windows=Annotated[WindowStatsView | None, Meta(description="null: the model has no window blocks.")],
+    states=Annotated[StateStatsView | None, Meta(description="null: the model has no recurrent states.")],
+    levels=Annotated[
+        tuple[LowerTierView, ...],
+        Meta(  # type: ignore[valid-type]
+            description="Tiers below the device: host memory, disk."
+        ),
+    ],
+)
 
 
 class Cleared(msgspec.Struct, frozen=True):
@@ -153,7 +152,7 @@ async def explain(context: RequestContext) -> Response:
     body = await context.body(ExplainRequest)
     service = _service(context, body.model)
     tokens, salt = await _prompt(context, service, body)
-    async with service.question(context.key.name):
+    async with service.questions.turn(context.key.name):
         explanation = await service.client.explain(tokens, salt)
     text = stopped_text(service.text.tokenizer, tokens, explanation)
     return context.json(view(explanation, len(tokens), text))
@@ -161,29 +160,19 @@ async def explain(context: RequestContext) -> Response:
 
 async def stats(context: RequestContext) -> Response:
     service = _service(context, context.request.query_params.get("model"))
-    async with service.question(context.key.name):
+    async with service.questions.turn(context.key.name):
         found = await service.client.stats()
     if found is None:
         raise _not_loaded(service.model)
-    cache = found.cache
-    windows, states = cache.windows, cache.states
-    figures = asdict(cache)
-    levels = [asdict(level) for level in cache.levels]
-    del figures["levels"]
+    figures = dataclasses.asdict(found.cache)
+    figures["levels"] = tuple(LowerTierView(**level) for level in figures["levels"])
     answer = CacheStatsView(
         model=service.model,
         block_size=_capacity(service).block_size,
-        hit_rate=cache.hit_rate,
+        hit_rate=found.cache.hit_rate,
         num_running=found.num_running,
         num_waiting=found.num_waiting,
-        **(
-            figures
-            | {
-                "windows": None if windows is None else WindowStatsView(**asdict(windows)),
-                "states": None if states is None else StateStatsView(**asdict(states)),
-                "tiers": tuple(LowerTierView(tier=level.pop("level"), **level) for level in levels),
-            }
-        ),
+        **figures,
     )
     return context.json(answer)
 

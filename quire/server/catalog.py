@@ -156,7 +156,7 @@ async def model_entries(model: Model) -> list[openai_types.Model]:
             alias_of=None if name == model.name else model.name,
             max_model_len=model.max_model_len or 0,
             state=model.state.value,
-            num_bytes=model.num_bytes,
+            num_bytes=model.size_bytes,
             is_pinned=model.is_pinned,
             display_name=name,
             created_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
@@ -225,8 +225,8 @@ async def ps(context: RequestContext) -> Response:
             LoadedModel(
                 name=model.name,
                 model=model.name,
-                size=model.num_bytes,
-                size_vram=model.num_bytes if is_on_gpu else 0,
+                size=model.size_bytes,
+                size_vram=model.size_bytes if is_on_gpu else 0,
                 digest=facts.digest,
                 details=_details(facts),
                 expires_at=_expires_at(model),
@@ -248,12 +248,11 @@ def given_name(model: str | None, name: str | None) -> str:
 
 
 def _expires_at(model: Model) -> str:
-    managed = model.managed
-    if managed.idle_unload_s is None or managed.is_pinned:
+    if model.idle_unload_s is None or model.is_pinned:
         return NEVER
-    left_s = managed.idle_unload_s  # a busy model: its idle time has not started
-    if managed.idle_timer is not None:
-        left_s = managed.idle_timer.when() - asyncio.get_running_loop().time()
+    left_s = model.idle_unload_s  # a busy model: its idle time has not started
+    if model.idle_timer is not None:
+        left_s = model.idle_timer.when() - asyncio.get_running_loop().time()
     return rfc3339(time.time() + max(0.0, left_s))
 
 
@@ -343,7 +342,7 @@ def _begin_pull(given: str, name: str) -> AsyncIterator[PullProgress]:
     if not _is_pulling.acquire(blocking=False):
         text = "another model is being downloaded: only one download runs at a time"
         raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
-    return Pulling(name).progress()
+    return start_pull(name)
 
 
 async def _lines(progress: AsyncIterator[PullProgress]) -> AsyncIterator[bytes]:
@@ -354,51 +353,47 @@ async def _lines(progress: AsyncIterator[PullProgress]) -> AsyncIterator[bytes]:
         yield OLLAMA.event(error, "")
 
 
-class Pulling:
-    """One download in a daemon thread."""
+def start_pull(name: str) -> AsyncIterator[PullProgress]:
+    """Download in a daemon thread, which releases the lock that the caller holds. Returns the progress."""
+    known, loop = find_known(name), asyncio.get_running_loop()
+    updates: asyncio.Queue[PullProgress | QuireError | None] = asyncio.Queue()
+    digest: str | UnsetType = UNSET if known is None else f"sha256:{known.sha256}"
+    last = ("", -1)
 
-    def __init__(self, name: str) -> None:
-        """The caller holds the lock; the thread releases it."""
-        self._name = name
-        self._known = find_known(name)
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[PullProgress | QuireError | None] = asyncio.Queue()
-        self._last = ("", -1)
-        threading.Thread(target=self._run, name=f"pull {name}", daemon=True).start()
+    def put(update: PullProgress | QuireError | None) -> None:
+        with suppress(RuntimeError):  # the server has stopped meanwhile
+            loop.call_soon_threadsafe(updates.put_nowait, update)
 
-    async def progress(self) -> AsyncIterator[PullProgress]:
-        yield PullProgress(status="pulling manifest")
-        while (update := await self._queue.get()) is not None:
-            if isinstance(update, QuireError):
-                raise ApiError(Kind.FAILED, f"pull: {update}", reason="download_failed")
-            yield update
-        note = f"the model is on this machine's disk; restart the server with it to serve it: quire serve {self._name}"
-        yield PullProgress(status="success", note=note)
+    def take(what: str, num_done: int, num_bytes: int) -> None:
+        """Called for every megabyte; puts one update per percent."""
+        nonlocal last
+        if (step := (what, 100 * num_done // max(num_bytes, 1))) != last:
+            last = step
+            put(PullProgress(status=f"{what} {name}", digest=digest, total=num_bytes, completed=num_done))
 
-    def _run(self) -> None:
+    def run() -> None:
         try:
             # With a progress callback, the hub's library would draw bars on this process's terminal.
-            pull(self._name, self._take if self._known is not None else None)
-            self._put(None)
+            pull(name, take if known is not None else None)
+            put(None)
         except QuireError as error:
-            self._put(error)
+            put(error)
         except Exception as error:
-            self._put(QuireError(f"{type(error).__name__}: {error}"))
+            put(QuireError(f"{type(error).__name__}: {error}"))
         finally:
             _is_pulling.release()
 
-    def _take(self, what: str, num_done: int, num_bytes: int) -> None:
-        """Called for every megabyte; puts one update per percent."""
-        step = what, 100 * num_done // max(num_bytes, 1)
-        if step == self._last:
-            return
-        self._last = step
-        digest: str | UnsetType = UNSET if self._known is None else f"sha256:{self._known.sha256}"
-        self._put(PullProgress(status=f"{what} {self._name}", digest=digest, total=num_bytes, completed=num_done))
+    async def progress() -> AsyncIterator[PullProgress]:
+        yield PullProgress(status="pulling manifest")
+        while (update := await updates.get()) is not None:
+            if isinstance(update, QuireError):
+                raise ApiError(Kind.FAILED, f"pull: {update}", reason="download_failed")
+            yield update
+        note = f"the model is on this machine's disk; restart the server with it to serve it: quire serve {name}"
+        yield PullProgress(status="success", note=note)
 
-    def _put(self, update: PullProgress | QuireError | None) -> None:
-        with suppress(RuntimeError):  # the server has stopped meanwhile
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, update)
+    threading.Thread(target=run, name=f"pull {name}", daemon=True).start()
+    return progress()
 
 
 class SlotParams(msgspec.Struct, kw_only=True):

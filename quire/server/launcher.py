@@ -21,14 +21,13 @@ from quire.engine.worker.kv_events import check_free
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app
 from quire.server.batches.endpoints import Sender
-from quire.server.batches.service import BatchService
-from quire.server.batches.store import StateDir
+from quire.server.batches.service import BatchService, StateDir
 from quire.server.config import ServeConfig
 from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.limits import make_keyring
 from quire.server.metrics import Exposition
-from quire.server.models import MakeClient, Models, ServiceLimits, SharedResources, make_local_client
-from quire.server.request_context import RequestLimits, Served
+from quire.server.models import MakeClient, Models, SharedResources, make_local_client
+from quire.server.request_context import Served
 from quire.server.watch import Watch
 
 CUT_DRAIN_S = 5.0  # for cut streams to send their error event; a busy machine needs longer
@@ -131,8 +130,7 @@ class Launcher:
     async def serve(self) -> None:
         config = self._config
         self._models = self._make_models()
-        call_limits = RequestLimits(config.max_body_size, config.body_timeout, config.keep_alive_interval)
-        served = Served(self._models, Watch(self._models), call_limits)
+        served = Served(self._models, Watch(self._models), config)
         self._batches = None
         if config.state_dir is not None:
             store = StateDir(config.state_dir, config.max_file_size, config.max_file_storage)
@@ -167,9 +165,13 @@ class Launcher:
     def _make_models(self) -> Models:
         """A single model sizes its own memory unless `memory` is set; several models share one budget."""
         config = self._config
-        limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout)
         shared = SharedResources(
-            limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit, make_client=self._make_client
+            config.max_queue,
+            config.max_queued_tokens,
+            config.queue_timeout,
+            Exposition(config.metrics_compat),
+            hang_limit_s=config.hang_limit,
+            make_client=self._make_client,
         )
         engine = config.models[0].engine
         has_gpu = {"torch": has_nvidia(), "mlx": has_metal(), "auto": has_nvidia() or has_metal()}

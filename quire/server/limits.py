@@ -220,25 +220,28 @@ class QueueTicket:
     def __init__(self, queue: TierQueue, priority: Priority, tenant: str, num_requests: int) -> None:
         self._queue = queue
         self.priority = priority
-        self.tenant = tenant
-        self.num_requests = num_requests
-        self.num_tokens = 0
+        self._tenant = tenant
+        self._num_requests = num_requests
+        self._num_tokens = 0
         self._is_waiting = True
+        queue.hold(tenant, num_requests, 0)
 
     def grow(self, num_tokens: int) -> None:
         """Add the tokens of the prompts, once they are tokenised. A refusal leaves the ticket unchanged."""
-        self._queue.grow(self, num_tokens)
-        self.num_tokens += num_tokens
+        if self._queue.num_tokens != self._num_tokens:  # others wait too
+            self._queue.check_tokens(self._tenant, num_tokens)
+        self._queue.hold(self._tenant, 0, num_tokens)
+        self._num_tokens += num_tokens
 
     def start(self) -> None:
         if self._is_waiting:
-            self._queue.started(self)
+            self._queue.note_start(self._num_requests)
         self.leave()
 
     def leave(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._queue.left(self)
+            self._queue.hold(self._tenant, -self._num_requests, -self._num_tokens)
 
 
 class TierQueue:
@@ -275,38 +278,25 @@ class TierQueue:
         if self.num_tokens >= self.max_tokens and held_tokens * num_tenants >= self.max_tokens:
             raise self._refusal(f"{self.num_tokens} tokens are already waiting, which is the limit", "queue_tokens")
 
-    def enter(self, priority: Priority, tenant: str, num_requests: int) -> QueueTicket:
-        self.check(tenant, num_requests)
-        ticket = QueueTicket(self, priority, tenant, num_requests)
-        self._hold(tenant, num_requests, 0)
-        return ticket
-
-    def grow(self, ticket: QueueTicket, num_tokens: int) -> None:
-        is_alone = self.num_tokens == ticket.num_tokens
-        held_tokens = self._held[ticket.tenant][1]
+    def check_tokens(self, tenant: str, num_tokens: int) -> None:
+        """Raise unless so many tokens more fit."""
+        held_tokens = self._held[tenant][1]
         is_over = self.num_tokens + num_tokens > self.max_tokens
-        if is_over and not is_alone and (held_tokens + num_tokens) * len(self._held) > self.max_tokens:
-            text = (
-                f"{self.num_tokens} tokens are already waiting; {num_tokens} more exceed the limit of {self.max_tokens}"
-            )
-            raise self._refusal(text, "queue_tokens")
-        self._hold(ticket.tenant, 0, num_tokens)
+        if is_over and (held_tokens + num_tokens) * len(self._held) > self.max_tokens:
+            more = f"{num_tokens} more exceed the limit of {self.max_tokens}"
+            raise self._refusal(f"{self.num_tokens} tokens are already waiting; {more}", "queue_tokens")
 
-    def started(self, ticket: QueueTicket) -> None:
-        self._starts.append((self._clock(), ticket.num_requests))
+    def note_start(self, num_requests: int) -> None:
+        self._starts.append((self._clock(), num_requests))
         while len(self._starts) > 1 and self._clock() - self._starts[0][0] > RATE_WINDOW_S:
             self._starts.popleft()
 
-    def left(self, ticket: QueueTicket) -> None:
-        self._hold(ticket.tenant, -ticket.num_requests, -ticket.num_tokens)
-
-    def _hold(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+    def hold(self, tenant: str, num_requests: int, num_tokens: int) -> None:
         if not self.num_requests:
             self._waits_since_s = self._clock()
-        requests, tokens = self._held.get(tenant, (0, 0))
-        self._held[tenant] = requests + num_requests, tokens + num_tokens
-        if self._held[tenant] == (0, 0):
-            del self._held[tenant]
+        requests, tokens = self._held.pop(tenant, (0, 0))
+        if (held := (requests + num_requests, tokens + num_tokens)) != (0, 0):
+            self._held[tenant] = held
         self.num_requests += num_requests
         self.num_tokens += num_tokens
 
@@ -338,21 +328,14 @@ class TierQueues:
     def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.queues = {priority: TierQueue(max_requests, max_tokens, clock) for priority in Priority}
 
-    @property
-    def num_requests(self) -> int:
-        return sum(queue.num_requests for queue in self.queues.values())
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(queue.num_tokens for queue in self.queues.values())
-
     def check(self, key: Key) -> None:
         """Raise if no tier has room for one more request of this key. Called before the body is read."""
         tiers = [priority for priority in Priority if priority >= min(key.tier, key.ceiling)]
         raise_if_all(partial(self.queues[priority].check, key.name) for priority in tiers)
 
     def enter(self, num_requests: int, priority: Priority, tenant: str) -> QueueTicket:
-        return self.queues[priority].enter(priority, tenant, num_requests)
+        self.queues[priority].check(tenant, num_requests)
+        return QueueTicket(self.queues[priority], priority, tenant, num_requests)
 
     def expect(self, intake: IntakeRate | None) -> None:
         """Set the measured intake rate; None after the model was unloaded."""
@@ -492,7 +475,7 @@ class Bucket:
     """A token bucket that holds one minute's amount. May go below 0: output tokens are known only afterwards."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self._capacity = float(per_minute)
+        self.per_minute = per_minute
         self._level = float(per_minute)
         self._clock = clock
         self._at_s = clock()
@@ -500,8 +483,8 @@ class Bucket:
     def wait_s(self, amount: float) -> float:
         """Time until this amount is available; 0: now. An amount above the capacity passes when the bucket is full."""
         self._refill()
-        missing = min(amount, self._capacity) - self._level
-        return max(0.0, missing * MINUTE_S / self._capacity)
+        missing = min(amount, self.per_minute) - self._level
+        return max(0.0, missing * MINUTE_S / self.per_minute)
 
     def take(self, amount: float) -> None:
         self._refill()
@@ -509,7 +492,7 @@ class Bucket:
 
     def _refill(self) -> None:
         now_s = self._clock()
-        self._level = min(self._capacity, self._level + (now_s - self._at_s) * self._capacity / MINUTE_S)
+        self._level = min(self.per_minute, self._level + (now_s - self._at_s) * self.per_minute / MINUTE_S)
         self._at_s = now_s
 
 
@@ -517,50 +500,33 @@ class Quota:
     """The usage of one key."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits = limits
-        self._requests = _bucket(limits.requests_per_minute, clock)
-        self._tokens = _bucket(limits.tokens_per_minute, clock)
+        self._max_requests = limits.max_requests
+        self._buckets: dict[str, Bucket] = {}
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            if (limit := getattr(limits, name)) is not None:
+                self._buckets[name] = Bucket(limit, clock)
         self.num_open = 0
 
     def enter(self, num_tokens: int) -> None:
         """Count a request with this many prompt tokens, or refuse it and count nothing."""
-        limits = self._limits
-        if limits.max_requests is not None and self.num_open >= limits.max_requests:
-            raise _used_up("max_requests", limits.max_requests, 1.0)
-        if self._requests is not None and (wait_s := self._requests.wait_s(1)):
-            raise _used_up("requests_per_minute", limits.requests_per_minute, wait_s)
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(num_tokens)):
-            raise _used_up("tokens_per_minute", limits.tokens_per_minute, wait_s)
+        if self._max_requests is not None and self.num_open >= self._max_requests:
+            raise _used_up("max_requests", self._max_requests, 1.0)
+        amounts = {"requests_per_minute": 1, "tokens_per_minute": num_tokens}
+        for name, bucket in self._buckets.items():
+            if wait_s := bucket.wait_s(amounts[name]):
+                raise _used_up(name, bucket.per_minute, wait_s)
         self.num_open += 1
-        if self._requests is not None:
-            self._requests.take(1)
-        self.use(num_tokens)
+        for name, bucket in self._buckets.items():
+            bucket.take(amounts[name])
 
     def use(self, num_tokens: int) -> None:
-        if self._tokens is not None:
-            self._tokens.take(num_tokens)
+        if (bucket := self._buckets.get("tokens_per_minute")) is not None:
+            bucket.take(num_tokens)
 
     def leave(self) -> None:
         self.num_open -= 1
 
 
-class Quotas:
-    """One quota per key, made at the key's first request."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._quotas: dict[str, Quota] = {}
-
-    def of(self, key: Key) -> Quota:
-        if key.name not in self._quotas:
-            self._quotas[key.name] = Quota(key.limits, self._clock)
-        return self._quotas[key.name]
-
-
-def _bucket(per_minute: int | None, clock: Callable[[], float]) -> Bucket | None:
-    return None if per_minute is None else Bucket(per_minute, clock)
-
-
-def _used_up(name: str, limit: int | None, wait_s: float) -> ApiError:
+def _used_up(name: str, limit: int, wait_s: float) -> ApiError:
     text = f"this key has reached its limit: {name} = {limit}"
     return ApiError(Kind.RATE_LIMITED, text, retry_after_s=math.ceil(wait_s), reason=f"key_{name}")

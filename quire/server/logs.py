@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TextIO
 
 from quire.engine.process import FIELDS, JsonFormatter, LineFormatter
@@ -87,13 +88,12 @@ def log_refusal(
 
 def request_fields(record: RequestRecord) -> dict[str, object]:
     """Return the fields of a request's log line, in order. Unknown ones are left out."""
-    rate = record.tokens_per_s
     fields: dict[str, object] = {
-        "request_id": record.request_id,
+        "request_id": record.id,
         "endpoint": record.endpoint,
         "model": record.model,
-        "key": record.key_name,
-        "tier": record.priority.name.lower(),
+        "key": record.key,
+        "tier": record.tier,
         "stream": record.is_streaming,
         "prompts": record.num_prompts,
         "n": record.n,
@@ -105,8 +105,8 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
         "cache_source": record.cache_source,
         "queued_s": _rounded(record.queued_s),
         "ttft_s": _rounded(record.ttft_s),
-        "e2e_s": _rounded(record.e2e_s),
-        "tokens_per_s": None if rate is None else _rounded(rate),
+        "e2e_s": _rounded(record.duration_s),
+        "tokens_per_s": _rounded(record.tokens_per_s),
         "finish": record.finish,
         "error": record.error,
     }
@@ -170,13 +170,11 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             super().emit(logging.LogRecord(name, logging.WARNING, "", 0, text, None, None))
 
 
+@dataclass(slots=True)
 class _Window:
-    __slots__ = ("num_left_out", "num_written", "since_s")
-
-    def __init__(self, since_s: float) -> None:
-        self.since_s = since_s
-        self.num_written = 0
-        self.num_left_out = 0
+    since_s: float
+    num_written: int = 0
+    num_left_out: int = 0
 
 
 def _word(value: object) -> str:

@@ -2,125 +2,72 @@
 
 Belongs to the event loop. Nothing here blocks for long: `stepped` and `tokens` are called at every step.
 
-The record of a finished request is for metrics and logs; it has no text of a prompt or an answer. The counters of a
-model's activity are for `/v1/watch`, and cheap enough to be always on.
+The record of a finished request is for metrics, logs and `/v1/watch`; it has no text of a prompt or an answer.
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Annotated, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+import msgspec
+from msgspec import Meta
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from quire.core.cache.pool import StateStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ManagedModel, ModelState
+from quire.engine.worker.client import ModelClient
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped
 from quire.server.errors import Kind
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    request_id: str  # as in x-request-id
-    endpoint: str  # the route's path
+class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has ended. Contains no text."""
+
+    id: Annotated[str, Meta(description="The x-request-id of its response.")]
+    key: Annotated[str, Meta(description="The name of its API key.")]
+    endpoint: str
+    tier: str
+    num_samples: int
+    finished_at: Annotated[float, Meta(description="Seconds since 1970.")]
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cache_reason: Annotated[str | None, Meta(description="Why the first prompt's match ended; null: it never ran.")]
+    ttft_s: Annotated[float | None, Meta(description="Arrival to first token; null: there was none.")]
+    duration_s: Annotated[float, Meta(description="Arrival to end.")]
+    tokens_per_s: Annotated[float | None, Meta(description="Decode speed of all samples together.")]
+    finish: Annotated[str, Meta(description="stop, length, cancelled or error.")]
+    error: Annotated[str | None, Meta(description="The kind of error.")]
+
+
+class RequestRecord(FinishedRequest, frozen=True, kw_only=True):
+    """What metrics and the log need besides. The times are exact."""
+
     model: str
-    key_name: str
-    priority: Priority
     is_streaming: bool
     num_prompts: int
     n: int
     max_tokens: int | None
-    prompt_tokens: int  # of all prompts together
-    cached_tokens: int
-    completion_tokens: int
-    cache_reason: str | None  # why the cache match of the first prompt ended
+    cache_source: str | None = None  # slowest level that cached tokens of the first prompt came from
     queued_s: float | None  # None: never started
-    ttft_s: float | None  # from arrival to the first token; None: no token
     prefill_s: float | None  # from the start to the first token
     decode_s: float | None  # from the first token to the last
-    e2e_s: float  # from arrival to the end
-    finish: str  # stop, length, cancelled (also by disconnecting), error, or the reason of a refusal
-    error: str | None = None  # the kind of error, never its text
-    cache_source: str | None = None  # slowest level that cached tokens of the first prompt came from
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Decode speed of all samples together."""
-        if not self.decode_s or self.completion_tokens < 2:
-            return None
-        return (self.completion_tokens - 1) / self.decode_s
+    def shown(self) -> FinishedRequest:
+        exact = {name: getattr(self, name) for name in FinishedRequest.__struct_fields__}
+        digits = {"finished_at": 2, "ttft_s": 4, "duration_s": 3, "tokens_per_s": 1}
+        return FinishedRequest(
+            **{
+                name: round(value, digits[name]) if name in digits and value is not None else value
+                for name, value in exact.items()
+            }
+        )
 
-
-RECENT_S = 300.0
-MAX_RECENT = 256  # requests
-
-
-class Ttft(NamedTuple):
-    """Time to first token of the requests that ended recently."""
-
-    num_requests: int
-    p50_s: float
-    p95_s: float
-
-
-class Finished(NamedTuple):
-    """A request that has ended, and when: seconds since 1970."""
-
-    at: float
-    record: RequestRecord
-
-
-class ActivityCounters:
-    """Totals since the model was loaded. A rate is the difference of two readings."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_computed_tokens = 0  # of prompts and answers
-        self.num_generated_tokens = 0
-        self._clock = clock
-        # Newest last. More are kept than shown, because a key sees only its own.
-        self.recent: deque[Finished] = deque(maxlen=MAX_RECENT)
-        self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)  # end time, TTFT
-
-    @property
-    def num_prefilled_tokens(self) -> int:
-        """Computed prompt tokens.
-
-        The last token of a prompt produces the first token of the answer and counts as generated. A step that is still
-        running when an answer ends counts here.
-        """
-        return max(0, self.num_computed_tokens - self.num_generated_tokens)
-
-    def stepped(self, stepped: Stepped) -> None:
-        self.num_computed_tokens += stepped.num_tokens
-        self.num_generated_tokens += stepped.num_generated
-
-    def finished(self, record: RequestRecord) -> None:
-        self.recent.append(Finished(time.time(), record))
-        if record.ttft_s is not None:
-            self._ttfts.append((self._clock(), record.ttft_s))
-
-    def ttft(self) -> Ttft | None:
-        """Return the recent TTFT. None: no request had a first token recently."""
-        since_s = self._clock() - RECENT_S
-        recent = sorted(ttft_s for at_s, ttft_s in self._ttfts if at_s >= since_s)
-        if not recent:
-            return None
-        return Ttft(len(recent), _percentile(recent, 0.50), _percentile(recent, 0.95))
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    """Return the smallest value that at least this share of all values do not exceed."""
-    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 100) * len(ordered) // 100) - 1))]
-
-
-disable_created_metrics()  # type: ignore[no-untyped-call]  # they double every counter's series
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "quire:"
@@ -151,12 +98,7 @@ _SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 128.0)
 class _Spec(NamedTuple):
     text: str
     labels: tuple[str, ...] = ()
-
-
-class _HistogramSpec(NamedTuple):
-    text: str
-    bounds: tuple[float, ...]
-    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()  # of a histogram
 
 
 GAUGES = {
@@ -224,26 +166,24 @@ COUNTERS = {
     "replica_prefix_cache_hits": _Spec("Prompt tokens found in a replica's prefix cache.", ("replica",)),
 }
 HISTOGRAMS = {
-    "time_to_first_token_seconds": _HistogramSpec("From arrival to the first token.", _TTFT_S),
-    "inter_token_latency_seconds": _HistogramSpec("From one token to the next.", _TOKEN_S),
-    "request_time_per_output_token_seconds": _HistogramSpec("A request's mean time from token to token.", _TOKEN_S),
-    "e2e_request_latency_seconds": _HistogramSpec("From arrival to the end of the request.", _REQUEST_S),
-    "request_queue_time_seconds": _HistogramSpec("Waiting time of requests before they started.", _REQUEST_S),
-    "request_prefill_time_seconds": _HistogramSpec("From the start to the first token.", _REQUEST_S),
-    "request_decode_time_seconds": _HistogramSpec("From the first token to the last.", _REQUEST_S),
-    "request_inference_time_seconds": _HistogramSpec("From the start to the last token.", _REQUEST_S),
-    "request_prompt_tokens": _HistogramSpec("Prompt tokens of a request.", _TOKENS),
-    "request_generation_tokens": _HistogramSpec("Generated tokens of a request.", _TOKENS),
-    "request_params_n": _HistogramSpec("The parameter n of a request.", _SAMPLES),
-    "request_params_max_tokens": _HistogramSpec("The parameter max_tokens of requests that set it.", _TOKENS),
-    "iteration_tokens_total": _HistogramSpec("Tokens computed in one step.", _STEP_TOKENS),
-    "queue_wait_seconds": _HistogramSpec(
-        "Waiting time of a tier's requests before they started.", _REQUEST_S, ("tier",)
-    ),
-    "step_seconds": _HistogramSpec("Duration of one step.", _TOKEN_S),
+    "time_to_first_token_seconds": _Spec("From arrival to the first token.", bounds=_TTFT_S),
+    "inter_token_latency_seconds": _Spec("From one token to the next.", bounds=_TOKEN_S),
+    "request_time_per_output_token_seconds": _Spec("A request's mean time from token to token.", bounds=_TOKEN_S),
+    "e2e_request_latency_seconds": _Spec("From arrival to the end of the request.", bounds=_REQUEST_S),
+    "request_queue_time_seconds": _Spec("Waiting time of requests before they started.", bounds=_REQUEST_S),
+    "request_prefill_time_seconds": _Spec("From the start to the first token.", bounds=_REQUEST_S),
+    "request_decode_time_seconds": _Spec("From the first token to the last.", bounds=_REQUEST_S),
+    "request_inference_time_seconds": _Spec("From the start to the last token.", bounds=_REQUEST_S),
+    "request_prompt_tokens": _Spec("Prompt tokens of a request.", bounds=_TOKENS),
+    "request_generation_tokens": _Spec("Generated tokens of a request.", bounds=_TOKENS),
+    "request_params_n": _Spec("The parameter n of a request.", bounds=_SAMPLES),
+    "request_params_max_tokens": _Spec("The parameter max_tokens of requests that set it.", bounds=_TOKENS),
+    "iteration_tokens_total": _Spec("Tokens computed in one step.", bounds=_STEP_TOKENS),
+    "queue_wait_seconds": _Spec("Waiting time of a tier's requests before they started.", ("tier",), _REQUEST_S),
+    "step_seconds": _Spec("Duration of one step.", bounds=_TOKEN_S),
 }
 REQUEST_HISTOGRAMS = {  # name -> field of RequestRecord
-    "e2e_request_latency_seconds": "e2e_s",
+    "e2e_request_latency_seconds": "duration_s",
     "time_to_first_token_seconds": "ttft_s",
     "request_prefill_time_seconds": "prefill_s",
     "request_decode_time_seconds": "decode_s",
@@ -290,113 +230,57 @@ REASONS = frozenset(
 class Histogram:
     """Like prometheus_client's, but has no lock, takes `count` equal values at once, and needs a fifth of the time."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+        self.total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
+        self.total += value * count
 
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        buckets: list[tuple[str, float]] = []
+    def add_to(self, family: Metric, labels: dict[str, str]) -> None:
         num_below = 0
         for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
             num_below += count
-            buckets.append((bound, num_below))
-        family.add_metric(labels, buckets, self._sum)
+            family.add_sample(f"{family.name}_bucket", {**labels, "le": bound}, num_below)
+        family.add_sample(f"{family.name}_count", labels, num_below)
+        family.add_sample(f"{family.name}_sum", labels, self.total)
 
 
-class _Histograms:
-    """The histograms of one model."""
+class Exposition(Collector):
+    """The series of the server, by metric and labels.
 
-    def __init__(self, labels: tuple[str, ...]) -> None:
-        self.labels = labels
-        self.all: dict[str, dict[tuple[str, ...], Histogram]] = {
-            name: {values: Histogram(spec.bounds) for values in ([(tier,) for tier in TIERS] if spec.labels else [()])}
-            for name, spec in HISTOGRAMS.items()
-        }
-
-    def one(self, name: str, *values: str) -> Histogram:
-        return self.all[name][values]
-
-
-class _AllHistograms(Collector):
-    def __init__(self) -> None:
-        self.models: list[_Histograms] = []
-
-    def collect(self) -> Iterator[Metric]:
-        for name, spec in HISTOGRAMS.items():
-            family = HistogramMetricFamily(_PREFIX + name, spec.text, labels=(*_LABELS, *spec.labels))
-            for model in self.models:
-                for values, histogram in model.all[name].items():
-                    histogram.add_to(family, (*model.labels, *values))
-            yield family
-
-
-class _Mirror(Collector):
-    """Exports the same series under another server's prefix, for existing dashboards."""
-
-    def __init__(self, source: CollectorRegistry, prefix: str, names: frozenset[str]) -> None:
-        self._source = source
-        self._prefix = prefix
-        self._names = names
-
-    def describe(self) -> list[Metric]:
-        return []  # registering must not collect
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._source.collect():
-            if (name := family.name.removeprefix(_PREFIX)) in self._names:
-                mirrored = Metric(self._prefix + name, family.documentation, family.type)
-                mirrored.samples = [
-                    sample._replace(name=self._prefix + sample.name.removeprefix(_PREFIX)) for sample in family.samples
-                ]
-                yield mirrored
-
-
-class Exposition:
-    """The metric families of the server, each with one series per model."""
+    `compat`: metrics that vLLM has too are exported a second time under this prefix, for existing dashboards.
+    """
 
     def __init__(self, compat: str | None = None) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
-        self._mirror = CollectorRegistry() if compat else None
-        if self._mirror is not None:
-            self._mirror.register(_Mirror(registry, f"{compat}:", VLLM))
-        self.gauges = {
-            name: Gauge(_PREFIX + name, spec.text, (*_LABELS, *spec.labels), registry=registry)
-            for name, spec in GAUGES.items()
-        }
-        self.counters = {
-            name: Counter(_PREFIX + name, spec.text, (*_LABELS, *spec.labels), registry=registry)
-            for name, spec in COUNTERS.items()
-        }
-        self.histograms = _AllHistograms()
-        registry.register(self.histograms)
+        self.values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in (*GAUGES, *COUNTERS)}
+        self.histograms: dict[str, dict[tuple[str, ...], Histogram]] = {name: {} for name in HISTOGRAMS}
+        self._compat = compat
 
     def render(self) -> tuple[bytes, str]:
         """Return the text and its content type."""
-        text = generate_latest(self._registry)
-        if self._mirror is not None:
-            text += generate_latest(self._mirror)
-        return text, CONTENT_TYPE
+        return generate_latest(self), CONTENT_TYPE
 
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families(_PREFIX, {*GAUGES, *COUNTERS, *HISTOGRAMS})
+        if self._compat is not None:
+            yield from self._families(f"{self._compat}:", VLLM)
 
-class Worker(Protocol):
-    """The parts of an `EngineClient` that metrics read."""
-
-    @property
-    def num_restarts(self) -> int: ...
-    @property
-    def is_moving(self) -> bool: ...
-    @property
-    def facts(self) -> Ready | None: ...
-    @property
-    def replica_statuses(self) -> tuple[ReplicaStatus, ...]: ...
+    def _families(self, prefix: str, names: Collection[str]) -> Iterator[Metric]:
+        for kind, specs in (("gauge", GAUGES), ("counter", COUNTERS), ("histogram", HISTOGRAMS)):
+            for name in [name for name in specs if name in names]:
+                family = Metric(prefix + name, specs[name].text, kind)
+                label_names = *_LABELS, *specs[name].labels
+                for labels, value in self.values.get(name, {}).items():
+                    sample = f"{family.name}_total" if kind == "counter" else family.name
+                    family.add_sample(sample, dict(zip(label_names, labels, strict=True)), value)
+                for labels, histogram in self.histograms.get(name, {}).items():
+                    histogram.add_to(family, dict(zip(label_names, labels, strict=True)))
+                yield family
 
 
 Totals = dict[tuple[str, str], int]
@@ -407,35 +291,29 @@ class Metrics:
 
     def __init__(self, model_name: str, *, exposition: Exposition | None = None) -> None:
         self._labels = (model_name.encode("utf-8", "backslashreplace").decode(), _ENGINE)
-        exposition = exposition or Exposition()
-        self.exposition = exposition
-        self._gauges, self._counters = exposition.gauges, exposition.counters
-        self._histograms = _Histograms(self._labels)
-        exposition.histograms.models.append(self._histograms)
+        self.exposition = exposition = exposition or Exposition()
+        self._values, self._histograms = exposition.values, exposition.histograms
         self._config_labels: tuple[str, ...] | None = None
         self._worker = 0, 0  # num_restarts at the last stats, which identifies the worker, and its steps
-        # Totals that were taken, by metric and label: of the worker, of its client, of the model, of replicas.
+        # Totals that were taken, by metric and label. Only those of replicas among the others have labels.
         self._of_worker: Totals = {}
-        self._of_client: Totals = {}
-        self._of_model: Totals = {}
-        self._of_replicas: Totals = {}
-        self._bind()
+        self._of_others: Totals = {}
+        self._make_series()
+        self._token = self._histogram("inter_token_latency_seconds")
+        self._step = self._histogram("step_seconds")
+        self._step_tokens = self._histogram("iteration_tokens_total")
 
-    def _bind(self) -> None:
-        """Create every series once: the first scrape then shows them at 0, and updates need no lookup."""
-        self._finishes = {finish: self._count("request_success", label) for finish, label in FINISHES.items()}
-        self._other_finish = self._count("request_success", OTHER)
-        self._rejections = {reason: self._count("requests_rejected", reason) for reason in sorted(REASONS)}
-        self._other_rejection = self._count("requests_rejected", OTHER)
-        self._plain = {name: self._count(name) for name, spec in COUNTERS.items() if not spec.labels}
-        self._generated = self._plain["generation_tokens"]
-        self._waits = {
-            priority: self._histograms.one("queue_wait_seconds", priority.name.lower()) for priority in Priority
-        }
-        self._wait = self._histograms.one("request_queue_time_seconds")
-        self._token = self._histograms.one("inter_token_latency_seconds")
-        self._step = self._histograms.one("step_seconds")
-        self._step_tokens = self._histograms.one("iteration_tokens_total")
+    def _make_series(self) -> None:
+        """Make every series that has few labels, so that the first scrape shows them at 0."""
+        of_one_label = {"request_success": [*FINISHES.values(), OTHER], "requests_rejected": [*sorted(REASONS), OTHER]}
+        for name, spec in COUNTERS.items():
+            for label in of_one_label.get(name, []):
+                self._count(name, 0, label)
+            if not spec.labels:
+                self._count(name, 0)
+        for name, spec in HISTOGRAMS.items():
+            for labels in [(tier,) for tier in TIERS] if spec.labels else [()]:
+                self._histograms[name][*self._labels, *labels] = Histogram(spec.bounds)
         self._reset_gauges()
         for name in ("model_bytes", "model_requests_waiting", "replicas"):
             self._set(name, 0)
@@ -444,16 +322,20 @@ class Metrics:
         for name in ("num_requests_running", "num_requests_waiting", "engine_moving"):
             self._set(name, 0)  # correct while the model loads, and autoscalers need a value
 
-    def _count(self, name: str, *values: str) -> Counter:
-        return self._counters[name].labels(*self._labels, *values)
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self._values[name][*self._labels, *labels] = value
 
-    def _set(self, name: str, value: float, *values: str) -> None:
-        self._gauges[name].labels(*self._labels, *values).set(value)
+    def _count(self, name: str, amount: int = 1, *labels: str) -> None:
+        series, key = self._values[name], (*self._labels, *labels)
+        series[key] = series.get(key, 0) + amount
 
     def _follow(self, seen: Totals, name: str, total: int, label: str = "") -> None:
         """Count up to a total that is counted elsewhere."""
-        self._count(name, *filter(None, (label,))).inc(max(0, total - seen.get((name, label), 0)))
+        self._count(name, max(0, total - seen.get((name, label), 0)), *filter(None, (label,)))
         seen[name, label] = total
+
+    def _histogram(self, name: str, *labels: str) -> Histogram:
+        return self._histograms[name][*self._labels, *labels]
 
     # Updated by events
 
@@ -462,44 +344,51 @@ class Metrics:
             self._step_tokens.observe(stepped.num_tokens)
             self._step.observe(stepped.took_s)
         if num_generated := stepped.num_generated:
-            self._generated.inc(num_generated)
+            self._count("generation_tokens", num_generated)
+
+    @property
+    def num_tokens(self) -> tuple[float, float]:
+        """Tokens of prompts and of answers that were computed so far.
+
+        The last token of a prompt produces the first token of the answer and counts as generated. A step that is still
+        running when an answer ends counts to the prompts.
+        """
+        num_generated = self._values["generation_tokens"][self._labels]
+        return max(0, self._step_tokens.total - num_generated), num_generated
 
     def started(self, priority: Priority, queued_s: float) -> None:
-        self._wait.observe(queued_s)
-        self._waits[priority].observe(queued_s)
+        self._histogram("request_queue_time_seconds").observe(queued_s)
+        self._histogram("queue_wait_seconds", priority.name.lower()).observe(queued_s)
 
     def tokens(self, gap_s: float, count: int) -> None:
         """Count tokens that arrived `gap_s` after the previous token of their answer."""
         self._token.observe(gap_s, count)
 
     def finished(self, record: RequestRecord) -> None:
-        self._finishes.get(record.finish, self._other_finish).inc()
-        self._plain["prompt_tokens"].inc(record.prompt_tokens)
-        self._plain["prompt_tokens_cached"].inc(record.cached_tokens)
-        one = self._histograms.one
+        self._count("request_success", 1, FINISHES.get(record.finish, OTHER))
+        self._count("prompt_tokens", record.prompt_tokens)
+        self._count("prompt_tokens_cached", record.cached_tokens)
         for name, field in REQUEST_HISTOGRAMS.items():
             if (value := getattr(record, field)) is not None:
-                one(name).observe(value)
+                self._histogram(name).observe(value)
         if record.decode_s is not None:
-            one("request_inference_time_seconds").observe((record.prefill_s or 0.0) + record.decode_s)
-            num_steps = (
-                record.completion_tokens / (record.num_prompts * record.n) - 1
-            )  # answers are generated in parallel
+            self._histogram("request_inference_time_seconds").observe((record.prefill_s or 0.0) + record.decode_s)
+            num_steps = record.completion_tokens / record.num_samples - 1  # answers are generated in parallel
             if num_steps > 0:
-                one("request_time_per_output_token_seconds").observe(record.decode_s / num_steps)
+                self._histogram("request_time_per_output_token_seconds").observe(record.decode_s / num_steps)
 
     def rejected(self, reason: str) -> None:
-        self._rejections.get(reason, self._other_rejection).inc()
+        self._count("requests_rejected", 1, reason if reason in REASONS else OTHER)
 
     # Updated at each scrape
 
-    def take(self, stats: Stats | None, worker: Worker) -> None:
+    def take(self, stats: Stats | None, worker: ModelClient) -> None:
         """Take the worker's stats. None: the worker did not answer, and the last known ones stay."""
         if stats is not None:
             # The stats of a cluster include the counts of replicas that have left.
             self._take_totals(stats, 0 if worker.replica_statuses else worker.num_restarts)
             self._take_gauges(stats)
-        self._follow(self._of_client, "worker_restarts", worker.num_restarts)
+        self._follow(self._of_others, "worker_restarts", worker.num_restarts)
         self._set("engine_moving", float(worker.is_moving))
         if worker.facts is not None:
             self._take_facts(worker.facts)
@@ -508,18 +397,16 @@ class Metrics:
     def _take_replicas(self, statuses: tuple[ReplicaStatus, ...]) -> None:
         """Take the figures of replicas. Those of replicas that have left are removed."""
         self._set("replicas", len(statuses))
-        for name in {name for _, name in self._of_replicas} - {one.name for one in statuses}:
+        for name in {name for _, name in self._of_others if name} - {one.name for one in statuses}:
             for metric in REPLICA_METRICS:
-                series = self._gauges.get(metric) or self._counters[metric]
-                with suppress(KeyError):
-                    series.remove(*self._labels, name)
-                self._of_replicas.pop((metric, name), None)
+                self._values[metric].pop((*self._labels, name), None)
+                self._of_others.pop((metric, name), None)
         for one in statuses:
             self._set("replica_requests", one.num_requests, one.name)
             num_held = one.num_blocks - one.num_free_blocks
             self._set("replica_kv_cache_usage_perc", num_held / one.num_blocks if one.num_blocks else 0.0, one.name)
             for metric, field in REPLICA_COUNTERS.items():
-                self._follow(self._of_replicas, metric, getattr(one, field), one.name)
+                self._follow(self._of_others, metric, getattr(one, field), one.name)
 
     def take_model_state(self, managed: ManagedModel) -> None:
         """Take the model's state, memory, waiters and load counts from the manager."""
@@ -529,23 +416,36 @@ class Metrics:
         self._set("model_requests_waiting", len(managed.waiters))
         if managed.state is not ModelState.READY:
             self._reset_gauges()
-        self._follow(self._of_model, "model_loads", managed.num_loads)
-        self._follow(self._of_model, "model_load_failures", managed.num_failures)
-        self._follow(self._of_model, "model_unloads", managed.num_unloads)
+        self._follow(self._of_others, "model_loads", managed.num_loads)
+        self._follow(self._of_others, "model_load_failures", managed.num_failures)
+        self._follow(self._of_others, "model_unloads", managed.num_unloads)
 
     def forget_worker(self) -> None:
         """Prepare for a new worker, which counts from 0."""
         self._of_worker.clear()
-        self._of_client.clear()
+        self._of_others.pop(("worker_restarts", ""), None)
 
     def _take_totals(self, stats: Stats, num_restarts: int) -> None:
         """Add the worker's new counts. A new worker counts from 0, so its counts are added to the earlier ones."""
         if num_restarts != self._worker[0] or stats.num_steps < self._worker[1]:
             self._of_worker.clear()
         self._worker = num_restarts, stats.num_steps
-        for name, total in _totals(stats).items():
+        cache = stats.cache
+        totals = {
+            "num_preemptions": stats.num_preemptions,
+            "draft_tokens": stats.num_drafted,
+            "draft_tokens_accepted": stats.num_accepted,
+            "prefix_cache_queries": cache.num_queried_tokens,
+            "prefix_cache_hits": cache.num_hit_tokens,
+            "prefix_cache_recomputed": cache.num_recomputed_tokens,
+            "kv_evictions": cache.num_evictions,
+            "window_evictions": 0 if cache.windows is None else cache.windows.num_evictions,
+            "state_evictions": 0 if cache.states is None else cache.states.num_evictions,
+            "invariant_violations": stats.num_violations,
+        }
+        for name, total in totals.items():
             self._follow(self._of_worker, name, total)
-        for level in stats.cache.levels:
+        for level in cache.levels:
             self._set("lower_cache_bytes", level.num_bytes, level.level)
             if level.max_bytes is not None:
                 self._set("lower_cache_max_bytes", level.max_bytes, level.level)
@@ -558,33 +458,25 @@ class Metrics:
         self._set("num_requests_running", stats.num_running)
         self._set("num_requests_waiting", stats.num_waiting)
         self._set("kv_cache_usage_perc", cache.num_in_use / cache.num_blocks if cache.num_blocks else 0.0)
-        self._set_pool("kv_blocks", cache.num_free - cache.num_cached, cache.num_cached, cache.num_in_use)
+        for name, pool in (("kv_blocks", cache), ("window_blocks", cache.windows), ("recurrent_states", cache.states)):
+            if pool is not None:
+                num_empty = pool.num_free - (0 if isinstance(pool, StateStats) else pool.num_cached)
+                self._set(name, num_empty, "free")
+                self._set(name, pool.num_cached, "cached")
+                self._set(name, pool.num_in_use, "in_use")
         self._set("kv_blocks", cache.num_shared, "shared")
         self._set("kv_blocks", cache.num_pinned, "pinned")
-        if cache.windows is not None:
-            windows = cache.windows
-            self._set_pool(
-                "window_blocks", windows.num_free - windows.num_cached, windows.num_cached, windows.num_in_use
-            )
-        if cache.states is not None:
-            states = cache.states
-            self._set_pool("recurrent_states", states.num_free, states.num_cached, states.num_in_use)
         for tier, one in zip(TIERS, stats.tiers, strict=True):
             self._set("queue_requests", one.num_waiting, tier)
             self._set("queue_tokens", one.num_tokens, tier)
             self._set("queue_age_seconds", one.oldest_age_s, tier)
-
-    def _set_pool(self, name: str, num_free: int, num_cached: int, num_in_use: int) -> None:
-        self._set(name, num_free, "free")
-        self._set(name, num_cached, "cached")
-        self._set(name, num_in_use, "in_use")
 
     def _take_facts(self, ready: Ready) -> None:
         capacity = ready.capacity
         sizes = capacity.block_size, capacity.num_blocks - 1, ready.facts.kv_dtype or "auto", ready.kv_bytes
         labels = tuple(map(str, (*sizes, capacity.max_num_seqs, ready.max_model_len)))
         if self._config_labels not in (None, labels):  # a new worker may have a different number of blocks
-            self._gauges["cache_config_info"].remove(*self._labels, *(self._config_labels or ()))
+            del self._values["cache_config_info"][*self._labels, *(self._config_labels or ())]
         self._config_labels = labels
         self._set("cache_config_info", 1, *labels)
 
@@ -597,18 +489,3 @@ TIER_COUNTERS = {  # name of a counter -> field of LevelStats
     "lower_cache_save_failures": "num_failed_saves",
     "lower_cache_evictions": "num_evictions",
 }
-
-
-def _totals(stats: Stats) -> dict[str, int]:
-    return {
-        "num_preemptions": stats.num_preemptions,
-        "draft_tokens": stats.num_drafted,
-        "draft_tokens_accepted": stats.num_accepted,
-        "prefix_cache_queries": stats.cache.num_queried_tokens,
-        "prefix_cache_hits": stats.cache.num_hit_tokens,
-        "prefix_cache_recomputed": stats.cache.num_recomputed_tokens,
-        "kv_evictions": stats.cache.num_evictions,
-        "window_evictions": 0 if stats.cache.windows is None else stats.cache.windows.num_evictions,
-        "state_evictions": 0 if stats.cache.states is None else stats.cache.states.num_evictions,
-        "invariant_violations": stats.num_violations,
-    }

@@ -18,13 +18,14 @@ import math
 import os
 import re
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from quire.backends.base import Progress
 from quire.backends.kv_memory import KVSpec
@@ -37,7 +38,7 @@ from quire.engine.model_text import TOO_LONG_HINT, ModelText
 from quire.engine.outputs import Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.worker.client import HANG_LIMIT_S, EngineClient, Generation, ModelClient
-from quire.engine.worker.protocol import Ready, Stepped
+from quire.engine.worker.protocol import Ready
 from quire.errors import (
     ContextTooLong,
     InvalidRequest,
@@ -59,12 +60,12 @@ from quire.server.limits import (
     IntakeRate,
     Key,
     QueueTicket,
-    Quotas,
+    Quota,
     TierQueues,
     raise_if_all,
 )
 from quire.server.logs import log_request
-from quire.server.metrics import ActivityCounters, Exposition, Metrics, RequestRecord
+from quire.server.metrics import Exposition, Metrics, RequestRecord
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.stream import AnswerParser
 from quire.text.tokenizer import Excerpt, stopped_text
@@ -400,32 +401,35 @@ class ActiveRequest:
         self._on_close.clear()
 
     def _record(self, error: Exception | None) -> RequestRecord:
-        now_s = time.monotonic()
         usage, cache = self.usage, self.cache
-        first = self._first_at_s
+        first_s, decode_s = self._first_at_s, self.decode_s
         finish, kind = self._outcome(error)
+        params = self.request.params
         return RequestRecord(
-            request_id=self.request_id,
+            id=self.request_id,
+            key=self.caller.key.name,
             endpoint=self.caller.endpoint,
-            model=self.model,
-            key_name=self.caller.key.name,
-            priority=self.priority,
-            is_streaming=self.request.is_streaming,
-            num_prompts=len(self.requests),
-            n=self.request.params.n,
-            max_tokens=self.request.params.max_tokens,
+            tier=self.priority.name.lower(),
+            num_samples=params.n * len(self.requests),
+            finished_at=time.time(),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
             cache_reason=None if cache is None else cache.reason.value,
             cache_source=None if cache is None or cache.source is None else cache.source.value,
-            queued_s=self._queued_s,
-            ttft_s=None if first is None else first - self.caller.arrived_s,
-            prefill_s=self.prefill_s,
-            decode_s=self.decode_s,
-            e2e_s=now_s - self.caller.arrived_s,
+            ttft_s=None if first_s is None else first_s - self.caller.arrived_s,
+            duration_s=time.monotonic() - self.caller.arrived_s,
+            tokens_per_s=(usage.completion_tokens - 1) / decode_s if decode_s and usage.completion_tokens > 1 else None,
             finish=finish,
             error=kind,
+            model=self.model,
+            is_streaming=self.request.is_streaming,
+            num_prompts=len(self.requests),
+            n=params.n,
+            max_tokens=params.max_tokens,
+            queued_s=self._queued_s,
+            prefill_s=self.prefill_s,
+            decode_s=decode_s,
         )
 
     def _outcome(self, error: Exception | None) -> tuple[str, str | None]:
@@ -448,36 +452,18 @@ class ActiveRequest:
                 return "error", "internal"
 
 
-class ClientSettings(NamedTuple):
-    """What a client is made from."""
-
-    model: ModelConfig
-    text: ModelText
-    engine: EngineConfig
-    hang_limit_s: float
-    on_loading: Progress
-    on_step: Callable[[Stepped], None]
-    on_gap: Callable[[float, int], None]
+MakeClient = Callable[..., ModelClient]  # called as `make_local_client` is
 
 
-MakeClient = Callable[[ClientSettings], ModelClient]
-
-
-def make_local_client(settings: ClientSettings) -> ModelClient:
-    """A client whose worker runs on this machine."""
-    return EngineClient(
-        settings.model.path,
-        settings.text,
-        settings.engine,
-        on_loading=settings.on_loading,
-        hang_limit_s=settings.hang_limit_s,
-        on_step=settings.on_step,
-        on_gap=settings.on_gap,
-        kv_events=settings.model.kv_events,
-    )
+def make_local_client(
+    model: ModelConfig, text: ModelText, engine: EngineConfig, *, hang_limit_s: float, **on_event: Any
+) -> ModelClient:
+    """A client whose worker runs on this machine. `on_event`: on_loading, on_step and on_gap."""
+    return EngineClient(model.path, text, engine, kv_events=model.kv_events, hang_limit_s=hang_limit_s, **on_event)
 
 
 MAX_ENCODERS = 4
+MAX_RECENT = 256  # ended requests
 MAX_INLINE_CHARS = (
     4000  # ASCII; about 1,000 tokens, which take 1 to 2 ms. Other characters take up to four times as long
 )
@@ -485,45 +471,34 @@ MIN_WAIT_S = 1.0  # minimum time in the queue after a request has waited for its
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceLimits:
-    max_queue: int = 512  # requests
-    max_queued_tokens: int = 1 << 20
-    queue_timeout_s: float = 60.0
-
-
 class ModelService:
     """Runs the requests of one loaded model. Belongs to one event loop."""
 
     def __init__(self, served: Model, text: ModelText, engine: EngineConfig) -> None:
         shared = served.shared
-        settings = ClientSettings(
+        self.served = served
+        self.text = text
+        self.model = served.name
+        self.metrics = served.metrics
+        self.client = shared.make_client(
             served.config,
             text,
             engine,
-            shared.hang_limit_s,
-            served.take_progress,
-            self._take_step,
-            served.metrics.tokens,
+            hang_limit_s=shared.hang_limit_s,
+            on_loading=served.take_progress,
+            on_step=partial(self.count, served.metrics.stepped),
+            on_gap=served.metrics.tokens,
         )
-        self.text = text
-        self.client = shared.make_client(settings)
-        self.model = served.name
-        self.metrics = served.metrics
-        self.activity = ActivityCounters()
-        self.limits = shared.limits
-        self.queues = served.queues
-        self.quotas = shared.quotas
-        self._default_max_tokens = served.config.default_max_tokens  # of requests that set no limit
+        self._supervising = asyncio.create_task(self.client.supervise(), name=f"supervise {self.model}")
+        # Ended requests, the newest last. More are kept than shown, because a key sees only its own.
+        self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
+        self._queue_timeout_s = shared.queue_timeout_s
         self._is_cut = False
-        self._num_busy = 0  # open requests, and texts in a thread
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self._active: set[ActiveRequest] = set()
         num_encoders = min(MAX_ENCODERS, os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(num_encoders, "quire-encode")
         self._encoder_slots = FairSlots(num_encoders)
-        self._question_slots = FairSlots(1)
+        self.questions = FairSlots(1)  # to the worker, for reports that take time between two steps
 
     @property
     def max_model_len(self) -> int:
@@ -545,8 +520,6 @@ class ModelService:
 
     async def open(self, active: ActiveRequest) -> None:
         """Tokenise the prompts, check the limits and submit the request to the engine."""
-        self._enter()
-        active.on_close(self._leave)
         if self._is_cut:
             raise shutting_down()
         request, is_short = active.request, _is_short(active.request.prompts)
@@ -554,11 +527,12 @@ class ModelService:
         if self._is_cut:
             raise shutting_down()
         active.requests = tuple(built)
-        await self._submit(active, max(self.limits.queue_timeout_s - active.load_s, MIN_WAIT_S))
+        await self._submit(active, max(self._queue_timeout_s - active.load_s, MIN_WAIT_S))
 
     async def _submit(self, active: ActiveRequest, limit_s: float) -> None:
         active.ticket.grow(active.num_prompt_tokens)
-        quota = self.quotas.of(active.caller.key)
+        key, quotas = active.caller.key, self.served.shared.quotas
+        quota = quotas.get(key.name) or quotas.setdefault(key.name, Quota(key.limits))
         quota.enter(active.num_prompt_tokens)
         active.on_close(quota.leave)
         active.is_accepted = True
@@ -577,21 +551,21 @@ class ModelService:
     def close_request(self, active: ActiveRequest, record: RequestRecord) -> None:
         """Called once by an accepted request when it ends."""
         self._active.remove(active)
-        self.quotas.of(active.caller.key).use(active.usage.completion_tokens)
+        self.served.shared.quotas[active.caller.key.name].use(active.usage.completion_tokens)
         self.count(self.metrics.finished, record)
-        self.count(self.activity.finished, record)
+        self.recent.append(record)
         log_request(record)
 
     def _time_out(self, active: ActiveRequest) -> None:
         if not active.is_started:
-            waited = f"waited {self.limits.queue_timeout_s:g} s in the queue"
+            waited = f"waited {self._queue_timeout_s:g} s in the queue"
             active.fail(self._too_late(waited, active.priority))
 
     def _too_late(self, what: str, priority: Priority) -> ApiError:
         return ApiError(
             Kind.OVERLOADED,
-            f"{what}: the limit is {self.limits.queue_timeout_s:g} s",
-            retry_after_s=self.queues.retry_after_s(priority),
+            f"{what}: the limit is {self._queue_timeout_s:g} s",
+            retry_after_s=self.served.queues.retry_after_s(priority),
             reason="queue_timeout",
         )
 
@@ -599,10 +573,6 @@ class ModelService:
         if not active.is_started:
             active.start(generation.queued_s or 0.0)
             self.count(self.metrics.started, active.priority, generation.queued_s or 0.0)
-
-    def _take_step(self, stepped: Stepped) -> None:
-        self.count(self.metrics.stepped, stepped)
-        self.count(self.activity.stepped, stepped)
 
     def count(self, count: Callable[..., None], *values: object) -> None:
         """Call a metrics function. An error in it must not end the request or stop other counting."""
@@ -637,15 +607,7 @@ class ModelService:
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
         """Run work on text in a thread, when it is the turn of this key."""
-        self._enter()
-        try:
-            return await self._encoder_slots.run(owner, self._encoders, work)
-        finally:
-            self._leave()
-
-    def question(self, owner: str) -> AbstractAsyncContextManager[None]:
-        """The turn of this key to ask the worker for a report, which takes time between two steps."""
-        return self._question_slots.turn(owner)
+        return await self._encoder_slots.run(owner, self._encoders, work)
 
     async def _request(self, active: ActiveRequest, prompt: Prompt, *, is_short: bool) -> GenerationRequest:
         """Tokenise a prompt and make its request: at once if both are quick, else in a thread, in turn."""
@@ -675,7 +637,7 @@ class ModelService:
 
     def _bounded(self, request: InferenceRequest) -> GenerationParams:
         """The request's params, with the default limit if it sets none. The limit may exceed the context."""
-        params, limit = request.params, self._default_max_tokens
+        params, limit = request.params, self.served.config.default_max_tokens
         if params.max_tokens is not None or request.is_unbounded or limit == -1:  # the rest of the context
             return params
         return replace(params, max_tokens=max(limit, params.min_tokens))
@@ -715,9 +677,6 @@ class ModelService:
 
     # Shutdown
 
-    async def wait_idle(self) -> None:
-        await self._is_idle.wait()
-
     def cut(self, error: ApiError | None = None) -> None:
         """End the remaining requests with an error."""
         self._is_cut = True
@@ -725,19 +684,14 @@ class ModelService:
             active.fail(error or shutting_down())
 
     async def close(self) -> None:
+        self._supervising.cancel()
+        await asyncio.wait({self._supervising})
+        if not self._supervising.cancelled():
+            self._supervising.exception()  # already raised where the worker was awaited
         self.cut()
         await self.client.close()
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self.text.close()
-
-    def _enter(self) -> None:
-        self._num_busy += 1
-        self._is_idle.clear()
-
-    def _leave(self) -> None:
-        self._num_busy -= 1
-        if not self._num_busy:
-            self._is_idle.set()
 
 
 def shutting_down() -> ApiError:
@@ -758,29 +712,30 @@ def _pin_id(owner: str, salt: str, kind: str, name: str) -> str:
 HALF_BYTES, FP32_BYTES = 2, 4  # of a KV element: an estimate until a worker reports the size of its pool
 PLAIN_BITS = {"F32": 32, "F16": 16, "BF16": 16}  # of weights that can be quantised while they are loaded
 FINAL_STATS_S = 1.0  # time for the last stats of a worker before it is closed
-UNLOAD_DRAIN_S = 5.0  # time for tokenisation and cut requests to end
-
-__all__ = ["Model", "ModelState", "Models", "SharedResources"]
+UNLOAD_DRAIN_S = 5.0  # time for cut requests to end
+DRAIN_POLL_S = 0.01
 
 
 @dataclass(slots=True)
 class SharedResources:
     """Limits and resources that all models of a server share."""
 
-    limits: ServiceLimits = field(default_factory=ServiceLimits)
+    max_queue: int = 512  # requests
+    max_queued_tokens: int = 1 << 20
+    queue_timeout_s: float = 60.0
     exposition: Exposition = field(default_factory=Exposition)
-    quotas: Quotas = field(default_factory=Quotas)
+    quotas: dict[str, Quota] = field(default_factory=dict)  # by the name of the key
     hang_limit_s: float = HANG_LIMIT_S
     make_client: MakeClient = make_local_client
     # One thread opens all model files: every new thread would leave its own heap behind.
     opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quire-open"))
 
 
-class Model:
+class Model(ManagedModel):
     """One model of this server. Requests may use its `name` and its `aliases`."""
 
     def __init__(self, config: ModelConfig, shared: SharedResources) -> None:
-        self.name = config.names[0]
+        super().__init__(config.names[0], is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
         self.aliases = config.names[1:]
         self.config = config
         self.service: ModelService | None = None  # while it is loaded
@@ -788,14 +743,12 @@ class Model:
         self._first_report: tuple[float, float] | None = None  # time and progress of the first report
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
-        self.queues = TierQueues(shared.limits.max_queue, shared.limits.max_queued_tokens)
-        self.managed = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
+        self.queues = TierQueues(shared.max_queue, shared.max_queued_tokens)
         self.max_model_len: int | None = config.engine.max_model_len  # None: not read yet
         self.full_context: int | None = None  # max_model_len if the KV cache had enough memory
         self.on_loading: Progress | None = None
         self.open_s = 0.0  # duration of the last opening of its tokenizer and template
         self.shared = shared
-        self._supervising: asyncio.Task[None] | None = None
         self._weight_bytes = size_of(config.path)  # size of its files until a worker reports it
         self._token_bytes: float | None = None  # KV bytes per token
 
@@ -807,27 +760,14 @@ class Model:
     def root(self) -> str:
         return self.config.root or self.name
 
-    @property
-    def state(self) -> ModelState:
-        return self.managed.state
-
-    @property
-    def is_pinned(self) -> bool:
-        return self.managed.is_pinned
-
     def priority_of(self, request: InferenceRequest, key: Key) -> Priority:
         """The request's priority, else the model's, else the key's; never above the key's ceiling."""
         return key.priority(self.config.priority if request.priority is None else request.priority)
 
     @property
-    def num_waiting(self) -> int:
-        """Number of requests that wait for the model to load."""
-        return len(self.managed.waiters)
-
-    @property
-    def num_bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes of weights and KV cache; of the weights alone while the model is not loaded."""
-        return self.managed.num_bytes or self.needs.weight_bytes
+        return self.num_bytes or self.needs.weight_bytes
 
     @property
     def loaded(self) -> ModelService:
@@ -898,7 +838,6 @@ class Model:
             log.warning("%s: no KV events are sent, because %s", self.name, events.silent_because)
 
     async def _start(self, service: ModelService) -> None:
-        supervising = asyncio.create_task(service.client.supervise(), name=f"supervise {self.name}")
         self.progress, self._first_report = 0.0, None
         try:
             warming = asyncio.to_thread(_warm_up, service.text)
@@ -907,12 +846,11 @@ class Model:
                 if isinstance(result, BaseException):
                     raise result
         except BaseException:
-            await _end(supervising)
             await service.close()
             raise
         finally:
             self.progress = None
-        self.service, self._supervising = service, supervising
+        self.service = service
 
     def _take_facts(self, ready: Ready | None) -> int:
         """Store the worker's report. Returns the bytes it holds; 0: not reported."""
@@ -955,12 +893,9 @@ class Model:
     async def unload(self) -> None:
         self.queues.expect(None)
         service, self.service = self.service, None
-        supervising, self._supervising = self._supervising, None
-        if service is None or supervising is None:
+        if service is None:
             return
-        with suppress(TimeoutError):  # a prompt is still being tokenised, or a client does not read
-            await asyncio.wait_for(service.wait_idle(), UNLOAD_DRAIN_S)
-        await _end(supervising)
+        await wait_until(lambda: not self.is_busy, UNLOAD_DRAIN_S)  # a client may not read
         with suppress(TimeoutError, QuireError):
             stats = await asyncio.wait_for(service.client.stats(), FINAL_STATS_S)
             self.metrics.take(stats, service.client)
@@ -987,18 +922,15 @@ class Models:
     ) -> None:
         self._models = [Model(config, shared) for config in configs]
         self._by_name = {name: model for model in self._models for name in model.names}
-        self.manager = ModelManager([model.managed for model in self._models], budget_bytes, kv_cap_bytes)
-        self.limits = shared.limits
+        self.manager = ModelManager(self._models, budget_bytes, kv_cap_bytes)
         self.exposition = shared.exposition
-        self._opener = shared.opener
+        self._shared = shared
         self.body_bytes = BodyBytes()
         self.parsing = FairSlots(NUM_PARSERS)
         self.rendering = FairSlots(1)  # of metrics
         self.is_draining = False
         self.has_started = False  # the first model has been loaded
-        self._num_open = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self.num_open = 0  # open requests, including those that wait for a model to load
         self._tasks: set[asyncio.Task[None]] = set()
         self._requests: set[ActiveRequest] = set()
 
@@ -1014,11 +946,6 @@ class Models:
     def names(self) -> tuple[str, ...]:
         """All names that requests may use, aliases included."""
         return tuple(self._by_name)
-
-    @property
-    def num_open(self) -> int:
-        """Number of open requests, including those that wait for a model to load."""
-        return self._num_open
 
     @property
     def max_model_len(self) -> int:
@@ -1078,39 +1005,26 @@ class Models:
         """The requests of all models that are not finished, in no particular order."""
         return self._requests
 
-    async def use(self, name: str | None) -> ModelService:
-        """Return the service of a model for one immediate call. For longer use, see `RequestContext.use`."""
-        model = self.find(name)
-        await self.hold(model)
-        self.release(model)
-        return model.loaded
-
     async def hold(self, model: Model) -> None:
         """Load the model and keep it loaded until `release`."""
-        self._num_open += 1
-        self._is_idle.clear()
+        self.num_open += 1
         try:
             if model.state is not ModelState.READY:
                 self._log_wait(model)
-            async with asyncio.timeout(self.limits.queue_timeout_s):
-                await self.manager.hold(model.managed)
+            async with asyncio.timeout(self._shared.queue_timeout_s):
+                await self.manager.hold(model)
         except BaseException as error:
-            self._leave()
+            self.num_open -= 1
             if isinstance(error, TimeoutError | QuireError):
                 raise self._refusal(model, error) from error
             raise
 
     def release(self, model: Model) -> None:
-        self.manager.release(model.managed)
-        self._leave()
-
-    def _leave(self) -> None:
-        self._num_open -= 1
-        if not self._num_open:
-            self._is_idle.set()
+        self.manager.release(model)
+        self.num_open -= 1
 
     def _log_wait(self, model: Model) -> None:
-        num_waiting = model.num_waiting + 1
+        num_waiting = len(model.waiters) + 1
         if num_waiting & (num_waiting - 1) == 0 and self.has_started:  # 1, 2, 4, ...: not a line per request
             eta_s = self.eta_s(model)
             about = "" if eta_s is None else f", about {eta_s:.1f} s more"
@@ -1118,14 +1032,14 @@ class Models:
 
     def eta_s(self, model: Model) -> float | None:
         """Estimated time until the model is loaded; None: unknown."""
-        return self.manager.eta_s(model.managed, model.reading_s)
+        return self.manager.eta_s(model, model.reading_s)
 
     def _refusal(self, model: Model, error: Exception) -> ApiError:
         if self.is_draining:
             return shutting_down()
         match error:
             case TimeoutError():
-                limit = f"the request waited {self.limits.queue_timeout_s:g} s, which is the limit"
+                limit = f"the request waited {self._shared.queue_timeout_s:g} s, which is the limit"
                 text = f"{model.name} is {model.state}: {limit}"
                 retry_s = min(self.eta_s(model) or model.queues.retry_after_s(), MAX_RETRY_AFTER_S)
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
@@ -1138,7 +1052,7 @@ class Models:
 
     async def start(self) -> None:
         """Load the first model. Raises if it cannot be loaded."""
-        await self.manager.load(self.default.managed)
+        await self.manager.load(self.default)
         self.has_started = True
 
     async def preload(self) -> None:
@@ -1146,16 +1060,16 @@ class Models:
         for model in self._models[1:]:
             if model.config.is_preloaded:
                 with suppress(QuireError):
-                    await self.manager.load(model.managed)
+                    await self.manager.load(model)
 
     async def load(self, model: Model) -> None:
         try:
-            await self.manager.load(model.managed)
+            await self.manager.load(model)
         except QuireError as error:
             raise self._refusal(model, error) from error
 
     async def unload(self, model: Model, *, is_forced: bool = False) -> None:
-        await self.manager.unload(model.managed, is_forced=is_forced)
+        await self.manager.unload(model, is_forced=is_forced)
 
     def begin(self, doing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server stops."""
@@ -1174,9 +1088,7 @@ class Models:
     async def drain(self, limit_s: float) -> bool:
         """Refuse new requests and wait at most `limit_s` for the open ones. Returns whether all of them ended."""
         self.is_draining = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_idle.wait(), limit_s)
-        return self._num_open == 0
+        return await wait_until(lambda: not self.num_open, limit_s)
 
     def cut(self) -> None:
         """End the remaining requests with an error."""
@@ -1191,7 +1103,7 @@ class Models:
         for task in tuple(self._tasks):
             task.cancel()
         await self.manager.close()
-        self._opener.shutdown(wait=False, cancel_futures=True)
+        self._shared.opener.shutdown(wait=False, cancel_futures=True)
 
 
 def _load_failed(model: Model, error: Exception) -> ApiError:
@@ -1210,6 +1122,14 @@ def _load_failed(model: Model, error: Exception) -> ApiError:
         reason="load_failed",
         admin_message=admin_message,
     )
+
+
+async def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
+    """Wait for a condition at the end of a server or a model. Returns whether it was met within the limit."""
+    end_s = time.monotonic() + limit_s
+    while not is_so() and time.monotonic() < end_s:
+        await asyncio.sleep(DRAIN_POLL_S)
+    return is_so()
 
 
 def release_heap() -> None:
@@ -1233,10 +1153,3 @@ def _warm_up(text: ModelText) -> None:
             text.template.check()
         except (TemplateError, RequestFailed) as error:
             log.warning("the chat template does not work, only raw prompts do: %s", error)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # already raised where the worker was awaited

@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidRequest, QuireError
 from quire.server.batches.service import BatchService
+from quire.server.config import ServeConfig
 from quire.server.decoding import convert, decode, unknown_fields
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http import EventEncoder, EventStream
@@ -47,6 +48,7 @@ SLOW_WORDS = (b'"tools"', b"schema", b"grammar")  # in bodies whose schemas take
 MAX_PLAIN_VALUES = 2048  # in an answer; one with more tokens or scores is made in a thread
 MAX_PART = 128  # items of a list that are encoded in one call
 MIB = 1 << 20
+MAX_ALL_BYTES = 256 * MIB  # of all bodies that are being read
 MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
 PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
@@ -64,20 +66,12 @@ log_once = LogOnce()
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
-    max_body_bytes: int = 16 * MIB
-    body_s: float = 10.0  # plus one second per MiB
-    keep_alive_s: float = 10.0
-    max_all_bytes: int = 256 * MIB  # of all bodies being read
-
-
-@dataclass(frozen=True, slots=True)
 class Served:
     """What the requests of a server share."""
 
     models: Models
     watch: Watch
-    limits: RequestLimits
+    config: ServeConfig
     batches: BatchService | None = None  # None: this server stores nothing
 
 
@@ -104,7 +98,7 @@ class RequestContext:
         self.fields: frozenset[str] = frozenset()  # field names of the body
         self._is_slow = False  # the body takes long to decode and to parse
         self._receive = receive
-        self._limits = served.limits
+        self._config = served.config
         self.has_body = _announces_body(self.request.headers)  # an unread body
         self._gone: asyncio.Task[None] | None = None
         self._active: ActiveRequest | None = None
@@ -127,7 +121,7 @@ class RequestContext:
     async def body(self, kind: type[T]) -> T:
         """Read and decode the body. Unknown fields are ignored, named in a header and logged once."""
         self.fields = _field_names(kind)
-        with self.models.body_bytes(self._limits.max_all_bytes, self.key.name) as budget:
+        with self.models.body_bytes(MAX_ALL_BYTES, self.key.name) as budget:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
             self._is_slow = is_slow(data)
@@ -163,11 +157,11 @@ class RequestContext:
             raise ApiError(Kind.INVALID, f"the body is not JSON: {error}") from None
 
     async def _read(self, budget: BodyBudget) -> bytes:
-        limit = self._limits.max_body_bytes
+        limit = self._config.max_body_size
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes exceeds the limit of {limit} bytes")
-        timeout_s = self._limits.body_s + min(int(length), limit) / MIB
+        timeout_s = self._config.body_timeout + min(int(length), limit) / MIB
         data = bytearray()  # not a list: a body that arrives in pieces of two bytes would take twenty times its size
         try:
             async with asyncio.timeout(timeout_s):
@@ -197,10 +191,10 @@ class RequestContext:
         stream = aiter(self.request.stream())
         while True:
             try:
-                async with asyncio.timeout(self._limits.body_s):
+                async with asyncio.timeout(self._config.body_timeout):
                     chunk = await anext(stream, None)
             except TimeoutError:
-                text = f"no bytes of the body arrived for {self._limits.body_s:g} s, after {size} bytes"
+                text = f"no bytes of the body arrived for {self._config.body_timeout:g} s, after {size} bytes"
                 raise ApiError(Kind.TIMEOUT, text) from None
             except ClientDisconnect:
                 raise ClientGone from None
@@ -210,7 +204,7 @@ class RequestContext:
             size += len(chunk)
             if size > max_bytes:
                 raise ApiError(Kind.TOO_LARGE, f"the body exceeds the limit of {max_bytes} bytes")
-            if time.monotonic() - began_s > self._limits.body_s + size / MIN_BODY_RATE:
+            if time.monotonic() - began_s > self._config.body_timeout + size / MIN_BODY_RATE:
                 raise ApiError(Kind.TIMEOUT, f"the body arrived at less than {MIN_BODY_RATE} bytes per second")
             yield chunk
 
@@ -320,7 +314,7 @@ class RequestContext:
 
     async def stream(self, active: ActiveRequest, encoder: EventEncoder) -> Response:
         """Return a streaming response. An error before the first event becomes an ordinary error response."""
-        stream = EventStream(active, encoder, self.headers, self.dialect, self._limits.keep_alive_s)
+        stream = EventStream(active, encoder, self.headers, self.dialect, self._config.keep_alive_interval)
         await stream.begin()
         return stream
 

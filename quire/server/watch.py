@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -28,12 +28,13 @@ from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, St
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key
-from quire.server.metrics import Finished
+from quire.server.metrics import FinishedRequest
 from quire.server.models import ActiveRequest, Model, Models, ModelService
 from quire.version import __version__
 
 MAX_REQUESTS_SHOWN = 100  # per model
 MAX_FINISHED_SHOWN = 32  # per model
+RECENT_S = 300.0  # the requests behind the percentiles of times to first token
 _NO_CACHE_STATS = CacheStats.none()
 
 
@@ -100,26 +101,6 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     tokens_per_s: float
     num_blocks: int
-
-
-class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has ended. Contains no text."""
-
-    id: Annotated[str, Meta(description="The x-request-id of its response.")]
-    key: Annotated[str, Meta(description="The name of its API key.")]
-    endpoint: str
-    tier: str
-    num_samples: int
-    finished_at: Annotated[float, Meta(description="Seconds since 1970.")]
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    cache_reason: Annotated[str | None, Meta(description="Why the first prompt's match ended; null: it never ran.")]
-    ttft_s: Annotated[float | None, Meta(description="Arrival to first token; null: there was none.")]
-    duration_s: Annotated[float, Meta(description="Arrival to end.")]
-    tokens_per_s: Annotated[float | None, Meta(description="Decode speed of all samples together.")]
-    finish: Annotated[str, Meta(description="stop, length, cancelled or error.")]
-    error: Annotated[str | None, Meta(description="The kind of error.")]
 
 
 class WatchedReplica(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,31 +219,11 @@ class HeldAnswer(msgspec.Struct, frozen=True):
     ranges: Annotated[tuple[tuple[int, int], ...], Meta(description="First block and number of blocks.")]
 
 
-def _finished(finished: Finished) -> FinishedRequest:
-    record = finished.record
-    return FinishedRequest(
-        id=record.request_id,
-        key=record.key_name,
-        endpoint=record.endpoint,
-        tier=record.priority.name.lower(),
-        num_samples=record.n * record.num_prompts,
-        finished_at=round(finished.at, 2),
-        prompt_tokens=record.prompt_tokens,
-        cached_tokens=record.cached_tokens,
-        completion_tokens=record.completion_tokens,
-        cache_reason=record.cache_reason,
-        ttft_s=None if record.ttft_s is None else round(record.ttft_s, 4),
-        duration_s=round(record.e2e_s, 3),
-        tokens_per_s=None if record.tokens_per_s is None else round(record.tokens_per_s, 1),
-        finish=record.finish,
-        error=record.error,
-    )
-
-
-def _recent(service: ModelService, key: Key) -> list[FinishedRequest]:
-    """The last requests that the key may see, newest first."""
-    shown = (one for one in reversed(service.activity.recent) if key.is_admin or one.record.key_name == key.name)
-    return [_finished(one) for one in islice(shown, MAX_FINISHED_SHOWN)]
+def _percentile(values: Sequence[float], share: float) -> float | None:
+    """Return the smallest value that at least this share of all values do not exceed; None: there are no values."""
+    if not values:
+        return None
+    return round(sorted(values)[max(0, -(-int(share * 100) * len(values) // 100) - 1)], 4)
 
 
 def _stats_of(active_requests: Sequence[ActiveRequest]) -> Stats:
@@ -307,17 +268,11 @@ def _blocks(blocks: Blocks) -> WatchedBlocks:
     )
 
 
-def _windows(found: PoolStats | None, num_bytes: int) -> WatchedPool | None:
+def _pool(found: PoolStats | StateStats | None, num_bytes: int) -> WatchedPool | None:
     if found is None:
         return None
-    num_free = found.num_free - found.num_cached
+    num_free = found.num_free - (found.num_cached if isinstance(found, PoolStats) else 0)
     return WatchedPool(num_free, found.num_cached, found.num_in_use, found.num_evictions, num_bytes)
-
-
-def _states(found: StateStats | None, num_bytes: int) -> WatchedPool | None:
-    if found is None:
-        return None
-    return WatchedPool(found.num_free, found.num_cached, found.num_in_use, found.num_evictions, num_bytes)
 
 
 def blocks_answer(model: str, found: BlocksView, active_requests: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:
@@ -432,7 +387,10 @@ class Watch:
 
     async def _collect(self) -> None:
         for model in self._models:
-            if model.name not in self._reports:
+            report = self._reports.get(model.name)
+            if report is None or report.service is not model.service:
+                if report is not None:
+                    report.close()
                 self._reports[model.name] = ModelReport(model, self._models.manager)
         asking = {task for report in self._reports.values() if (task := report.request()) is not None}
         if asking:
@@ -496,15 +454,17 @@ class ModelReport:
         self._asking: asyncio.Task[None] | None = None
         self._stats: Stats | None = None
         self._blocks: Blocks | None = None
-        self._is_whole = False  # a complete block map was received
         self._answered_s = 0.0
-        self._service: ModelService | None = None  # the service that all this belongs to
+        self.service = model.service  # that all this belongs to; None: the model is not loaded
         self._at_s = 0.0
-        self._totals = (0, 0)
-        self._completions: dict[ActiveRequest, int] = {}
         self._active: tuple[ActiveRequest, ...] = ()
-        self._rates = [0.0, 0.0]  # tokens per second of prompts and answers
-        self._request_rates: dict[ActiveRequest, float] = {}
+        self._counts: dict[object, float] = {}  # tokens of prompts, of answers, and of the answers of each request
+        self._rates: dict[object, float] = {}  # the same per second
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a complete block map was received."""
+        return self._blocks is not None and not self._blocks.num_pending
 
     @property
     def has_report(self) -> bool:
@@ -513,13 +473,9 @@ class ModelReport:
 
     def request(self) -> asyncio.Task[None] | None:
         """Ask the worker for a report, unless an answer is pending. None: there is no worker."""
-        service = self._model.service
-        if service is not self._service:
-            self.close()
-            self._service, self._at_s = service, 0.0
-            self._forget()
+        service = self.service
         if service is None or service.client.facts is None:
-            self._forget()
+            self._stats = self._blocks = None
             return None
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(service))
@@ -540,51 +496,43 @@ class ModelReport:
             return
         self._stats, self._answered_s = stats, time.monotonic()
         if not (blocks.num_pending and self._is_whole):
-            self._blocks, self._is_whole = blocks, not blocks.num_pending
-
-    def _forget(self) -> None:
-        self._stats = self._blocks = None
-        self._is_whole = False
+            self._blocks = blocks
 
     def tick(self, now_s: float) -> None:
         """Take what the server knows itself. Rates are those since the previous tick."""
-        service = self._service
+        service = self.service
         self._active = () if service is None else tuple(service.active_requests)
-        totals = (0, 0)
-        if service is not None:
-            totals = service.activity.num_prefilled_tokens, service.activity.num_generated_tokens
-        completions = {active: active.usage.completion_tokens for active in self._active}
-        span_s = now_s - self._at_s if self._at_s else 0.0
-        self._rates, self._request_rates = [0.0, 0.0], {}
-        if span_s > 0:
-            self._rates = [max(new - old, 0) / span_s for new, old in zip(totals, self._totals, strict=True)]
-            self._request_rates = {
-                active: (count - self._completions.get(active, 0)) / span_s for active, count in completions.items()
-            }
-        self._at_s, self._totals, self._completions = now_s, totals, completions
+        num_prefilled, num_decoded = self._model.metrics.num_tokens
+        counts: dict[object, float] = {active: active.usage.completion_tokens for active in self._active}
+        counts |= {"prefill": num_prefilled, "decode": num_decoded}
+        span_s = now_s - self._at_s if self._at_s else math.inf
+        self._rates = {what: max(count - self._counts.get(what, 0), 0) / span_s for what, count in counts.items()}
+        self._at_s, self._counts = now_s, counts
 
     def view(self, key: Key) -> WatchedModel:
         model, eta_s = self._model, None
         if model.state is ModelState.LOADING:
-            eta_s = self._manager.eta_s(model.managed, model.reading_s)
+            eta_s = self._manager.eta_s(model, model.reading_s)
         return WatchedModel(
             name=model.name,
             aliases=model.aliases,
             state=model.state.value,
             is_pinned=model.is_pinned,
-            num_bytes=model.num_bytes,
+            num_bytes=model.size_bytes,
             progress=model.progress,
             eta_s=None if eta_s is None else round(eta_s, 1),
-            error=str(error) if key.is_admin and (error := model.managed.error) is not None else None,
-            num_waiting=model.num_waiting,
+            error=str(error) if key.is_admin and (error := model.error) is not None else None,
+            num_waiting=len(model.waiters),
             engine=self._engine(key),
         )
 
     def _engine(self, key: Key) -> WatchedEngine | None:
-        service, stats = self._service, self._stats
+        service, stats = self.service, self._stats
         if service is None or (facts := service.client.facts) is None:
             return None
-        ttft = service.activity.ttft()
+        since = time.time() - RECENT_S
+        ttfts = [one.ttft_s for one in service.recent if one.finished_at >= since and one.ttft_s is not None]
+        finished = [one for one in reversed(service.recent) if key.is_admin or one.key == key.name]
         if stats is None:
             stats = _stats_of(self._active)
         requests = self._requests(key)
@@ -609,21 +557,21 @@ class ModelReport:
             num_pins=stats.cache.num_pins,
             num_draft_tokens=stats.num_drafted,
             num_draft_tokens_accepted=stats.num_accepted,
-            prefill_tokens_per_s=round(self._rates[0], 1),
-            decode_tokens_per_s=round(self._rates[1], 1),
-            num_ttft=0 if ttft is None else ttft.num_requests,
-            ttft_s_p50=None if ttft is None else round(ttft.p50_s, 4),
-            ttft_s_p95=None if ttft is None else round(ttft.p95_s, 4),
+            prefill_tokens_per_s=round(self._rates.get("prefill", 0.0), 1),
+            decode_tokens_per_s=round(self._rates.get("decode", 0.0), 1),
+            num_ttft=len(ttfts),
+            ttft_s_p50=_percentile(ttfts, 0.50),
+            ttft_s_p95=_percentile(ttfts, 0.95),
             tiers=[
                 WatchedTier(tier.name.lower(), one.num_waiting, one.num_tokens, round(one.oldest_age_s, 2))
                 for tier, one in zip(Priority, stats.tiers, strict=True)
             ],
             blocks=None if self._blocks is None else _blocks(self._blocks),
-            windows=_windows(stats.cache.windows, facts.facts.window_bytes),
-            states=_states(stats.cache.states, facts.facts.state_bytes),
+            windows=_pool(stats.cache.windows, facts.facts.window_bytes),
+            states=_pool(stats.cache.states, facts.facts.state_bytes),
             requests=requests,
             num_other_requests=len(self._active) - len(requests),
-            finished=_recent(service, key),
+            finished=[one.shown() for one in finished[:MAX_FINISHED_SHOWN]],
             replicas=[WatchedReplica(**one._asdict()) for one in service.client.replica_statuses],
         )
 
@@ -652,7 +600,7 @@ class ModelReport:
             cached_tokens=usage.cached_tokens,
             computed_tokens=sum(one.num_computed for one in here),
             completion_tokens=usage.completion_tokens,
-            tokens_per_s=round(self._request_rates.get(active, 0.0), 1),
+            tokens_per_s=round(self._rates.get(active, 0.0), 1),
             num_blocks=sum(one.num_blocks for one in here),
         )
 
@@ -660,5 +608,5 @@ class ModelReport:
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
-        if self._service is not None:
-            self._service.client.drop_blocks()
+        if self.service is not None:
+            self.service.client.drop_blocks()

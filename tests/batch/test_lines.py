@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.batch.lines import (
+from quire.batch.runner import (
     ENDPOINTS,
     MAX_LINE_BYTES,
     BatchLine,

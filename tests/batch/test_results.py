@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.batch.lines import BatchRequest, InvalidLine
-from quire.batch.results import (
+from quire.batch.runner import (
+    BatchRequest,
+    InvalidLine,
     LineSet,
     Reply,
     Result,

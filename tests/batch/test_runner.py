@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 
-from quire.batch.lines import BatchLine, BatchRequest, InvalidLine
-from quire.batch.results import Reply, Result
-from quire.batch.runner import READ_AHEAD_LINES, WINDOW, BatchRunner, ConnectionLost, GaveUp, RetryPolicy
+from quire.batch.runner import (
+    READ_AHEAD_LINES,
+    WINDOW,
+    BatchLine,
+    BatchRequest,
+    BatchRunner,
+    ConnectionLost,
+    GaveUp,
+    InvalidLine,
+    Reply,
+    Result,
+    RetryPolicy,
+)
 from tests.waiting import VirtualLoop
 
 GOOD = Reply(200, "req", b"{}")

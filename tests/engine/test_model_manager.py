@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from random import Random
 
 import pytest
@@ -17,21 +16,22 @@ UNLOADED, LOADING, READY = ModelState.UNLOADED, ModelState.LOADING, ModelState.R
 UNLOADING, FAILED = ModelState.UNLOADING, ModelState.FAILED
 
 
-@dataclass
-class FakeModel:
+class FakeModel(ManagedModel):
     """A model whose load waits for `gate`, if set."""
 
-    name: str
     weight_bytes: int = 30
     kv_bytes: int | None = 10
     context_bytes: int = 10
     truth_bytes: int | None = None  # the actual size of the weights, known after the load
-    log: list[str] = field(default_factory=list)
     gate: asyncio.Event | None = None
-    error: Exception | None = None
+    failure: Exception | None = None
     given: int | None = None
-    on_cut: Callable[[], None] = lambda: None
-    loads_now: list[str] = field(default_factory=list)
+
+    def __init__(self, name: str, log: list[str], loads_now: list[str]) -> None:
+        super().__init__(name)
+        self.log = log
+        self.loads_now = loads_now
+        self.on_cut: Callable[[], None] = lambda: None
 
     @property
     def needs(self) -> Needs:
@@ -47,8 +47,8 @@ class FakeModel:
         try:
             self.log.append(f"load {self.name}")
             await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
-            if self.error is not None:
-                raise self.error
+            if self.failure is not None:
+                raise self.failure
         finally:
             self.loads_now.remove(self.name)
         self.given = kv_bytes
@@ -68,11 +68,11 @@ class Rig:
     def __init__(self, names: str, budget: int | None, **fields: object) -> None:
         self.log: list[str] = []
         loads_now: list[str] = []
-        self.models = {name: FakeModel(name, log=self.log, loads_now=loads_now) for name in names}
+        self.models = {name: FakeModel(name, self.log, loads_now) for name in names}
         for name, value in fields.items():
             for model in self.models.values():
                 setattr(model, name, value)
-        self.managed = {name: ManagedModel(model) for name, model in self.models.items()}
+        self.managed = self.models
         self.manager = ModelManager(list(self.managed.values()), budget)
 
     async def touch(self, *names: str) -> None:
@@ -283,12 +283,12 @@ def test_cancelling_a_waiter_when_the_model_becomes_ready_frees_its_lease() -> N
 def test_a_failed_load_raises_in_all_waiters_and_is_retried() -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
-        rig.models["a"].error = ModelFileError("not sound")
+        rig.models["a"].failure = ModelFileError("not sound")
         results = await asyncio.gather(*(rig.hold("a") for _ in range(3)), return_exceptions=True)
         assert [str(result) for result in results] == ["not sound"] * 3
         assert (rig.managed["a"].state, rig.managed["a"].num_failures, rig.manager.num_bytes) == (FAILED, 1, 0)
         await rig.touch("b")  # its memory is free
-        rig.models["a"].error = None
+        rig.models["a"].failure = None
         await rig.touch("a")
         assert rig.states() == "a:ready b:unloaded"
 
@@ -298,7 +298,7 @@ def test_a_failed_load_raises_in_all_waiters_and_is_retried() -> None:
 def test_repeated_failures_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         rig = Rig("ab", None)
-        rig.models["a"].error = RuntimeError("bug")
+        rig.models["a"].failure = RuntimeError("bug")
         slept: list[float] = []
         sleep = asyncio.sleep
 
@@ -311,7 +311,7 @@ def test_repeated_failures_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(LoadFailed, match="RuntimeError: bug"):
                 await rig.hold("a")
         assert slept == [1, 2, 4, 8, 16, 30, 30]
-        rig.models["a"].error = None
+        rig.models["a"].failure = None
         await rig.manager.load(rig.managed["a"])  # an administrator does not wait
         assert len(slept) == 7
         assert rig.managed["a"].num_failed_in_a_row == 0

@@ -16,10 +16,9 @@ import pytest
 from openai import OpenAI
 
 import quire.server.batches.service as service_module
-from quire.batch.results import Reply
+from quire.batch.runner import Reply
 from quire.server.batches.endpoints import get_batch
-from quire.server.batches.service import BatchService
-from quire.server.batches.store import CreateBatchRequest, StateDir, StoredBatch, new_file, storing
+from quire.server.batches.service import BatchService, CreateBatchRequest, StateDir, StoredBatch, new_file, storing
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import LOCAL, Key, KeyRing
 from tests.server.rig import FAKE, Answer, Server, serving

@@ -151,7 +151,7 @@ def decoded_types() -> dict[str, Any]:
     from quire.engine.worker.client import ANSWERS
     from quire.engine.worker.protocol import from_worker, to_worker
     from quire.server.app import ENDPOINTS
-    from quire.server.batches.store import StoredBatch, StoredFile
+    from quire.server.batches.service import StoredBatch, StoredFile
 
     kinds = {kind for row in ENDPOINTS for kind in (row.body, row.query, row.form, row.answer) if kind is not None}
     kinds |= {StoredFile, StoredBatch}

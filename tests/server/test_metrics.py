@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from quire.core.cache.pool import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, Priority
 from quire.engine.engine import EngineOutput
-from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped, TierStats
+from quire.engine.worker.protocol import Ready, Stats, Stepped, TierStats
 from quire.server.admin import _take_metrics
 from quire.server.errors import ApiError, Kind
 from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics, RequestRecord
@@ -61,11 +61,13 @@ STATS = Stats(
     num_violations=0,
 )
 RECORD = RequestRecord(
-    request_id="req_1",
+    id="req_1",
     endpoint="/v1/chat/completions",
     model="m",
-    key_name="alice",
-    priority=Priority.NORMAL,
+    key="alice",
+    tier="normal",
+    num_samples=1,
+    finished_at=1000.0,
     is_streaming=True,
     num_prompts=1,
     n=1,
@@ -79,21 +81,19 @@ RECORD = RequestRecord(
     ttft_s=0.7,
     prefill_s=0.2,
     decode_s=2.0,
-    e2e_s=2.75,
+    duration_s=2.75,
+    tokens_per_s=10.0,
     finish="stop",
+    error=None,
 )
 
 
-@dataclass(frozen=True)
-class Worker:
-    num_restarts: int
-    is_moving: bool
-    facts: Ready | None
-    replica_statuses: tuple[ReplicaStatus, ...] = ()
+def worker(num_restarts: int, *, is_moving: bool, facts: Ready | None = READY) -> Any:
+    return SimpleNamespace(num_restarts=num_restarts, is_moving=is_moving, facts=facts, replica_statuses=())
 
 
 def text(metrics: Metrics, stats: Stats | None = STATS, *, num_restarts: int = 0, is_moving: bool = True) -> str:
-    metrics.take(stats, Worker(num_restarts, is_moving, READY))
+    metrics.take(stats, worker(num_restarts, is_moving=is_moving))
     body, kind = metrics.exposition.render()
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
     return body.decode()
@@ -162,7 +162,7 @@ def test_window_blocks_and_states_are_shown_if_the_model_has_them() -> None:
 def test_a_model_that_is_unloaded_while_its_worker_is_asked_keeps_its_last_figures(is_unloaded: bool) -> None:
     """The unloading has taken them, and the answer may be older."""
     taken: list[object] = []
-    model: Any = SimpleNamespace(managed=None)
+    model: Any = SimpleNamespace()
 
     async def stats() -> Stats:
         if is_unloaded:
@@ -185,7 +185,7 @@ def test_a_silent_worker_leaves_the_last_known_figures() -> None:
 
 def test_metrics_without_a_worker() -> None:
     metrics = Metrics("m")
-    metrics.take(None, Worker(0, False, None))
+    metrics.take(None, worker(0, is_moving=False, facts=None))
     body, _ = metrics.exposition.render()
     found = body.decode()
     assert value(found, "quire:num_requests_running") == 0
@@ -204,6 +204,7 @@ def test_steps_and_tokens() -> None:
     assert value(found, "quire:generation_tokens_total") == 4
     assert value(found, "quire:iteration_tokens_total_count") == 2
     assert value(found, "quire:iteration_tokens_total_sum") == 131
+    assert metrics.num_tokens == (127, 4)  # of prompts and of answers
     assert value(found, "quire:iteration_tokens_total_bucket", le="1.0") == 1
     assert value(found, "quire:step_seconds_sum") == pytest.approx(0.04)
     assert value(found, "quire:inter_token_latency_seconds_count") == 4
@@ -254,16 +255,16 @@ def test_a_finished_request() -> None:
 
 def test_parallel_answers_do_not_lower_the_time_per_token() -> None:
     metrics = Metrics("m")
-    metrics.finished(replace(RECORD, n=4, completion_tokens=84))
+    metrics.finished(msgspec.structs.replace(RECORD, num_samples=4, completion_tokens=84))
     assert value(text(metrics), "quire:request_time_per_output_token_seconds_sum") == pytest.approx(0.1)
 
 
 def test_a_request_that_never_started() -> None:
     metrics = Metrics("m")
-    never = replace(
+    never = msgspec.structs.replace(
         RECORD, queued_s=None, ttft_s=None, prefill_s=None, decode_s=None, completion_tokens=0, max_tokens=None
     )
-    metrics.finished(replace(never, finish="cancelled"))
+    metrics.finished(msgspec.structs.replace(never, finish="cancelled"))
     found = text(metrics)
     assert value(found, "quire:request_success_total", finished_reason="abort") == 1
     assert value(found, "quire:time_to_first_token_seconds_count") == 0
@@ -276,7 +277,7 @@ def test_no_request_can_make_a_new_series() -> None:
     before = len(re.findall(r"^[^#]", text(metrics), re.MULTILINE))
     for number in range(100):
         metrics.rejected(f"invented {number}")
-        metrics.finished(replace(RECORD, finish=f"invented {number}", model=f"invented {number}"))
+        metrics.finished(msgspec.structs.replace(RECORD, finish=f"invented {number}", model=f"invented {number}"))
     found = text(metrics)
     assert len(re.findall(r"^[^#]", found, re.MULTILINE)) == before
     assert "invented" not in found

@@ -363,20 +363,20 @@ def test_the_eta_of_a_load_depends_on_the_reading_alone(folder: Path, monkeypatc
     now_s = 0.0
     monkeypatch.setattr("quire.server.models.time.monotonic", lambda: now_s)
     model = Model(ModelConfig(folder / "a", ("a",)), SharedResources())
-    manager = ModelManager([model.managed], None)
-    model.managed.began_s = 0.0
+    manager = ModelManager([model], None)
+    model.began_s = 0.0
     model.progress = 0.0
-    assert manager.eta_s(model.managed, model.reading_s) is None
+    assert manager.eta_s(model, model.reading_s) is None
     now_s = 90.0
     model.take_progress(1, 100)
-    assert manager.eta_s(model.managed, model.reading_s) is None  # one report has no speed
+    assert manager.eta_s(model, model.reading_s) is None  # one report has no speed
     now_s = 92.0
     model.take_progress(21, 100)
-    assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(7.9)
-    model.managed.load_s = 95.0  # it was loaded before: the duration of that load counts
-    assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(3.0)
-    model.managed.began_s = None  # it waits for its turn
-    assert manager.eta_s(model.managed, model.reading_s) == 95.0
+    assert manager.eta_s(model, model.reading_s) == pytest.approx(7.9)
+    model.load_s = 95.0  # it was loaded before: the duration of that load counts
+    assert manager.eta_s(model, model.reading_s) == pytest.approx(3.0)
+    model.began_s = None  # it waits for its turn
+    assert manager.eta_s(model, model.reading_s) == 95.0
 
 
 def test_a_request_is_refused_before_it_is_read_only_if_every_queue_is_full(folder: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_request_is_refused_before_it_is_read_only_if_every_queue_is_full(fold
     for model in models:
         models.check_open(key)
         for queue in model.queues.queues.values():
-            queue.enter(key.tier, key.name, shared.limits.max_queue)
+            queue.enter(key.tier, key.name, shared.max_queue)
     with pytest.raises(ApiError, match="requests are already waiting") as refused:
         models.check_open(key)
     assert refused.value.reason == "queue_full"

@@ -593,7 +593,7 @@ def pulled(
 
     async def read() -> bytes:
         assert catalog._is_pulling.acquire(blocking=False)
-        return b"".join([line async for line in catalog._lines(catalog.Pulling(name).progress())])
+        return b"".join([line async for line in catalog._lines(catalog.start_pull(name))])
 
     data = asyncio.run(read())
     assert eventually(lambda: not catalog._is_pulling.locked(), "the next one may begin")

@@ -19,13 +19,9 @@ import pytest
 from starlette.responses import StreamingResponse
 
 from quire.core.cache.pool import PoolStats
-from quire.core.values import Priority
-from quire.engine.engine import EngineOutput
 from quire.engine.model_manager import ModelManager
-from quire.engine.worker.protocol import Stepped
 from quire.server.admin import snapshots
 from quire.server.limits import LOCAL
-from quire.server.metrics import MAX_RECENT, ActivityCounters, RequestRecord
 from quire.server.models import Model, Models
 from quire.server.watch import (
     MAX_FINISHED_SHOWN,
@@ -36,7 +32,8 @@ from quire.server.watch import (
     WatchedEngine,
     WatchedPool,
     WatchSnapshot,
-    _windows,
+    _percentile,
+    _pool,
 )
 from tests.server.rig import FAKE, Answer, Server, ask_async, close_sockets, serving
 from tests.tiny import write_tiny_model
@@ -506,50 +503,16 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
     asyncio.run(work())
 
 
-def test_activity_counters() -> None:
-    now_s = 1000.0
-    activity = ActivityCounters(lambda: now_s)
-    assert activity.ttft() is None
-    output = EngineOutput(1, (5, 6), None, 0, None, (), None, None)
-    activity.stepped(Stepped((output, output), (), num_tokens=10, took_s=0.1))
-    assert (activity.num_computed_tokens, activity.num_generated_tokens, activity.num_prefilled_tokens) == (10, 4, 6)
-    for number in range(1, 101):
-        activity.finished(record(number / 100))
-    activity.finished(record(None))
-    assert activity.ttft() == (100, 0.5, 0.95)
-    for _ in range(2 * MAX_RECENT):
-        activity.finished(record(9.0))
-    assert activity.ttft() == (MAX_RECENT, 9.0, 9.0)
-    now_s += 301
-    assert activity.ttft() is None
+def test_the_percentiles_of_a_hundred_times() -> None:
+    times_s = [number / 100 for number in range(100, 0, -1)]
+    assert (_percentile(times_s, 0.50), _percentile(times_s, 0.95)) == (0.5, 0.95)
+    assert (_percentile([9.0], 0.50), _percentile([], 0.50)) == (9.0, None)
 
 
 def test_blocks_of_windows_are_shown_by_state() -> None:
     found = PoolStats(num_blocks=20, num_free=15, num_cached=9, num_in_use=5, num_evictions=4)
-    assert _windows(found, 640) == WatchedPool(free=6, cached=9, in_use=5, num_evictions=4, num_bytes=640)
-    assert _windows(None, 640) is None
-
-
-def record(ttft_s: float | None) -> RequestRecord:
-    numbers: dict[str, Any] = dict.fromkeys(
-        ("num_prompts", "n", "prompt_tokens", "cached_tokens", "completion_tokens"), 1
-    )
-    times: dict[str, Any] = dict.fromkeys(("queued_s", "prefill_s", "decode_s"))
-    return RequestRecord(
-        request_id="r",
-        endpoint="/",
-        model="m",
-        key_name="k",
-        priority=Priority.NORMAL,
-        is_streaming=False,
-        max_tokens=1,
-        cache_reason=None,
-        ttft_s=ttft_s,
-        e2e_s=1.0,
-        finish="stop",
-        **numbers,
-        **times,
-    )
+    assert _pool(found, 640) == WatchedPool(free=6, cached=9, in_use=5, num_evictions=4, num_bytes=640)
+    assert _pool(None, 640) is None
 
 
 ALICE, BOB, ROOT = "sk-alice-0000001", "sk-bob-000000001", "sk-root-00000001"

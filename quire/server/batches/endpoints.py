@@ -17,17 +17,15 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Scope
 
-from quire.batch.lines import ENDPOINTS
-from quire.batch.results import Reply
-from quire.batch.runner import ConnectionLost
-from quire.server.batches.service import BatchService
-from quire.server.batches.store import (
+from quire.batch.runner import ENDPOINTS, ConnectionLost, Reply
+from quire.server.batches.service import (
     COMPLETION_WINDOW,
     MAX_EXPIRY_S,
     MIN_EXPIRY_S,
     BatchesQuery,
     BatchList,
     BatchObject,
+    BatchService,
     CreateBatchRequest,
     FileDeleted,
     FileList,
@@ -65,7 +63,15 @@ class Sender:
 
     async def send(self, key: Key, url: str, body: bytes, request_id: str) -> Reply:
         """Answer one request as this key. Cancelling it cancels the generation."""
-        context = RequestContext(_scope(url, body, request_id), _Body(body), _refuse_send, self._served)
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            """Return the body once, then wait until it is cancelled."""
+            if not messages:
+                await asyncio.get_running_loop().create_future()
+            return messages.pop()
+
+        context = RequestContext(_scope(url, body, request_id), receive, _refuse_send, self._served)
         handler, context.dialect = HANDLERS[url]
         context.endpoint, context.key = url, key
 
@@ -88,19 +94,6 @@ class Sender:
             retry_after_s=float(after) if after.isdecimal() else None,
             may_retry=is_retried,
         )
-
-
-class _Body:
-    """The ASGI `receive` function: returns the body once, then waits until it is cancelled."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data: bytes | None = data
-
-    async def __call__(self) -> Message:
-        if self._data is None:
-            await asyncio.get_running_loop().create_future()
-        data, self._data = self._data, None
-        return {"type": "http.request", "body": data, "more_body": False}
 
 
 async def _refuse_send(message: Message) -> None:
@@ -139,7 +132,7 @@ class UploadParser:
         self._upload = upload
         self._num_parts = 0
         self._name = ""
-        self._header = b"", b""
+        self._header = b""
         self._headers: dict[bytes, bytes] = {}
         self._value = b""
         self._parser = MultipartParser(
@@ -166,17 +159,17 @@ class UploadParser:
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
             raise ApiError(Kind.INVALID, f"the form has more than {MAX_PARTS} parts")
-        self._headers, self._header, self._value, self._name = {}, (b"", b""), b"", ""
+        self._headers, self._header, self._value, self._name = {}, b"", b"", ""
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header = self._header[0] + data[start:end], self._header[1]
+        self._header += data[start:end]
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header = self._header[0], self._header[1] + data[start:end]
+        self._value += data[start:end]
 
     def _end_header(self) -> None:
-        self._headers[self._header[0].lower()] = self._header[1]
-        self._header = b"", b""
+        self._headers[self._header.lower()] = self._value
+        self._header, self._value = b"", b""
 
     def _end_headers(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
@@ -214,15 +207,13 @@ def plain_name(name: str) -> str:
 async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, upload: Upload) -> UploadParser:
     """Read a form to its end and write its content to disk."""
     parser = UploadParser(content_type, upload)
-    waiting: list[bytes] = []
-    size = 0
+    waiting = bytearray()
     async for chunk in chunks:
-        waiting.append(chunk)
-        size += len(chunk)
-        if size >= FLUSH_BYTES:
-            await asyncio.to_thread(parser.feed, b"".join(waiting))
-            waiting, size = [], 0
-    await asyncio.to_thread(parser.feed, b"".join(waiting))
+        waiting += chunk
+        if len(waiting) >= FLUSH_BYTES:
+            await asyncio.to_thread(parser.feed, bytes(waiting))
+            waiting.clear()
+    await asyncio.to_thread(parser.feed, bytes(waiting))
     if not parser.is_complete:
         raise ApiError(Kind.INVALID, "the form ends before its last boundary")
     if parser.filename is None:
