@@ -45,7 +45,7 @@ from quire.core.values import Level, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.fingerprint import DIGESTS, Fingerprinting, describe, system_fingerprint, weights_digest
 from quire.engine.levels.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
-from quire.engine.levels.cache_folder import Space, open_root, root_secret
+from quire.engine.levels.cache_folder import Space, root_secret
 from quire.engine.levels.disk_store import DiskStore, reads_per_thread
 from quire.engine.levels.transfers import Slots, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
@@ -205,7 +205,6 @@ class OpenedLevels:
             at_most(divide(num_bytes, pieces, pool_sizes), pool_sizes) for num_bytes in (READ_BYTES, SAVE_BYTES)
         )
         if config.disk_cache and (folder := disk_cache_folder(config)) is not None:
-            open_root(folder)
             self.secret = root_secret(folder)  # keys depend on it
             facts = {**arithmetic(), "secret": sha256(self.secret).hexdigest()[:16]}
             self._disk = DiskStore(folder, facts, config.disk_cache, name=model)

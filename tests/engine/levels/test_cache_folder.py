@@ -234,7 +234,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, bits: int) -> 
 
 @pytest.mark.parametrize("num_bytes", [0, 31, 33, 5000])
 def test_a_damaged_secret_is_an_error_that_says_what_to_do(tmp_path: Path, num_bytes: int) -> None:
-    write_private(tmp_path / "secret", bytes(num_bytes))
+    write_private(tmp_path / "secret", [bytes(num_bytes)])
     with pytest.raises(CacheFolderError, match=rf"secret has {num_bytes} bytes, not 32: .* delete it"):
         root_secret(tmp_path)
 
