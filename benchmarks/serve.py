@@ -31,9 +31,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 import harness
-from harness import say
+from harness import run_load, say
 
-from quire.bench.http_load import HttpStream, run_load
+from quire.bench.http_load import HttpStream
 from quire.cli.bench_server import ServerProcess, serving
 from quire.engine.llm import LLM
 from quire.engine.outputs import Answers
