@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import resource
@@ -14,12 +15,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from quire.bench.http_load import EVENT, HttpStream, RefusedRequest
+from quire.errors import RequestFailed
 from quire.version import __version__
 
 T = TypeVar("T")
@@ -214,3 +220,102 @@ def cpu_bound_processes(count: int) -> Iterator[None]:
         for process in running:
             process.kill()
             process.wait()
+
+
+# Load over HTTP
+
+
+class Seen(NamedTuple):
+    """What a client saw of one request. Times are those of `time.perf_counter`."""
+
+    status: int
+    start_s: float
+    times_s: tuple[float, ...]  # of the reads that brought events
+    end_s: float
+    body: bytes
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0] - self.start_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.times_s)]
+
+    @property
+    def events(self) -> list[Any]:
+        return [json.loads(line[6:]) for line in self.body.split(b"\n") if line.startswith(EVENT)]
+
+    @property
+    def text(self) -> str:
+        return "".join(choice["text"] for event in self.events for choice in event["choices"])
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        *_, last = (line for line in self.body.split(b"\n") if line.startswith(EVENT))
+        return dict(json.loads(last[6:])["usage"])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.usage["completion_tokens"])
+
+
+def ask(url: str, body: dict[str, Any], path: str = "/v1/completions") -> Seen:
+    """Send a streamed request and read all of the answer. A refusal is a result as well."""
+    stream = HttpStream(url, path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    times_s: list[float] = []
+    parts: list[bytes] = []
+    status, start_s = 200, time.perf_counter()
+    try:
+        for data in stream.reads():
+            if EVENT in data:
+                times_s.append(time.perf_counter())
+            parts.append(data)
+    except RefusedRequest as error:
+        status, parts = error.status, [error.body]
+    end_s, answer = time.perf_counter(), b"".join(parts)
+    if status == 200 and not answer.endswith(b"data: [DONE]\n\n"):
+        raise RequestFailed(f"{url}: a stream broke: {answer[-500:].decode(errors='replace')}")
+    return Seen(status, start_s, tuple(times_s), end_s, answer)
+
+
+class LoadResult(NamedTuple):
+    seen: list[Seen]
+    client_cpu_s: float
+
+    @property
+    def wall_s(self) -> float:
+        return max(one.times_s[-1] for one in self.seen) - min(one.start_s for one in self.seen)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(one.num_tokens for one in self.seen) / self.wall_s
+
+
+def run_load(
+    url: str, bodies: Sequence[dict[str, Any]], *, clients: int = 0, rate: float = 0.0, num_processes: int = 1
+) -> LoadResult:
+    """Send completions from processes of their own, which are forked.
+
+    At most `clients` are open at a time; with `rate` instead, they are sent at random times, so many per second.
+    """
+    count = min(num_processes, clients or num_processes)
+    shares = [(url, bodies[part::count], clients // count, rate / count) for part in range(count)]
+    pool = multiprocessing.get_context("fork").Pool(count)
+    try:
+        results = pool.starmap(_run_share, shares)
+    finally:  # leaving `with` would end the processes with SIGTERM, which the handler of a caller may make a deadlock
+        pool.close()
+        pool.join()
+    return LoadResult([one for result in results for one in result.seen], sum(one.client_cpu_s for one in results))
+
+
+def _run_share(url: str, bodies: Sequence[dict[str, Any]], clients: int, rate: float) -> LoadResult:
+    cpu_s, random = time.process_time(), Random(str(bodies[0]))
+    with ThreadPoolExecutor(clients or len(bodies)) as pool:
+        answers = []
+        for body in bodies:
+            answers.append(pool.submit(ask, url, body))
+            if rate:
+                time.sleep(random.expovariate(rate))
+    return LoadResult([answer.result() for answer in answers], time.process_time() - cpu_s)

@@ -25,9 +25,8 @@ from typing import NamedTuple
 
 import harness
 from gpu_workloads import FULL, LLAMA, QUICK, QWEN, write_shape
-from harness import percentile, say
+from harness import percentile, run_load, say
 
-from quire.bench.http_load import run_load
 from tests.server.rig import Server, serving
 
 TEXT = """

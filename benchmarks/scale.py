@@ -19,9 +19,8 @@ from itertools import count
 from typing import Any
 
 import harness
-from harness import say
+from harness import Seen, ask, run_load, say
 
-from quire.bench.http_load import Seen, ask, run_load
 from tests.scale.rig import deployed
 from tests.server.rig import Server, serving
 

@@ -31,7 +31,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import harness
-from harness import say
+from harness import run_load, say
 
 from quire.bench.http_load import HttpStream, run_load
 from quire.cli.server_client import ServerProcess, serving

@@ -45,9 +45,9 @@ from quire.core.values import Level, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.fingerprint import DIGESTS, Fingerprinting, describe, system_fingerprint, weights_digest
 from quire.engine.levels.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
-from quire.engine.levels.cache_folder import Space, open_root, root_secret
+from quire.engine.levels.cache_folder import Space, root_secret
 from quire.engine.levels.disk_store import DiskStore, reads_per_thread
-from quire.engine.levels.transfers import HostStore, Slots, Transfers
+from quire.engine.levels.transfers import Slots, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
 from quire.sizes import compared_sizes, memory_size, parse_size
 from quire.weights.checkpoint import Checkpoint
@@ -187,7 +187,7 @@ class OpenedLevels:
         self.block_io = block_io
         sizes = block_io.sizes
         self.secret = b""  # of the folder; empty: there is none
-        self._host = self._disk = None
+        self._disk: DiskStore | None = None
         self.levels: list[LowerLevel] = []
         self._slots: list[Slots] = []
         pieces = (sizes.block, sizes.window, sizes.state)
@@ -195,16 +195,16 @@ class OpenedLevels:
             if given and given < MIN_PIECES * sum(pieces):
                 there, needed = compared_sizes(given, MIN_PIECES * sum(pieces))
                 raise InvalidRequest(f"{name} = {there} is too small for this model: it needs at least {needed}")
+        host_slots = None
         if config.host_cache:
             counts = divide(config.host_cache, pieces, pool_sizes)
-            self._slots.append(Slots(block_io.allocate, sizes, counts, is_early=True))
-            self._host = HostStore(self._slots[-1])
+            host_slots = Slots(block_io.allocate, sizes, counts, is_early=True)
+            self._slots.append(host_slots)
             self.levels.append(LowerLevel(Level.HOST, pieces, counts))
         read_counts, save_counts = (
             at_most(divide(num_bytes, pieces, pool_sizes), pool_sizes) for num_bytes in (READ_BYTES, SAVE_BYTES)
         )
         if config.disk_cache and (folder := disk_cache_folder(config)) is not None:
-            open_root(folder)
             self.secret = root_secret(folder)  # keys depend on it
             facts = {**arithmetic(), "secret": sha256(self.secret).hexdigest()[:16]}
             self._disk = DiskStore(folder, facts, config.disk_cache, name=model)
@@ -216,14 +216,14 @@ class OpenedLevels:
         self.save_limits = SaveLimits(
             max_bytes=block_io.max_exports * self._block_bytes,
             idle_bytes=block_io.pieces_per_step * self._block_bytes,
-            max_pending=sum(save_counts) + (4 * block_io.max_exports if self._host is not None else 0),
+            max_pending=sum(save_counts) + (4 * block_io.max_exports if config.host_cache else 0),
             max_writes=min(count for count in save_counts if count),
         )
         has_pinned = self._disk is not None and not block_io.is_host_memory  # which takes time to allocate
         self._slots.append(Slots(block_io.allocate, sizes, read_counts, is_early=has_pinned))
         self.transfers = Transfers(
             block_io,
-            self._host,
+            host_slots,
             self._disk,
             read_slots=self._slots[-1],
             save_slots=Slots(block_io.allocate, sizes, save_counts),

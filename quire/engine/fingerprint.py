@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from hashlib import sha256
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.backends.base import RunnerFacts
-from quire.engine.levels.cache_folder import write_private
+from quire.engine.levels.block_file import write_private
 from quire.engine.process import lower_thread_priority
 from quire.version import __version__
 
@@ -84,22 +84,14 @@ def _digest_files(files: dict[Path, _Identity], max_threads: int) -> dict[Path, 
 
 def _digest_piece(piece: tuple[Path, int]) -> bytes:
     path, start = piece
-    digest = sha256()
+    digest, left = sha256(), PIECE_BYTES
+    buffer = memoryview(bytearray(BUFFER_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        for part in _parts(file, PIECE_BYTES):
-            digest.update(part)
+        while left and (count := file.readinto(buffer[: min(left, BUFFER_BYTES)])):
+            digest.update(buffer[:count])
+            left -= count
     return digest.digest()
-
-
-def _parts(file: Any, num_bytes: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(BUFFER_BYTES))
-    while num_bytes:
-        count = file.readinto(buffer[: min(num_bytes, len(buffer))])
-        if not count:
-            return
-        yield buffer[:count]
-        num_bytes -= count
 
 
 def _identity(path: Path) -> _Identity:
@@ -132,7 +124,7 @@ def _write_memo(memo: Path, known: dict[str, list[Any]]) -> None:
     kept = [(path, entry) for path, entry in known.items() if os.path.exists(path)][-MAX_MEMO_FILES:]
     with suppress(OSError):
         memo.parent.mkdir(parents=True, exist_ok=True)
-        write_private(memo, json.dumps({"format": _MEMO_FORMAT, "files": dict(kept)}).encode())
+        write_private(memo, [json.dumps({"format": _MEMO_FORMAT, "files": dict(kept)}).encode()])
 
 
 # The digest of larger files is not awaited by the start of a worker: 1.6 GB/s with one core that has SHA instructions.

@@ -16,7 +16,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -25,7 +24,7 @@ from quire.engine.model_text import make_tokenizer
 from quire.engine.process import lower_thread_priority
 from quire.engine.worker.protocol import Add
 from quire.errors import InvalidRequest, MissingExtra, QueueFull, QuireError, RequestFailed
-from quire.text.child_process import Child, Died, Interrupted, NoAnswer, TooSlow, died
+from quire.text.child_process import Child, Interrupted, NoAnswer, died
 from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer
 from quire.weights.opening import open_checkpoint
@@ -44,37 +43,12 @@ log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("trial_child.py")
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The tokens of a model, as a grammar compiler needs them."""
-
-    tokens: Sequence[bytes]  # one per logit; b"": never sampled
-    eos_token_ids: tuple[int, ...]
-    special_token_ids: tuple[int, ...]
-    slices: tuple[str, ...]  # regexes of tokens that grammars often allow or forbid together
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
+class Tried(NamedTuple):
     """The result of a trial."""
 
     normal_s: float  # at normal priority; at most the patience that was given
     is_slow: bool  # it went on at a low priority
-    error: str = ""  # of the compiler
-    first_mask_s: float = 0.0
-    no_answer: NoAnswer | None = None  # the trial was ended by a limit
-
-    def check(self) -> None:
-        """Raise InvalidRequest with the compiler's error or the limit that was exceeded."""
-        if self.no_answer is not None:
-            raise InvalidRequest(f"grammar is too complex: {_why(self.no_answer)}")
-        if self.error:
-            if self.error.startswith("NoExtensionBias"):
-                raise InvalidRequest("grammar: no answer matches it")
-            raise InvalidRequest(f"grammar: {one_line(self.error)}")
-        if self.first_mask_s > FIRST_MASK_LIMIT_S:
-            took = f"choosing its first token takes {self.first_mask_s * 1000:.0f} ms"
-            raise InvalidRequest(f"grammar is too complex: {took}, more than {FIRST_MASK_LIMIT_S * 1000:.0f}")
+    problem: str  # why the grammar is refused; empty: it is not
 
 
 class GrammarTrial:
@@ -83,9 +57,9 @@ class GrammarTrial:
     The child starts at the first use, or when `keep_running` is called, and ends with its parent.
     """
 
-    def __init__(self, vocabulary: Vocabulary, limits: Mapping[str, Any]) -> None:
-        self._vocabulary = vocabulary
-        self._limits = dict(limits)
+    def __init__(self, first_order: Callable[[], Mapping[str, Any]]) -> None:
+        """`first_order`: the vocabulary and the limits, as the child reads them when it starts."""
+        self._first_order = first_order
         self._lock = threading.Lock()  # held for one exchange with the child, not for a whole trial
         self._child = Child(_CHILD)
         self._closed = threading.Event()
@@ -103,22 +77,12 @@ class GrammarTrial:
             raise RequestFailed(f"the process that checks grammars {error}") from None
 
     def _try(self, source: str, patience_s: float) -> Tried:
-        deadline_s = time.monotonic() + WAIT_LIMIT_S
         answer = self._ask({"source": source, "patience_s": patience_s})
         is_slow = "trial" in answer or patience_s <= 0
         while "trial" in answer:
-            if time.monotonic() >= deadline_s:
-                self._ask({"drop": answer["trial"]})
-                return Tried(patience_s, is_slow, no_answer=TooSlow(f"did not finish within {WAIT_LIMIT_S:g} s"))
             self._closed.wait(LOOK_S)
             answer = self._ask({"trial": answer["trial"]})
-        normal_s = patience_s if is_slow else min(float(answer["cpu_s"]), patience_s)
-        if "returncode" in answer:
-            no_answer = died(int(answer["returncode"]))
-            if isinstance(no_answer, Interrupted):
-                raise no_answer
-            return Tried(normal_s, is_slow, no_answer=no_answer)
-        return Tried(normal_s, is_slow, str(answer["error"]), float(answer.get("first_mask_s", 0.0)))
+        return Tried(patience_s if is_slow else min(answer["cpu_s"], patience_s), is_slow, _problem(answer))
 
     def _ask(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
@@ -161,29 +125,36 @@ class GrammarTrial:
         except NoAnswer as error:
             raise RequestFailed(f"the process that checks grammars {error}") from None
 
-    def _first_order(self) -> dict[str, Any]:
-        return {
-            "tokens": [token.decode("latin-1") for token in self._vocabulary.tokens],
-            "eos_token_ids": self._vocabulary.eos_token_ids,
-            "special_token_ids": self._vocabulary.special_token_ids,
-            "slices": self._vocabulary.slices,
-            "limits": self._limits,
-            "max_cpu_s": COMPILE_LIMIT_S,
-        }
+
+def _problem(answer: Mapping[str, Any]) -> str:
+    """Why a grammar is refused: the compiler's error, or the limit that was exceeded. Raises Interrupted."""
+    if "returncode" in answer:
+        ended = died(answer["returncode"])
+        if isinstance(ended, Interrupted):
+            raise ended
+        return f"grammar is too complex: {_exceeded(-answer['returncode'])}"
+    error, first_mask_s = answer["error"], answer.get("first_mask_s", 0.0)
+    if error.startswith("NoExtensionBias"):
+        return "grammar: no answer matches it"
+    if not error and first_mask_s > FIRST_MASK_LIMIT_S:
+        took = f"choosing its first token takes {first_mask_s * 1000:.0f} ms"
+        return f"grammar is too complex: {took}, more than {FIRST_MASK_LIMIT_S * 1000:.0f}"
+    return error and f"grammar: {one_line(error)}"
+
+
+def _exceeded(number: int) -> str:
+    """The limit that ended a trial by this signal."""
+    if number == signal.SIGALRM:
+        return f"compiling it does not finish within {WAIT_LIMIT_S:g} s"
+    if number == signal.SIGPROF:
+        return f"compiling it takes more than {COMPILE_LIMIT_S:g} s"
+    return "its rules are nested too deeply, or compiling it takes too much memory"
 
 
 def one_line(error: str, limit: int = 300) -> str:
     """An error message of llguidance, which has several lines, as one short line."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
-
-
-def _why(error: NoAnswer) -> str:
-    if isinstance(error, TooSlow):
-        return f"compiling it does not finish within {WAIT_LIMIT_S:g} s"
-    if isinstance(error, Died) and error.returncode == -signal.SIGPROF:
-        return f"compiling it takes more than {COMPILE_LIMIT_S:g} s"
-    return "its rules are nested too deeply, or compiling it takes too much memory"
 
 
 PATIENCE_S = 0.1  # for one grammar; a common schema takes 5 ms
@@ -353,7 +324,8 @@ class Grammars:
         taken_s = self._normal_time.take(owner)
         tried = compiler.trial.run(source, taken_s)  # in another process first: some grammars crash the compiler
         self._normal_time.give_back(owner, taken_s - tried.normal_s)
-        tried.check()
+        if tried.problem:
+            raise InvalidRequest(tried.problem)
         if tried.is_slow:
             with self._lock:
                 job = _submit(self._slow_pool, compiler.compile, source, len(grammar.source))
@@ -423,25 +395,19 @@ class Compiled(Protocol):
         """A matcher for one answer."""
 
 
-class _LLCompiled:
-    def __init__(self, start: llguidance.LLMatcher, mask_bytes: int, num_bytes: int) -> None:
-        self._start = start
-        self._mask_bytes = mask_bytes
-        self.num_bytes = num_bytes
-
-    def matcher(self) -> Matcher:
-        return _LLMatcher(self._start.deep_copy(), self._mask_bytes, family=self)
-
-
 class _LLMatcher:
-    """A `Matcher` that uses llguidance. Its masks are returned unchanged."""
+    """A `Matcher` that uses llguidance; at its start, the compiled grammar itself. Masks are returned unchanged."""
 
-    __slots__ = ("_mask_bytes", "_matcher", "family")
+    __slots__ = ("_mask_bytes", "_matcher", "family", "num_bytes")
 
-    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int, *, family: object) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int, num_bytes: int, family: object) -> None:
         self.family = family  # copies share the lexer, which is protected by a lock
+        self.num_bytes = num_bytes
         self._matcher = matcher
         self._mask_bytes = mask_bytes
+
+    def matcher(self) -> Matcher:
+        return _LLMatcher(self._matcher.deep_copy(), self._mask_bytes, self.num_bytes, self.family)
 
     def mask(self) -> bytes:
         with _panics_converted:
@@ -533,18 +499,31 @@ _panics_converted = _PanicsConverted()
 
 
 class VocabularyAdapter:
-    """A vocabulary in the interface of llguidance."""
+    """The tokens of a model, in the interface of llguidance."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         self._tokenizer = tokenizer
-        self.tokens = vocabulary.tokens
-        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]  # b"": never sampled
+        self.eos_token_ids = eos_token_ids
+        self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
-        self.special_token_ids = vocabulary.special_token_ids
+        self.special_token_ids = sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Encode text that the grammar forces, in the tokens that the model itself would use."""
         return self._tokenizer.encode_plain(text.decode() if isinstance(text, bytes) else text, at_start=False)
+
+    def first_order(self) -> dict[str, Any]:
+        """The vocabulary and the limits for the child that tries grammars."""
+        return {
+            "tokens": [token.decode("latin-1") for token in self.tokens],
+            "eos_token_ids": self.eos_token_ids,
+            "special_token_ids": self.special_token_ids,
+            "slices": SLICES,
+            "limits": LIMITS,
+            "max_cpu_s": COMPILE_LIMIT_S,
+            "max_wait_s": WAIT_LIMIT_S,
+        }
 
 
 class _Compiler:
@@ -557,22 +536,17 @@ class _Compiler:
             raise MissingExtra.of("grammar: a structured answer", error.name) from error
         if not eos_token_ids:
             raise InvalidRequest("grammar: this model has no end-of-text token, so an answer could not end")
-        vocabulary = Vocabulary(
-            tokens=[tokenizer.token_bytes(token_id) for token_id in range(vocab_size)],
-            eos_token_ids=eos_token_ids,
-            special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),
-            slices=SLICES,
-        )
-        self.trial = GrammarTrial(vocabulary, LIMITS)
+        vocabulary = VocabularyAdapter(tokenizer, eos_token_ids, vocab_size)
+        self.trial = GrammarTrial(vocabulary.first_order)
         if keeps_running:
             self.trial.keep_running()  # the child prepares the vocabulary at the same time
         self._library = llguidance
         self._mask_bytes = -(-vocab_size // 8)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(VocabularyAdapter(tokenizer, vocabulary)),
+            llguidance.TokenizerWrapper(vocabulary),
             n_vocab=vocab_size,
             eos_token=list(eos_token_ids),
-            slices=list(vocabulary.slices),
+            slices=list(SLICES),
         )
         self._limits = llguidance.LLParserLimits(**LIMITS)
 
@@ -584,7 +558,7 @@ class _Compiler:
                 raise InvalidRequest(f"grammar: {one_line(start.get_error())}")
             start.compute_bitmask()  # copies reuse the result
         # Measured: 80 kB for small schemas, 50 bytes per character for large ones.
-        return _LLCompiled(start, self._mask_bytes, num_bytes=(128 << 10) + 50 * num_characters)
+        return _LLMatcher(start, self._mask_bytes, (128 << 10) + 50 * num_characters, family=object())
 
     def translate(self, grammar: Grammar) -> str:
         """The grammar in llguidance's format."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from quire.backends.machine import usable_cores
 from quire.core.step import SeqSlice, StepPlan
@@ -41,11 +41,6 @@ class Matcher(Protocol):
     def consume(self, token: int) -> bool:
         """Advance by a token. Returns True if the answer is complete: only end-of-text could follow."""
 
-
-@runtime_checkable
-class LookingMatcher(Matcher, Protocol):
-    """A matcher that can look ahead, which drafts need."""
-
     def forced(self) -> Sequence[int]:
         """Tokens that must follow, as far as the grammar allows only one text."""
 
@@ -66,11 +61,10 @@ class Masks(NamedTuple):
 class _Entry:
     """A request's matcher and its time above the limit."""
 
-    __slots__ = ("looking", "matcher", "overrun_s")
+    __slots__ = ("matcher", "overrun_s")
 
     def __init__(self, matcher: Matcher) -> None:
         self.matcher = matcher
-        self.looking = matcher if isinstance(matcher, LookingMatcher) else None
         self.overrun_s = 0.0
 
 
@@ -100,17 +94,15 @@ class GrammarMasks:
 
     def forced(self, request_id: int) -> Sequence[int]:
         """Tokens that must follow. None if the matcher fails."""
-        looking = self._entries[request_id].looking
         try:
-            return () if looking is None else looking.forced()
+            return self._entries[request_id].matcher.forced()
         except Exception:  # the next mask reports why
             return ()
 
     def num_valid(self, request_id: int, tokens: Sequence[int]) -> int:
         """How many of these tokens the grammar of a request allows one after the other."""
-        looking = self._entries[request_id].looking
         try:
-            return 0 if looking is None else looking.num_valid(tokens)
+            return self._entries[request_id].matcher.num_valid(tokens)
         except Exception:  # the next mask reports why
             return 0
 
@@ -133,7 +125,9 @@ class GrammarMasks:
         """The masks of a step, computed in this thread and as many others as are useful."""
         first, *others = self._share_out(plan) or [[]]
         jobs = [self._submit(rows) for rows in others]
-        return _sort(_compute(first) + [found for job in jobs for found in job.result()])
+        found = _compute(first) + [one for job in jobs for one in job.result()]
+        failures = {request_id: mask for request_id, _, mask in found if isinstance(mask, str)}
+        return Masks({index: mask for _, index, mask in found if isinstance(mask, bytes)}, failures)
 
     def _share_out(self, plan: StepPlan) -> list[list[_Row]]:
         """The rows of each thread. The largest families are assigned first."""
@@ -162,21 +156,10 @@ def _compute(rows: Sequence[_Row]) -> _Found:
     return [(piece.request_id, piece.batch_index, _mask(entry, piece.drafts)) for piece, entry in rows]
 
 
-def _sort(found: Iterable[tuple[int, int, bytes | str]]) -> Masks:
-    masks: dict[int, bytes] = {}
-    failures: dict[int, str] = {}
-    for request_id, batch_index, mask in found:
-        if isinstance(mask, str):
-            failures[request_id] = mask
-        else:
-            masks[batch_index] = mask
-    return Masks(masks, failures)
-
-
 def _mask(entry: _Entry, drafts: Sequence[int]) -> bytes | str:
     start_s = time.thread_time()
     try:
-        mask = entry.looking.draft_masks(drafts) if drafts and entry.looking is not None else entry.matcher.mask()
+        mask = entry.matcher.draft_masks(drafts) if drafts else entry.matcher.mask()
     except GrammarFailed as error:
         return f"grammar: {error}"
     except Exception as error:

@@ -61,6 +61,7 @@ class Trials:
         vocabulary.tokens = []  # the library has copied them
         self._limits = llguidance.LLParserLimits(**order["limits"])
         self._max_cpu_s: float = order["max_cpu_s"]
+        self._max_wait_s: float = order["max_wait_s"]
         self._running: dict[int, int] = {}  # process id -> pipe with its answer
         self._try(llguidance.LLMatcher.grammar_from_json_schema(ORDINARY))  # forks find the library warmed up
 
@@ -93,23 +94,14 @@ class Trials:
             os.kill(pid, signal.SIGKILL)
             _, status, usage = os.wait4(pid, 0)
         data = os.read(reader, 1 << 16)
-        self._forget(pid)
+        os.close(self._running.pop(pid))
         returncode = os.waitstatus_to_exitcode(status)
         answer: Answer = json.loads(data) if data and not returncode else {"returncode": returncode}
         return {**answer, "cpu_s": usage.ru_utime + usage.ru_stime}
 
-    def drop(self, pid: int) -> None:
-        if pid in self._running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            self._forget(pid)
-
     def close(self) -> None:
-        for pid in list(self._running):
-            self.drop(pid)
-
-    def _forget(self, pid: int) -> None:
-        os.close(self._running.pop(pid))
+        for pid in self._running:
+            os.kill(pid, signal.SIGKILL)
 
     # In a fork
 
@@ -128,7 +120,8 @@ class Trials:
         answer: Answer = {}
         threading.stack_size(STACK_BYTES)
         thread = threading.Thread(target=guarded, args=(lambda: answer.update(self._try(source)), answer))
-        signal.setitimer(signal.ITIMER_PROF, self._max_cpu_s)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, self._max_cpu_s)  # the signals of both end the process
+        signal.setitimer(signal.ITIMER_REAL, self._max_wait_s)
         thread.start()
         thread.join()
         return {**answer, "error": answer["error"][:MAX_ERROR]}
@@ -186,8 +179,6 @@ def main() -> None:
                 trials = Trials(order)
                 del order, line
                 gc.freeze()  # a collection in a fork would copy every page
-            elif "drop" in order:
-                trials.drop(order["drop"])
             elif "trial" in order:
                 answer = trials.look(order["trial"])
             else:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from random import Random
 
 from quire.core.cache.block import BLOCK_SIZE
@@ -17,7 +18,7 @@ from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
 from quire.core.policy import NS_PER_S
 from quire.engine.worker.kv_events import CacheReporter
 from quire.scale.routing import DEFAULT_MAX_BLOCKS, PrefixRouter, Prompt, ReplicaLoad
-from quire.sim.simulator import Progress, RunReport, SimConfig, SimReplica, StepTime, ignore, make_records, to_ns
+from quire.sim.simulator import Progress, RunReport, SimConfig, SimReplica, StepTime, make_records, to_ns
 from quire.sim.traces import TraceRequest
 
 NUM_POINTS = 100  # of each replica on the ring of consistent hashing
@@ -124,11 +125,11 @@ def simulate_cluster(
     router: str = "prefix",
     *,
     report_s: float = REPORT_S,
-    progress: Callable[[int], None] = ignore,
+    progress: Progress = lambda _: None,
 ) -> ClusterReport:
     """Simulate a trace on a cluster. Every replica has a cache of `config.num_blocks`."""
-    records, shown = make_records(trace), Progress(progress)
-    replicas = [SimReplica(trace, config, step_time, records, shown) for _ in range(num_replicas)]
+    records, numbers = make_records(trace), count(1)
+    replicas = [SimReplica(trace, config, step_time, records, numbers, progress) for _ in range(num_replicas)]
     choose = ROUTERS[router](num_replicas, config.block_size)
     by_prefix = choose if isinstance(choose, ByPrefix) else None
     expected = {} if by_prefix is None else by_prefix.num_expected_tokens
@@ -154,7 +155,7 @@ def simulate_cluster(
         replicas[chosen].push(number)
     for replica in replicas:
         replica.run_until(None)
-    shown.end()
+    progress(len(trace))
     return ClusterReport(
         records=tuple(records),
         num_preemptions=sum(replica.num_preemptions for replica in replicas),

@@ -11,11 +11,11 @@ the engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, count
 from math import ceil
 from random import Random
 
@@ -35,6 +35,8 @@ from quire.sim.traces import TraceRequest
 MAX_DRAFTS = 31  # of a slice, as on a GPU
 MAX_COSTLY_DRAFTS = 15  # where rows cost time
 SEED = 27
+
+Progress = Callable[[int], None]  # with the number of requests that have ended
 
 
 class SimDrafts:
@@ -176,7 +178,7 @@ class SimConfig:
         Messages start where shared parts end. A part of a few tokens is the header of the message after it.
         """
         found: list[int] = []
-        for end in accumulate(count for _, count in one.shared):
+        for end in accumulate(num_tokens for _, num_tokens in one.shared):
             if not found or end - found[-1] >= self.block_size // 2:
                 found.append(end)
         chosen = set(choose_boundaries(found)) if Place.MESSAGE in self.places else set()
@@ -258,45 +260,24 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def ignore(num_ended: int) -> None:
-    """Show no progress."""
-    del num_ended
-
-
-class Progress:
-    """Counts the requests that have ended, and shows it from time to time."""
-
-    def __init__(self, show: Callable[[int], None]) -> None:
-        self._show = show
-        self._num_ended = 0
-
-    def add(self) -> None:
-        self._num_ended += 1
-        if self._num_ended % 16 == 0:
-            self._show(self._num_ended)
-
-    def end(self) -> None:
-        self._show(self._num_ended)
-
-
 def simulate(
-    trace: Sequence[TraceRequest], config: SimConfig, step_time: StepTime, progress: Callable[[int], None] = ignore
+    trace: Sequence[TraceRequest], config: SimConfig, step_time: StepTime, progress: Progress = lambda _: None
 ) -> SimReport:
     """Simulate a whole trace."""
-    shown = Progress(progress)
-    replica = SimReplica(trace, config, step_time, make_records(trace), shown)
+    replica = SimReplica(trace, config, step_time, make_records(trace), count(1), progress)
     for number, one in enumerate(trace):
         replica.run_until(to_ns(one.arrival_s))
         replica.push(number)
     replica.run_until(None)
-    shown.end()
+    progress(len(trace))
     return replica.report()
 
 
 class SimReplica:
     """One scheduler with simulated steps. Requests are pushed in the order of their arrival.
 
-    `records`: of all requests of the trace; replicas of a cluster share them.
+    `records`: of all requests of the trace. `numbers`: of requests that end; `progress` gets some of them. Replicas of
+    a cluster share all of these.
     """
 
     def __init__(
@@ -305,13 +286,15 @@ class SimReplica:
         config: SimConfig,
         step_time: StepTime,
         records: list[RequestRecord],
+        numbers: Iterator[int],
         progress: Progress,
     ) -> None:
         self.trace = trace
         self.config = config
         self.step_time = step_time
         self.records = records
-        self.progress = progress
+        self._numbers = numbers
+        self._progress = progress
         self.scheduler = config.make_scheduler(self._observe)
         if config.has_costly_rows:
             self.scheduler.policy.ledger.cost = step_time.cost
@@ -450,7 +433,8 @@ class SimReplica:
     def _end(self, number: int, outcome: Outcome) -> None:
         self.records[number].outcome = outcome
         self._outputs.pop(number, None)
-        self.progress.add()
+        if (num_ended := next(self._numbers)) % 16 == 0:
+            self._progress(num_ended)
 
     def _observe(self, event: Event) -> None:
         match event:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.http_load import _dechunked, ask, run_load
 from quire.cli.bench import Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.server_client import PATIENT, ServerClient, ServerError, ServerProcess, serving
 from quire.core.values import Priority
@@ -201,31 +200,6 @@ def test_a_refused_load_raises(client: StreamClient) -> None:
     with pytest.raises(ContextTooLong, match="4096"):
         wait_until(load.check)
     load.stop()
-
-
-# The load of benchmarks
-
-
-def test_a_load_has_the_answers_of_all_processes(process: ServerProcess) -> None:
-    bodies = [{"prompt": [number, 7], "max_tokens": 3, "ignore_eos": True} for number in range(10, 18)]
-    for more in ({"clients": 2}, {"rate": 200.0}):
-        found = run_load(process.url, bodies, num_processes=2, **more)
-        assert [(one.status, one.num_tokens) for one in found.seen] == [(200, 3)] * 8
-        assert all(one.start_s < one.times_s[0] <= one.times_s[-1] <= one.end_s and one.text for one in found.seen)
-        assert found.client_cpu_s > 0
-
-
-def test_a_refusal_is_a_result(process: ServerProcess) -> None:
-    seen = ask(process.url, {"prompt": [7] * 5000, "max_tokens": 3})
-    assert (seen.status, seen.times_s) == (400, ())
-    assert b"4096" in seen.body
-
-
-def test_chunks_are_joined_wherever_they_are_cut() -> None:
-    whole = b"5\r\nabcde\r\n1a\r\n" + b"x" * 26 + b"\r\n0\r\n\r\n"
-    for size in range(1, len(whole)):
-        parts = (whole[start : start + size] for start in range(0, len(whole), size))
-        assert b"".join(_dechunked(parts)) == b"abcde" + b"x" * 26
 
 
 # All of it

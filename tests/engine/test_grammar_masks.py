@@ -41,15 +41,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.grammars = Grammars(lambda: (tokenizer, eos_token_ids), tokenizer.vocab_size)
-        adapter = grammars_module.VocabularyAdapter(
-            tokenizer,
-            grammars_module.Vocabulary(
-                tokens=[tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],
-                eos_token_ids=eos_token_ids,
-                special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),
-                slices=(),
-            ),
-        )
+        adapter = grammars_module.VocabularyAdapter(tokenizer, eos_token_ids, tokenizer.vocab_size)
         wrapper = llguidance.TokenizerWrapper(adapter)
         self._library = llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.vocab_size, eos_token=list(eos_token_ids))
 

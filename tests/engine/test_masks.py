@@ -52,6 +52,16 @@ class Toy:
         self.tokens.append(token)
         return len(self.tokens) >= self.length
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        del tokens
+        return 0
+
+    def draft_masks(self, drafts: Sequence[int]) -> bytes:
+        raise NotImplementedError(drafts)
+
 
 class Looking(Toy):
     """A toy that looks ahead. Its forced tokens are guesses, of which some are wrong."""

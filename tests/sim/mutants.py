@@ -810,8 +810,8 @@ MUTANTS = (
     _mutant(
         "the removal from one tier is announced for all",
         "engine/worker/kv_events.py",
-        "[block_hash(key) for key in change.keys], change.medium.name)",
-        "[block_hash(key) for key in change.keys], DEVICE.name)",
+        "self._events.append(BlockRemoved([*map(block_hash, gone)], MEDIA[level]))",
+        "self._events.append(BlockRemoved([*map(block_hash, gone)], MEDIA[Level.DEVICE]))",
         "tests/engine/test_kv_events.py",
     ),
     _mutant(

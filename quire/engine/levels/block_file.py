@@ -34,12 +34,11 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import cache
 from hashlib import sha256
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,70 +52,7 @@ CHECKSUM_BYTES = 16 * LANES
 
 _MODULUS = 1 << 64
 _PACKED = struct.Struct(f"<{2 * LANES}Q")
-_PYTHON_BYTES = 1 << 18  # that numpy or Python add at a time: their copies should be small
-
-
-class Checksum:
-    """Adds content in parts. Only the last part may have a length that is not a multiple of `ROW_BYTES`."""
-
-    def __init__(self, library: FileLibrary | None = None) -> None:
-        """`library` replaces the installed one."""
-        self._library = library or load_library()
-        self._sums = Sums()
-
-    def add(self, part: memoryview) -> None:
-        if self._library is not None:
-            self._library.add_bytes(self._sums, part)
-            return
-        add_rows = _find_adder()
-        for first in range(0, len(part), _PYTHON_BYTES):
-            some = part[first : first + _PYTHON_BYTES]
-            if missing := -len(some) % ROW_BYTES:
-                some = memoryview(bytes(some) + bytes(missing))
-            add_rows(self._sums, some)
-
-    def packed(self) -> bytes:
-        return pack(self._sums)
-
-
-def checksum(content: memoryview) -> bytes:
-    total = Checksum()
-    total.add(content)
-    return total.packed()
-
-
-def pack(sums: Sums) -> bytes:
-    """The sums as they are hashed."""
-    return bytes(sums) if sys.byteorder == "little" else _PACKED.pack(*sums.words, *sums.totals)
-
-
-def _find_adder() -> Callable[[Sums, memoryview], None]:
-    try:
-        import numpy  # noqa: F401
-    except ModuleNotFoundError:  # `quire cache verify` in an install without a backend
-        return _add_with_python
-    return _add_with_numpy
-
-
-def _add_with_numpy(sums: Sums, rows: memoryview) -> None:
-    import numpy as np
-
-    words = np.frombuffer(rows, "<u4").reshape(-1, LANES).astype(np.uint64)
-    num_rows = len(words)
-    weights = np.arange(num_rows, 0, -1, dtype=np.uint64)  # the first row is in all values that the sum has
-    added, weighted = words.sum(0), weights @ words
-    for lane in range(LANES):
-        sums.totals[lane] = (sums.totals[lane] + num_rows * sums.words[lane] + int(weighted[lane])) % _MODULUS
-        sums.words[lane] = (sums.words[lane] + int(added[lane])) % _MODULUS
-
-
-def _add_with_python(sums: Sums, rows: memoryview) -> None:
-    words = struct.unpack(f"<{len(rows) // 4}I", rows)
-    for lane in range(LANES):
-        values = list(accumulate(words[lane::LANES], initial=sums.words[lane]))
-        sums.words[lane] = values[-1] % _MODULUS
-        sums.totals[lane] = (sums.totals[lane] + sum(values[1:])) % _MODULUS
-
+_NUMPY_BYTES = 1 << 18  # that numpy adds at a time: its copies should be small
 
 ABI = 1
 DIGEST_BYTES = 32
@@ -130,6 +66,38 @@ class Sums(ctypes.Structure):
     """The sums of a checksum, for each lane."""
 
     _fields_ = (("words", ctypes.c_uint64 * 8), ("totals", ctypes.c_uint64 * 8))
+
+    def add(self, part: memoryview) -> None:
+        """Add content. Only the last part may have a length that is not a multiple of `ROW_BYTES`."""
+        if (library := load_library()) is not None:
+            library.add_bytes(self, part)
+            return
+        for first in range(0, len(part), _NUMPY_BYTES):
+            some = part[first : first + _NUMPY_BYTES]
+            if missing := -len(some) % ROW_BYTES:
+                some = memoryview(bytes(some) + bytes(missing))
+            self._add_rows(some)
+
+    def _add_rows(self, rows: memoryview) -> None:
+        import numpy as np  # part of every backend; `quire cache` needs it only if there is no C library
+
+        words = np.frombuffer(rows, "<u4").reshape(-1, LANES).astype(np.uint64)
+        num_rows = len(words)
+        weights = np.arange(num_rows, 0, -1, dtype=np.uint64)  # the first row is in all values that the sum has
+        added, weighted = words.sum(0), weights @ words
+        for lane in range(LANES):
+            self.totals[lane] = (self.totals[lane] + num_rows * self.words[lane] + int(weighted[lane])) % _MODULUS
+            self.words[lane] = (self.words[lane] + int(added[lane])) % _MODULUS
+
+    def packed(self) -> bytes:
+        """The sums as they are hashed."""
+        return bytes(self) if sys.byteorder == "little" else _PACKED.pack(*self.words, *self.totals)
+
+
+def checksum(content: memoryview) -> bytes:
+    total = Sums()
+    total.add(content)
+    return total.packed()
 
 
 class _File(ctypes.Structure):
@@ -146,12 +114,12 @@ class _File(ctypes.Structure):
     )
 
 
-class FileRead(NamedTuple):
-    """A file to read: the header that it must have, and the buffer for its payload."""
+class BlockRead(NamedTuple):
+    """A payload to read, and the buffer for it."""
 
     path: str
-    header: bytes
-    payload: memoryview
+    content: Content
+    out: memoryview
 
 
 class FileLibrary:
@@ -171,19 +139,20 @@ class FileLibrary:
         self._add_bytes(sums, address, part.nbytes)
         del holder
 
-    def read_files(self, reads: Sequence[FileRead], now_ns: int) -> list[bool]:
-        """Read files that are used at this time. Returns False for files that are missing, or not as expected."""
+    def read_files(self, reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[bool]:
+        """Read payloads that are used at this time. Returns False for files that are missing, or not as expected."""
         files = (_File * len(reads))()
+        headers = [_pack_header(space, read.content, read.out.nbytes) for read in reads]
         holders = []  # of the memory that C uses
-        for file, read in zip(files, reads, strict=True):
-            address, holder = _address(read.payload)
+        for file, read, header in zip(files, reads, headers, strict=True):
+            file.payload, holder = _address(read.out.cast("B"))
             holders.append(holder)
-            file.path, file.header, file.header_bytes = read.path.encode(), read.header, len(read.header)
-            file.payload, file.payload_bytes = address, read.payload.nbytes
+            file.path, file.header = read.path.encode(), header
+            file.header_bytes, file.payload_bytes = len(header), read.out.nbytes
         self._read_files(files, len(reads), now_ns)
         return [
-            bool(file.is_read) and sha256(read.header + pack(file.sums)).digest() == bytes(file.digest)
-            for file, read in zip(files, reads, strict=True)
+            bool(file.is_read) and sha256(header + file.sums.packed()).digest() == bytes(file.digest)
+            for file, header in zip(files, headers, strict=True)
         ]
 
 
@@ -285,32 +254,42 @@ def file_bytes(num_token_bytes: int, payload_bytes: int) -> int:
     return _HEAD.size + num_token_bytes + DIGEST_BYTES + payload_bytes + DIGEST_BYTES
 
 
-def write_block(path: Path | str, space: bytes, content: Content, payload: memoryview) -> int:
-    """Write a file, readable by its owner only. Returns its size.
+def write_private(path: Path | str, parts: Sequence[bytes | memoryview], *, may_replace: bool = True) -> None:
+    """Write a file for this user only, complete or not at all.
 
     The file appears under its name when all of it is on disk: it is written to a temporary name in the same folder,
-    synced and renamed. The folder is not synced: after a power failure the file may be missing, which costs no more
-    than computing the content again.
+    synced and renamed. The folder is not synced: after a power failure the file may be missing. Raises FileExistsError
+    if it exists and may not be replaced.
     """
-    payload = payload.cast("B")
-    header = _pack_header(space, content, payload.nbytes)
-    digest = sha256(header + checksum(payload)).digest()
     temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             os.fchmod(descriptor, 0o600)  # whatever the umask is
-            _write_all(descriptor, [memoryview(header), payload, memoryview(digest)])
+            for part in parts:
+                left = memoryview(part)
+                while left:
+                    left = left[os.writev(descriptor, [left]) :]
             now_ns = time.time_ns()  # the time of the last use, finer than the clock of the file system
             os.utime(descriptor, ns=(now_ns, now_ns))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
+        if may_replace:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)  # unlike a rename, fails if the name exists
+    finally:
         with suppress(OSError):
             os.unlink(temporary)
-        raise
+
+
+def write_block(path: Path | str, space: bytes, content: Content, payload: memoryview) -> int:
+    """Write a file of content. Returns its size. A file that is lost costs no more than computing the content again."""
+    payload = payload.cast("B")
+    header = _pack_header(space, content, payload.nbytes)
+    digest = sha256(header + checksum(payload)).digest()
+    write_private(path, [header, payload, digest])
     return file_bytes(len(content.tokens), payload.nbytes)
 
 
@@ -320,32 +299,56 @@ def read_block(path: Path | str, space: bytes, content: Content, out: memoryview
     Reads are buffered: the page cache makes a second read faster, and neither the file nor `out` needs the alignment
     of O_DIRECT.
     """
-    out = out.cast("B")
     with _opened(path) as (descriptor, size):
         header, raw = _read_header(path, descriptor, size, file_bytes(len(content.tokens), 0) - DIGEST_BYTES)
         _compare(path, header, space, content)
         if header.payload_bytes != out.nbytes:
             raise DamagedBlock(Fault.SIZE, path, f"the payload has {header.payload_bytes} bytes, not {out.nbytes}")
-        stored = bytearray(DIGEST_BYTES)
-        os.lseek(descriptor, len(raw), os.SEEK_SET)
-        _read_all(path, descriptor, [out, memoryview(stored)])
-        if sha256(raw + checksum(out)).digest() != stored:
-            raise DamagedBlock(Fault.DIGEST, path)
+        _read_payload(path, descriptor, raw, out.nbytes, out.cast("B"))
 
 
-class BlockRead(NamedTuple):
-    """A payload to read, and the buffer for it."""
+def check_block(path: Path | str) -> Header:
+    """Read and check a whole file, in parts. Raises DamagedBlock."""
+    with _opened(path) as (descriptor, size):
+        header, raw = _read_header(path, descriptor, size, _FIRST_READ)
+        _read_payload(path, descriptor, raw, header.payload_bytes)
+        return header
 
-    path: str
-    content: Content
-    out: memoryview
+
+def _read_payload(
+    path: Path | str, descriptor: int, header: bytes, num_bytes: int, out: memoryview | None = None
+) -> None:
+    """Read the payload, and compare its checksum. `out`: a buffer for it; None: it is not kept."""
+    total = Sums()
+    piece, stored = memoryview(bytearray(_CHECK_PIECE)), memoryview(bytearray(DIGEST_BYTES))
+    os.lseek(descriptor, len(header), os.SEEK_SET)
+    for at in range(0, num_bytes, _CHECK_PIECE):
+        size = min(_CHECK_PIECE, num_bytes - at)
+        part = piece[:size] if out is None else out[at : at + size]
+        _read_all(path, descriptor, part)
+        total.add(part)
+    _read_all(path, descriptor, stored)
+    if sha256(header + total.packed()).digest() != stored:
+        raise DamagedBlock(Fault.DIGEST, path)
+
+
+def _read_all(path: Path | str, descriptor: int, buffer: memoryview) -> None:
+    while buffer:
+        num_bytes = os.readv(descriptor, [buffer])
+        if num_bytes == 0:
+            raise DamagedBlock(Fault.TRUNCATED, path, "the file became shorter")
+        buffer = buffer[num_bytes:]
 
 
 def read_blocks(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[DamagedBlock | None]:
-    """Read payloads, and set the time of their last use. Returns what is wrong with each file."""
-    is_intact = _read_intact(reads, space, now_ns)
+    """Read payloads, and set the time of their last use. Returns what is wrong with each file.
+
+    The C library reads files that are as expected. The others are read here.
+    """
+    library = load_library()
+    are_read = [False] * len(reads) if library is None else library.read_files(reads, space, now_ns)
     return [
-        None if is_read else _read_alone(read, space, now_ns) for read, is_read in zip(reads, is_intact, strict=True)
+        None if is_read else _read_alone(read, space, now_ns) for read, is_read in zip(reads, are_read, strict=True)
     ]
 
 
@@ -359,41 +362,10 @@ def _read_alone(read: BlockRead, space: bytes, now_ns: int) -> DamagedBlock | No
     return None
 
 
-def _read_intact(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[bool]:
-    """Read payloads with the C library. Returns False for files that are not as expected."""
-    library = load_library()
-    if library is None:
-        return [False] * len(reads)
-    outs = [read.out.cast("B") for read in reads]
-    headers = [_pack_header(space, read.content, out.nbytes) for read, out in zip(reads, outs, strict=True)]
-    files = [FileRead(read.path, header, out) for read, header, out in zip(reads, headers, outs, strict=True)]
-    return library.read_files(files, now_ns)
-
-
 def read_header(path: Path | str) -> Header:
     """Read and check everything but the payload and its digest. Raises DamagedBlock."""
     with _opened(path) as (descriptor, size):
         return _read_header(path, descriptor, size, _FIRST_READ)[0]
-
-
-def check_block(path: Path | str) -> Header:
-    """Check a whole file by itself, with little memory. Raises DamagedBlock."""
-    with _opened(path) as (descriptor, size):
-        header, raw = _read_header(path, descriptor, size, _FIRST_READ)
-        total = Checksum()
-        os.lseek(descriptor, len(raw), os.SEEK_SET)
-        piece = memoryview(bytearray(min(_CHECK_PIECE, header.payload_bytes)))
-        left = header.payload_bytes
-        while left:
-            part = piece[: min(left, len(piece))]
-            _read_all(path, descriptor, [part])
-            total.add(part)
-            left -= len(part)
-        stored = bytearray(DIGEST_BYTES)
-        _read_all(path, descriptor, [memoryview(stored)])
-        if sha256(raw + total.packed()).digest() != stored:
-            raise DamagedBlock(Fault.DIGEST, path)
-        return header
 
 
 def _pack_header(space: bytes, content: Content, payload_bytes: int) -> bytes:
@@ -473,26 +445,3 @@ def _compare(path: Path | str, header: Header, space: bytes, content: Content) -
     ):
         if not is_equal:
             raise DamagedBlock(fault, path)
-
-
-def _read_all(path: Path | str, descriptor: int, buffers: list[memoryview]) -> None:
-    while buffers:
-        num_bytes = os.readv(descriptor, buffers)
-        if num_bytes == 0:
-            raise DamagedBlock(Fault.TRUNCATED, path, "the file became shorter")
-        buffers = _skip(buffers, num_bytes)
-
-
-def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
-    while buffers:
-        buffers = _skip(buffers, os.writev(descriptor, buffers))
-
-
-def _skip(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The buffers without their first bytes, and without empty buffers."""
-    left = []
-    for buffer in buffers:
-        if num_bytes < len(buffer):
-            left.append(buffer[num_bytes:])
-        num_bytes = max(0, num_bytes - len(buffer))
-    return left

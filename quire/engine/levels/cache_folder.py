@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.step import MemoryKind
-from quire.engine.levels.block_file import TEMPORARY_PREFIX, VERSION
+from quire.engine.levels.block_file import TEMPORARY_PREFIX, VERSION, write_private
 from quire.errors import CacheFolderError, InvalidRequest
 
 LOOK_S = 1.0  # between two looks at the marks
@@ -89,7 +89,7 @@ def mark_pruned(root: Path) -> None:
 
 
 def _mark(path: Path) -> None:
-    write_private(path, secrets.token_hex(_ID_BYTES).encode())
+    write_private(path, [secrets.token_hex(_ID_BYTES).encode()])
 
 
 SECRET_BYTES = 32
@@ -186,7 +186,7 @@ def restore_space(space: Space) -> None:
     path = space.path / FACTS_NAME
     if read_space(space.path) is None:
         facts = {"format": VERSION, "name": space.name, "space": space.digest.hex(), "facts": dict(space.facts)}
-        write_private(path, json.dumps(facts, indent=2).encode() + b"\n")
+        write_private(path, [json.dumps(facts, indent=2).encode() + b"\n"])
 
 
 def find_spaces(root: Path) -> list[Space]:
@@ -297,33 +297,11 @@ def make_private(folder: Path, *, parents: bool = True) -> None:
         folder.chmod(0o700)
 
 
-def write_private(path: Path, data: bytes, *, may_replace: bool = True) -> None:
-    """Write a small file for this user only, complete or not at all.
-
-    Raises FileExistsError if it exists and may not be replaced.
-    """
-    draft = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        if may_replace:
-            os.replace(draft, path)
-        else:
-            os.link(draft, path)  # unlike a rename, fails if the name exists
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(draft)
-
-
 def write_problem(folder: Path) -> str | None:
     """Why nothing can be saved to a folder: the system's reason. None: a small file can be written."""
     probe = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
     try:
-        write_private(probe, bytes(_PROBE_BYTES))
+        write_private(probe, [bytes(_PROBE_BYTES)])
     except OSError as error:
         return error.strerror or str(error)
     finally:
@@ -332,20 +310,10 @@ def write_problem(folder: Path) -> str | None:
     return None
 
 
-def find_secret(root: Path) -> bytes | None:
-    """The secret of a folder. None if there is none that can be used."""
-    try:
-        return _read_secret(root / SECRET_NAME)
-    except (OSError, CacheFolderError):
-        return None
-
-
-def restore_root(root: Path, secret: bytes | None) -> None:
+def restore_root(root: Path, secret: bytes) -> None:
     """Create a folder that was deleted again, with the secret that its files depend on. Raises OSError."""
     make_private(root)
-    if secret is not None:
-        with suppress(FileExistsError):  # another process was faster
-            write_private(root / SECRET_NAME, secret, may_replace=False)
+    _write_secret(root, secret)
 
 
 def root_secret(root: Path) -> bytes:
@@ -359,13 +327,17 @@ def root_secret(root: Path) -> bytes:
     try:
         with suppress(FileNotFoundError):
             return _read_secret(path)
-        with suppress(FileExistsError):  # another process was faster: its secret is the one to use
-            write_private(path, secrets.token_bytes(SECRET_BYTES), may_replace=False)
+        _write_secret(root, secrets.token_bytes(SECRET_BYTES))
         return _read_secret(path)
     except OSError as error:
         is_link = error.errno == errno.ELOOP
         problem = f"the secret {path} cannot be read or written: {error.strerror or error}"
         raise CacheFolderError(f"{path} is a link: replace it by a file" if is_link else problem) from error
+
+
+def _write_secret(root: Path, secret: bytes) -> None:
+    with suppress(FileExistsError):  # another process was faster: its secret is the one to use
+        write_private(root / SECRET_NAME, [secret], may_replace=False)
 
 
 def _read_secret(path: Path) -> bytes:

@@ -39,15 +39,14 @@ from quire.engine.levels.block_file import (
 from quire.engine.levels.cache_folder import (
     DeletionWatch,
     StoredFile,
-    find_secret,
     list_drafts,
     list_files,
     make_private,
-    open_root,
     open_space,
     remove_stale,
     restore_root,
     restore_space,
+    root_secret,
     space_folders,
 )
 from quire.errors import CacheFolderError, InvalidRequest
@@ -64,18 +63,17 @@ class Entry(NamedTuple):
 class FileIndex:
     """Files by path, least recently used first, within a budget of bytes. Makes no system calls.
 
-    Any thread may call any method. A listing of the folder takes a while, in which other threads add and delete files:
-    paths that change between `begin_listing` and `end_listing` keep what is known about them.
+    Any thread may call any method. A listing of the folder takes a while, in which other threads enter files: these are
+    kept. A file that they delete meanwhile may stay known until the next listing.
     """
 
-    def __init__(self, max_bytes: int, own_prefix: str) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._own_prefix = own_prefix  # of the paths in this process's own space
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self.num_bytes = 0
         self._gone: dict[Content, None] = {}
-        self._changed: set[str] | None = None  # since the listing began; None: no listing runs
+        self._fresh: set[str] = set()  # entered since the last listing began
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,6 +83,7 @@ class FileIndex:
         with self._lock:
             self._remove(path)
             self._entries[path] = entry
+            self._fresh.add(path)
             self.num_bytes += entry.size
             if entry.content is not None:
                 self._gone.pop(entry.content, None)
@@ -102,15 +101,11 @@ class FileIndex:
             self._entries[path] = entry._replace(content=content)
             return True
 
-    def own_paths(self) -> list[str]:
+    def knows(self, path: str) -> bool:
+        """Whether the content of a file is known."""
         with self._lock:
-            return [path for path in self._entries if path.startswith(self._own_prefix)]
-
-    def known_paths(self) -> list[str]:
-        """Own paths whose content is known."""
-        with self._lock:
-            known = [path for path, entry in self._entries.items() if entry.content is not None]
-        return [path for path in known if path.startswith(self._own_prefix)]
+            entry = self._entries.get(path)
+            return entry is not None and entry.content is not None
 
     # Room
 
@@ -125,8 +120,8 @@ class FileIndex:
     # Content that is not there any more
 
     def note_gone(self, entry: Entry) -> None:
-        with self._lock:
-            self._note_gone(entry)
+        if entry.content is not None:
+            self._gone[entry.content] = None
 
     def take_gone(self) -> tuple[Content, ...]:
         """Content that is gone since the last call, evicted here or deleted by others."""
@@ -138,37 +133,27 @@ class FileIndex:
 
     def begin_listing(self) -> None:
         with self._lock:
-            self._changed = set()
-
-    def abandon_listing(self) -> None:
-        with self._lock:
-            self._changed = None
+            self._fresh = set()
 
     def end_listing(self, found: Iterable[StoredFile]) -> None:
-        """Replace the entries by what a listing found, except those that changed while it ran."""
+        """Replace the entries by what a listing found, except those that were entered while it ran."""
         with self._lock:
-            old, changed, self._changed = self._entries, self._changed or set(), None
-            new = {path: entry for path in changed if (entry := old.get(path)) is not None}
+            old = self._entries
+            new = {path: entry for path, entry in old.items() if path in self._fresh}
             for file in found:
-                if file.path not in changed:
-                    known = old.get(file.path)
-                    new[file.path] = Entry(file.size, file.used_ns, None if known is None else known.content)
+                known = old.get(file.path)
+                content = None if known is None else known.content
+                new.setdefault(file.path, Entry(file.size, file.used_ns, content))
             for path, entry in old.items():
                 if path not in new:
-                    self._note_gone(entry)
+                    self.note_gone(entry)
             self._entries = OrderedDict(sorted(new.items(), key=lambda pair: (pair[1].used_ns, pair[0])))
             self.num_bytes = sum(entry.size for entry in new.values())
 
     def _remove(self, path: str) -> None:
-        if self._changed is not None:
-            self._changed.add(path)
         entry = self._entries.pop(path, None)
         if entry is not None:
             self.num_bytes -= entry.size
-
-    def _note_gone(self, entry: Entry) -> None:
-        if entry.content is not None:
-            self._gone[entry.content] = None
 
 
 RESCAN_S = 10.0
@@ -218,13 +203,12 @@ class DiskStore:
     ) -> None:
         if max_bytes < 1:
             raise InvalidRequest(f"{max_bytes = } is not a positive number of bytes")
-        open_root(root)
+        self._secret = root_secret(root)
         self.space = open_space(root, name, facts)
         self._root = root
-        self._secret = find_secret(root)
         self.watch = DeletionWatch(root, self.space.path, clock)
         self._own_prefix = f"{self.space.path}{os.sep}"
-        self.index = FileIndex(max_bytes, self._own_prefix)
+        self.index = FileIndex(max_bytes)
         self._clock = clock
         self._next_listing_s = 0.0
         self._paused_until_s = 0.0
@@ -240,15 +224,13 @@ class DiskStore:
         older format, and temporary files of processes that died. Raises CacheFolderError if the folder cannot be read.
         """
         try:
-            irregular = self._list_root()
+            own = self._list_root()
         except OSError as error:
             text = f"the cache folder {self._root} cannot be read: {error.strerror or error}"
             raise CacheFolderError(text) from error
-        for path in irregular:
-            self._note_damage(path, Fault.NOT_A_FILE)
-        for path in self.index.own_paths():
-            content = self._identify(path)
-            if content is not None and self.index.learn(path, content):
+        for file in own:
+            content = self._identify(file)
+            if content is not None and self.index.learn(file.path, content):
                 yield content
 
     def write(self, content: Content, payload: memoryview) -> Written:
@@ -318,9 +300,8 @@ class DiskStore:
         deleted first, because they may have old content. Others that are newer were written after the clear.
         """
         if cleared_ns is not None:
-            known = set(self.index.known_paths())
             for file in list_files(self.space.path).files:
-                if file.is_regular and (file.used_ns <= cleared_ns or file.path in known):
+                if file.is_regular and (file.used_ns <= cleared_ns or self.index.knows(file.path)):
                     self.index.drop(file.path)
                     with suppress(FileNotFoundError):
                         os.unlink(file.path)
@@ -402,8 +383,9 @@ class DiskStore:
 
     # What is in the folder
 
-    def _identify(self, path: str) -> Content | None:
+    def _identify(self, file: StoredFile) -> Content | None:
         """Read the header of a file of this space. Deletes a file that cannot be used."""
+        path = file.path
         try:
             space, content, _ = read_header(path)
             if space != self.space.digest:
@@ -424,24 +406,18 @@ class DiskStore:
             with suppress(OSError):  # a directory, or a read-only folder
                 os.unlink(path)
 
-    def _list_root(self) -> list[str]:
-        """List the files of all spaces.
-
-        Returns the paths in this space where something other than a file has the name of one.
-        """
+    def _list_root(self) -> list[StoredFile]:
+        """List the files of all spaces. Returns those of this space, least recently used first."""
         begin_s = self._clock()
         found: list[StoredFile] = []
         self.index.begin_listing()
-        try:
-            remove_stale(list_drafts(self._root), time.time_ns())
-            for folder in space_folders(self._root):
-                listing = list_files(folder)
-                found += listing.files
-                remove_stale(listing.temporaries, time.time_ns())
-            self.index.end_listing(file for file in found if file.is_regular)
-        except BaseException:
-            self.index.abandon_listing()
-            raise
+        remove_stale(list_drafts(self._root), time.time_ns())
+        for folder in space_folders(self._root):
+            listing = list_files(folder)
+            found += listing.files
+            remove_stale(listing.temporaries, time.time_ns())
+        self.index.end_listing(file for file in found if file.is_regular)
         now_s = self._clock()
         self._next_listing_s = now_s + max(RESCAN_S, RESCAN_COST * (now_s - begin_s))
-        return [file.path for file in found if not file.is_regular and file.path.startswith(self._own_prefix)]
+        own = [file for file in found if file.path.startswith(self._own_prefix)]
+        return sorted(own, key=lambda file: (file.used_ns, file.path))

@@ -10,7 +10,8 @@ end: it holds its buffer and its thread until then.
 Copies to and from the runner's memory are started by the engine's own thread, between steps. While requests run, only
 a few are started per step, so that tokens are not delayed much. Threads only read and write files.
 
-`HostStore` is the host level; `Slots` are the buffers for reads and writes of files.
+A `Buffer` is memory for one piece, taken from `Slots`. It is free again when its last user has released it: the host
+level, a copy, or a thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 from quire.backends.base import BlockIO, MemorySizes, PendingCopy
 from quire.core.levels.lower_level import PieceCounts
-from quire.core.step import Content, Load, MemoryKind, MemoryRef, Read, Save, StepPlan
+from quire.core.step import Content, Load, MemoryKind, Read, Save, StepPlan
 from quire.core.values import Level
 from quire.engine.levels.block_file import FAULT_WORDS, DamagedBlock, Fault
 from quire.engine.levels.cache_folder import Deletion
@@ -43,6 +44,23 @@ log = logging.getLogger(__name__)
 Allocate = Callable[[int], memoryview]
 
 
+class Buffer:
+    """Memory for one piece."""
+
+    __slots__ = ("kind", "memory", "num_users", "slots")
+
+    def __init__(self, slots: Slots, kind: MemoryKind, memory: memoryview) -> None:
+        self.slots = slots
+        self.kind = kind
+        self.memory = memory
+        self.num_users = 0
+
+    def release(self) -> None:
+        self.num_users -= 1
+        if not self.num_users:
+            self.slots.free[self.kind].append(self)
+
+
 class Slots:
     """Buffers of one size per kind of memory.
 
@@ -55,20 +73,21 @@ class Slots:
         self._sizes = sizes
         self._num_left = list(counts)  # buffers that may still be allocated
         self._num_made = [0, 0, 0]
-        self._free: tuple[deque[memoryview], ...] = (deque(), deque(), deque())
+        self.free: tuple[deque[Buffer], ...] = (deque(), deque(), deque())
         self._is_closed = False
         self._is_early = is_early and sizes.block + sizes.window >= MIN_EARLY_BYTES
         self._thread: threading.Thread | None = None
 
-    def take(self, kind: MemoryKind) -> memoryview | None:
-        """Return a buffer, or None if all are in use or not allocated yet."""
-        free = self._free[kind]
+    def take(self, kind: MemoryKind) -> Buffer | None:
+        """Return a buffer with one user, or None if all are in use or not allocated yet."""
+        free = self.free[kind]
         if not free and not self._is_early:
             self._add_chunk(kind)
-        return free.popleft() if free else None
-
-    def put(self, kind: MemoryKind, buffer: memoryview) -> None:
-        self._free[kind].append(buffer)
+        if not free:
+            return None
+        buffer = free.popleft()
+        buffer.num_users = 1
+        return buffer
 
     def has_any(self, kind: MemoryKind) -> bool:
         """Whether there are buffers, in use or not, or there will be: it makes sense to wait for one."""
@@ -99,74 +118,13 @@ class Slots:
             return False
         self._num_made[kind] += count  # before fewer are left: `has_any` is called by another thread
         self._num_left[kind] -= count
-        self._free[kind].extend(chunk[at : at + size] for at in range(0, count * size, size))
+        self.free[kind].extend(Buffer(self, kind, chunk[at : at + size]) for at in range(0, count * size, size))
         return True
 
     def _allocate_all(self) -> None:
         for kind in MemoryKind:
             while not self._is_closed and self._add_chunk(kind):
                 pass
-
-
-class HostPiece:
-    """Content in host memory. A buffer in use is not given back before its last user has released it."""
-
-    __slots__ = ("buffer", "is_dropped", "kind", "num_users")
-
-    def __init__(self, kind: MemoryKind, buffer: memoryview) -> None:
-        self.kind = kind
-        self.buffer = buffer
-        self.num_users = 0
-        self.is_dropped = False
-
-
-class HostStore:
-    """The host level. Which content it has is decided by the scheduler's core."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._pieces: dict[Content, HostPiece] = {}
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def make(self, kind: MemoryKind) -> HostPiece | None:
-        """Take a buffer for content that is copied next. None if there is none."""
-        buffer = self._slots.take(kind)
-        return None if buffer is None else HostPiece(kind, buffer)
-
-    def add(self, content: Content, piece: HostPiece) -> None:
-        self.drop(content)
-        self._pieces[content] = piece
-
-    def use(self, content: Content) -> HostPiece | None:
-        piece = self._pieces.get(content)
-        if piece is not None:
-            piece.num_users += 1
-        return piece
-
-    def release(self, piece: HostPiece) -> None:
-        piece.num_users -= 1
-        if piece.is_dropped and not piece.num_users:
-            self._slots.put(piece.kind, piece.buffer)
-
-    def discard(self, piece: HostPiece) -> None:
-        """Give back a piece that is not stored, once nothing uses it."""
-        piece.is_dropped = True
-        if not piece.num_users:
-            self._slots.put(piece.kind, piece.buffer)
-
-    def drop(self, content: Content) -> None:
-        piece = self._pieces.pop(content, None)
-        if piece is not None:
-            self.discard(piece)
-
-    def clear(self) -> None:
-        for content in list(self._pieces):
-            self.drop(content)
-
-    def close(self) -> None:
-        self._slots.close()
 
 
 NUM_WRITERS = 1
@@ -203,7 +161,6 @@ Done = SaveDone | ReadDone | LoadDone | Lost
 class _Loading:
     """A load in flight."""
 
-    load_id: int
     num_left: int = 0  # pieces
     has_more: bool = False  # some pieces are not known yet
     failures: set[Content] = field(default_factory=set)
@@ -213,23 +170,15 @@ class _Loading:
 class _Reading:
     """A read in flight, or one whose content was not all loaded yet."""
 
-    read_id: int
     num_left: int = 0  # pieces that are not read yet
-    buffers: dict[Content, memoryview] = field(default_factory=dict)  # that were read
+    buffers: dict[Content, Buffer] = field(default_factory=dict)  # that were read
     failures: set[Content] = field(default_factory=set)
     is_dropped: bool = False  # its content is not needed any more
     first_ns: int = 0
     last_ns: int = 0
 
 
-class _Piece(NamedTuple):
-    """A piece of a load, with the buffer that it is copied from."""
-
-    loading: _Loading
-    content: Content
-    target: MemoryRef
-    buffer: memoryview
-    free: Callable[[], None]
+_Import = tuple[Load, Buffer]
 
 
 @dataclass(slots=True)
@@ -237,22 +186,15 @@ class _Importing:
     """Copies to the runner's memory in flight."""
 
     copy: PendingCopy
-    pieces: Sequence[_Piece]
+    pieces: Sequence[_Import]
     is_joined: bool = False  # steps wait for them on the device: for the scheduler, they have ended
 
 
-class _FileRead(NamedTuple):
-    """A piece of a read."""
-
-    reading: _Reading
-    content: Content
-
-
-class _Exported(NamedTuple):
-    """A save whose content is copied to a buffer."""
+class _Saving(NamedTuple):
+    """A save, and the buffer of its content. It is a user of the buffer."""
 
     save: Save
-    piece: HostPiece
+    buffer: Buffer
     generation: int
 
 
@@ -261,14 +203,14 @@ class _FileThreads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
-        ]
+        self._names = [f"{name}-{number}" for number in range(num_threads)]
+        self._threads: list[threading.Thread] = []
         self.is_closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        for thread in self._threads:
-            if thread.ident is None:
+        if not self._threads:
+            self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in self._names]
+            for thread in self._threads:
                 thread.start()
         self._jobs.put(job)
 
@@ -286,22 +228,21 @@ class _FileThreads:
     def join(self, deadline_s: float) -> bool:
         """Wait for the jobs in progress. Returns False if they take longer."""
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(deadline_s - time.monotonic(), 0.0))
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
 
 class Transfers:
     """Transfers of one engine. All methods are called from its thread.
 
-    `host`: None if there is no host level. `disk`: None if there is no disk level. `read_slots`: buffers that are
-    filled from files. `save_slots`: buffers of saves that do not stay in host memory.
+    `host_slots`: buffers of the host level; None if there is none. `disk`: None if there is no disk level.
+    `read_slots`: buffers that are filled from files. `save_slots`: buffers of saves that do not stay in host memory.
     """
 
     def __init__(
         self,
         block_io: BlockIO,
-        host: HostStore | None,
+        host_slots: Slots | None,
         disk: DiskStore | None,
         *,
         read_slots: Slots,
@@ -309,20 +250,21 @@ class Transfers:
         num_readers: int,
     ) -> None:
         self._block_io = block_io
-        self._host = host
+        self._host_slots = host_slots
+        self._host: dict[Content, Buffer] = {}  # which content it has is decided by the scheduler's core
         self.disk = disk
         self._read_slots = read_slots
-        self._staging = HostStore(save_slots)  # of saves that go to disk only
+        self._save_slots = save_slots
         self._num_readers = num_readers
-        self._readers = _FileThreads(num_readers, "kv-read") if disk is not None else None
-        self._writers = _FileThreads(NUM_WRITERS, "kv-write") if disk is not None else None
+        self._readers = _FileThreads(num_readers, "kv-read")
+        self._writers = _FileThreads(NUM_WRITERS, "kv-write")
         self._finished: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # ends of the jobs of threads
-        self._loading: dict[int, _Loading] = {}  # loads in flight whose pieces are not all known
+        self._loading: dict[int, _Loading] = {}
         self._reading: dict[int, _Reading] = {}
-        self._reads: deque[_FileRead] = deque()  # not submitted yet: all buffers are in use
-        self._imports: deque[_Piece] = deque()  # not copied yet
+        self._reads: deque[Read] = deque()  # not submitted yet: all buffers are in use
+        self._imports: deque[_Import] = deque()  # not copied yet
         self._importing: deque[_Importing] = deque()
-        self._exporting: deque[tuple[PendingCopy, Sequence[_Exported]]] = deque()
+        self._exporting: deque[tuple[PendingCopy, Sequence[_Saving]]] = deque()
         self._num_jobs = 0  # in threads
         self._num_read_jobs = 0  # of these, reads
         self._generation = 0  # of the cache: increases when it is cleared; threads read it
@@ -344,14 +286,15 @@ class Transfers:
     def start(self, plan: StepPlan, *, is_busy: bool = True) -> None:
         """Start the transfers of a plan, before its step is enqueued."""
         for content in plan.drops:
-            if self._host is not None:
-                self._host.drop(content)
+            self._drop(content)
         if plan.saves:
             self._export(plan.saves)
         for read_id in plan.dropped_reads:
             self._drop_read(read_id)
-        if plan.reads:
-            self._start_reads(plan.reads)
+        for read in plan.reads:
+            self._reading.setdefault(read.read_id, _Reading()).num_left += 1
+        self._reads += plan.reads
+        self._submit_reads()
         if plan.loads:
             self._start_loads(plan.loads)
             self._start_imports(is_busy=is_busy)
@@ -366,76 +309,66 @@ class Transfers:
             self._start_imports(is_busy=False)
 
     def _export(self, saves: Sequence[Save]) -> None:
-        exported: list[_Exported] = []
+        exported: list[_Saving] = []
         for save in saves:
             if save.source is None:
                 self._write_from_host(save)
                 continue
-            piece = self._store_of(save).make(save.content.kind)
-            if piece is None:
-                self._done += [SaveDone(save.content, level, False) for level in save.levels]
+            slots = self._host_slots if Level.HOST in save.levels else self._save_slots
+            buffer = None if slots is None else slots.take(save.content.kind)
+            if buffer is None:
+                self._fail_save(save)
             else:
-                exported.append(_Exported(save, piece, self._generation))
+                exported.append(_Saving(save, buffer, self._generation))
         if not exported:
             return
         try:
             sources = [one.save.source for one in exported if one.save.source is not None]
-            buffers = [one.piece.buffer for one in exported]
+            buffers = [one.buffer.memory for one in exported]
             self._exporting.append((self._block_io.export(sources, buffers), exported))
         except Exception:
             log.exception("%d pieces of the cache could not be copied to host memory", len(exported))
             for one in exported:
-                self._store_of(one.save).discard(one.piece)
-                self._done += [SaveDone(one.save.content, level, False) for level in one.save.levels]
+                one.buffer.release()
+                self._fail_save(one.save)
+
+    def _fail_save(self, save: Save) -> None:
+        self._done += [SaveDone(save.content, level, False) for level in save.levels]
 
     def _write_from_host(self, save: Save) -> None:
         """Write content of host memory to disk."""
-        piece = None if self._host is None else self._host.use(save.content)
-        if piece is None:  # it was dropped
-            self._done += [SaveDone(save.content, level, False) for level in save.levels]
+        buffer = self._host.get(save.content)
+        if buffer is None:  # it was dropped
+            self._fail_save(save)
         else:
-            self._submit_write(_Exported(save, piece, self._generation))
+            buffer.num_users += 1
+            self._submit_write(_Saving(save, buffer, self._generation))
 
-    def _store_of(self, save: Save) -> HostStore:
-        """The memory of the buffer of a save."""
-        is_host = Level.HOST in save.levels or save.source is None
-        return self._host if self._host is not None and is_host else self._staging
+    def _drop(self, content: Content) -> None:
+        """Drop content of host memory."""
+        if (buffer := self._host.pop(content, None)) is not None:
+            buffer.release()
 
     def _start_loads(self, loads: Sequence[Load], *, has_more: bool = False) -> None:
-        started: dict[int, _Loading] = {}
-        for load in loads:
-            loading = started.get(load.load_id)
-            if loading is None:
-                loading = self._loading.pop(load.load_id, _Loading(load.load_id))
-                started[load.load_id] = loading
+        for load in loads:  # all are counted first, because a load ends with its last piece
+            loading = self._loading.setdefault(load.load_id, _Loading())
             loading.num_left += 1
             loading.has_more = has_more
-        if has_more:
-            self._loading.update(started)
-        for load in loads:  # after all are counted, because a load ends with its last piece
-            if load.read_id:
-                self._use_buffer(started[load.load_id], load)
-            else:
-                self._use_host(started[load.load_id], load)
+        for load in loads:
+            buffer = self._take_read(load) if load.read_id else self._host.get(load.content)
+            if buffer is None:  # the cache was cleared
+                self._end_piece(load, is_loaded=False)
+                continue
+            buffer.num_users += not load.read_id  # one that was read has no other user
+            self._imports.append((load, buffer))
 
-    def _use_buffer(self, loading: _Loading, load: Load) -> None:
-        """Load content that was read."""
+    def _take_read(self, load: Load) -> Buffer | None:
+        """The buffer of content that was read."""
         reading = self._reading.get(load.read_id)
         buffer = None if reading is None else reading.buffers.pop(load.content, None)
-        if reading is None or buffer is None:  # the cache was cleared
-            self._end_piece(loading, load.content)
-            return
-        if not reading.buffers:
+        if reading is not None and not reading.num_left and not reading.buffers:
             del self._reading[load.read_id]
-        free = partial(self._read_slots.put, load.content.kind, buffer)
-        self._imports.append(_Piece(loading, load.content, load.target, buffer, free))
-
-    def _start_reads(self, reads: Sequence[Read]) -> None:
-        for read in reads:
-            reading = self._reading.setdefault(read.read_id, _Reading(read.read_id))
-            reading.num_left += 1
-            self._reads.append(_FileRead(reading, read.content))
-        self._submit_reads()
+        return buffer
 
     def _drop_read(self, read_id: int) -> None:
         """Give back the buffers of a read, those in use by threads when these end."""
@@ -443,24 +376,15 @@ class Transfers:
         if reading is None:
             return
         reading.is_dropped = True
-        queued = [one for one in self._reads if one.reading is reading]
-        self._reads = deque(one for one in self._reads if one.reading is not reading)
-        for content, buffer in reading.buffers.items():
-            self._read_slots.put(content.kind, buffer)
+        queued = [read for read in self._reads if read.read_id == read_id]
+        self._reads = deque(read for read in self._reads if read.read_id != read_id)
+        for buffer in reading.buffers.values():
+            buffer.release()
         reading.buffers.clear()
         if not reading.num_left:
             del self._reading[read_id]  # its end was reported
-        for one in queued:
-            self._end_file(reading, one.content, None)
-
-    def _use_host(self, loading: _Loading, load: Load) -> None:
-        host = self._host
-        piece = None if host is None else host.use(load.content)
-        if host is None or piece is None:
-            self._end_piece(loading, load.content)
-        else:
-            free = partial(host.release, piece)
-            self._imports.append(_Piece(loading, load.content, load.target, piece.buffer, free))
+        for read in queued:
+            self._end_file(read, None)
 
     # Progress
 
@@ -494,18 +418,16 @@ class Transfers:
         num_reads = len(self._reads)
         while self._reads:
             size = self._block_io.sizes.of(self._reads[0].content.kind)
-            reads, buffers = self._take_buffers(reads_per_thread(num_reads, size, self._num_readers))
+            reads = self._take_buffers(reads_per_thread(num_reads, size, self._num_readers))
             if not reads:
                 return
-            assert self._readers is not None
             self._num_jobs += 1
             self._num_read_jobs += 1
-            self._readers.submit(partial(self._read_files, reads, buffers, self._generation))
+            self._readers.submit(partial(self._read_files, reads, self._generation))
 
-    def _take_buffers(self, most: int) -> tuple[list[_FileRead], list[memoryview]]:
+    def _take_buffers(self, most: int) -> list[tuple[Read, Buffer]]:
         """The next reads, with their buffers. Reads for which no memory could be allocated fail."""
-        reads: list[_FileRead] = []
-        buffers: list[memoryview] = []
+        reads: list[tuple[Read, Buffer]] = []
         while self._reads and len(reads) < most:
             kind = self._reads[0].content.kind
             buffer = self._read_slots.take(kind)
@@ -513,52 +435,51 @@ class Transfers:
                 break
             read = self._reads.popleft()
             if buffer is None:
-                self._end_file(read.reading, read.content, None)
+                self._end_file(read, None)
                 continue
-            read.reading.first_ns = read.reading.first_ns or time.monotonic_ns()
-            reads.append(read)
-            buffers.append(buffer)
-        return reads, buffers
+            reading = self._reading[read.read_id]
+            reading.first_ns = reading.first_ns or time.monotonic_ns()
+            reads.append((read, buffer))
+        return reads
 
-    def _read_files(self, reads: Sequence[_FileRead], buffers: Sequence[memoryview], generation: int) -> None:
+    def _read_files(self, reads: Sequence[tuple[Read, Buffer]], generation: int) -> None:
         """Read files. Runs in a thread."""
         are_read = [False] * len(reads)
         try:
             assert self.disk is not None
             if generation == self._generation:  # otherwise the files were deleted
-                found = self.disk.read_many([read.content for read in reads], buffers)
+                contents, memories = [read.content for read, _ in reads], [buffer.memory for _, buffer in reads]
+                found = self.disk.read_many(contents, memories)
                 are_read = [damage is None for damage in found]
                 _warn_of([damage for damage in found if damage is not None])
         except Exception:
             log.exception("cached content on disk could not be read")
         finally:
-            self._finished.put(partial(self._end_files, reads, buffers, are_read, time.monotonic_ns()))
+            self._finished.put(partial(self._end_files, reads, are_read, time.monotonic_ns()))
 
-    def _end_files(
-        self, reads: Sequence[_FileRead], buffers: Sequence[memoryview], are_read: Sequence[bool], now_ns: int
-    ) -> None:
+    def _end_files(self, reads: Sequence[tuple[Read, Buffer]], are_read: Sequence[bool], now_ns: int) -> None:
         self._num_read_jobs -= 1
-        for read, buffer, is_read in zip(reads, buffers, are_read, strict=True):
-            read.reading.last_ns = max(read.reading.last_ns, now_ns)
-            is_kept = is_read and not read.reading.is_dropped
+        for (read, buffer), is_read in zip(reads, are_read, strict=True):
+            reading = self._reading[read.read_id]
+            reading.last_ns = max(reading.last_ns, now_ns)
+            is_kept = is_read and not reading.is_dropped
             if not is_kept:
-                self._read_slots.put(read.content.kind, buffer)
-            self._end_file(read.reading, read.content, buffer if is_kept else None, is_read=is_read)
+                buffer.release()
+            self._end_file(read, buffer if is_kept else None)
 
-    def _end_file(
-        self, reading: _Reading, content: Content, buffer: memoryview | None, *, is_read: bool = False
-    ) -> None:
+    def _end_file(self, read: Read, buffer: Buffer | None) -> None:
         """End a piece of a read. None: it has no buffer, because it could not be read or is not needed."""
+        reading = self._reading[read.read_id]
         if buffer is not None:
-            reading.buffers[content] = buffer
-        elif not is_read:
-            reading.failures.add(content)
+            reading.buffers[read.content] = buffer
+        else:
+            reading.failures.add(read.content)
         reading.num_left -= 1
         if not reading.num_left:
             failures = frozenset() if reading.is_dropped else frozenset(reading.failures)
-            self._done.append(ReadDone(reading.read_id, failures, reading.last_ns - reading.first_ns))
+            self._done.append(ReadDone(read.read_id, failures, reading.last_ns - reading.first_ns))
             if not reading.buffers:
-                del self._reading[reading.read_id]
+                del self._reading[read.read_id]
 
     def _start_imports(self, *, is_busy: bool) -> None:
         """Start copies of loaded pieces: some beside a step, otherwise all, the first few at once."""
@@ -571,12 +492,12 @@ class Transfers:
     def _import(self, count: int) -> None:
         pieces = [self._imports.popleft() for _ in range(count)]
         try:
-            copy = self._block_io.import_([piece.target for piece in pieces], [piece.buffer for piece in pieces])
+            copy = self._block_io.import_([load.target for load, _ in pieces], [buffer.memory for _, buffer in pieces])
         except Exception:
             log.exception("%d pieces of the cache could not be copied from host memory", count)
-            for piece in pieces:
-                piece.free()
-                self._end_piece(piece.loading, piece.content)
+            for load, buffer in pieces:
+                buffer.release()
+                self._end_piece(load, is_loaded=False)
             return
         self._importing.append(_Importing(copy, pieces))
 
@@ -584,72 +505,70 @@ class Transfers:
         for one in () if is_busy else self._importing:
             if not one.is_joined and one.copy.join_steps():  # nothing runs: the next step may wait on the device
                 one.is_joined = True
-                for piece in one.pieces:
-                    self._end_piece(piece.loading)
+                for load, _ in one.pieces:
+                    self._end_piece(load)
         while self._importing and self._importing[0].copy.is_done():
             ended = self._importing.popleft()
-            for piece in ended.pieces:
-                piece.free()
+            for load, buffer in ended.pieces:
+                buffer.release()
                 if not ended.is_joined:
-                    self._end_piece(piece.loading)
+                    self._end_piece(load)
 
-    def _end_piece(self, loading: _Loading, failure: Content | None = None) -> None:
-        if failure is not None:
-            loading.failures.add(failure)
+    def _end_piece(self, load: Load, *, is_loaded: bool = True) -> None:
+        loading = self._loading[load.load_id]
+        if not is_loaded:
+            loading.failures.add(load.content)
         loading.num_left -= 1
         if not loading.num_left and not loading.has_more:
-            self._done.append(LoadDone(loading.load_id, frozenset(loading.failures)))
+            del self._loading[load.load_id]
+            self._done.append(LoadDone(load.load_id, frozenset(loading.failures)))
 
     def _end_exports(self) -> None:
         while self._exporting and self._exporting[0][0].is_done():
-            for exported in self._exporting.popleft()[1]:
-                self._end_export(exported)
+            for saving in self._exporting.popleft()[1]:
+                self._end_export(saving)
 
-    def _end_export(self, exported: _Exported) -> None:
-        save, piece, generation = exported
+    def _end_export(self, saving: _Saving) -> None:
+        save, buffer, generation = saving
         if generation != self._generation:
-            self._store_of(save).discard(piece)
+            buffer.release()
             return
-        if Level.HOST in save.levels and self._host is not None:
-            self._host.add(save.content, piece)
+        if Level.HOST in save.levels:
+            self._drop(save.content)
+            self._host[save.content] = buffer
+            buffer.num_users += Level.DISK in save.levels
             self._done.append(SaveDone(save.content, Level.HOST, True))
         if Level.DISK in save.levels:
-            piece.num_users += 1
-            self._submit_write(exported)
+            self._submit_write(saving)
 
-    def _submit_write(self, exported: _Exported) -> None:
-        assert self._writers is not None
+    def _submit_write(self, saving: _Saving) -> None:
         self._num_jobs += 1
-        self._writers.submit(partial(self._write, exported))
+        self._writers.submit(partial(self._write, saving))
 
-    def _write(self, exported: _Exported) -> None:
+    def _write(self, saving: _Saving) -> None:
         """Write a file. Runs in a thread.
 
         If the cache is cleared meanwhile, the file is deleted here, because there is only one such thread: elsewhere,
         the same content may have been written again before it is deleted.
         """
         written = Written(False, ())
-        (content, *_), piece, generation = exported
+        (content, *_), buffer, generation = saving
         try:
             assert self.disk is not None
             if generation == self._generation:
-                written = self.disk.write(content, piece.buffer)
+                written = self.disk.write(content, buffer.memory)
                 if generation != self._generation:
                     self.disk.remove(content)
         except Exception:
             log.exception("cached content could not be written to disk")
         finally:
-            self._finished.put(partial(self._end_write, exported, written))
+            self._finished.put(partial(self._end_write, saving, written))
 
-    def _end_write(self, exported: _Exported, written: Written) -> None:
-        save, piece, generation = exported
-        store = self._store_of(save)
-        store.release(piece)
-        if store is self._staging:
-            store.discard(piece)
+    def _end_write(self, saving: _Saving, written: Written) -> None:
+        saving.buffer.release()
         self._lose(written.gone)
-        if generation == self._generation:
-            self._done.append(SaveDone(save.content, Level.DISK, written.is_stored))
+        if saving.generation == self._generation:
+            self._done.append(SaveDone(saving.save.content, Level.DISK, written.is_stored))
 
     def _lose(self, gone: tuple[Content, ...]) -> None:
         if gone:
@@ -665,7 +584,6 @@ class Transfers:
         """
         if deletion.cleared_ns is not None:
             self._drop_all()
-        assert self._writers is not None
         self._num_jobs += 1
         self._writers.submit(partial(self._resync, deletion.cleared_ns))
 
@@ -699,11 +617,10 @@ class Transfers:
         """Drop saves in flight and the content of host memory. Reads and loads in flight end, and may fail."""
         self._generation += 1
         self._done = [one for one in self._done if isinstance(one, LoadDone | ReadDone)]
-        reads, self._reads = self._reads, deque()
-        for read in reads:
-            self._end_file(read.reading, read.content, None)
-        if self._host is not None:
-            self._host.clear()
+        while self._reads:
+            self._end_file(self._reads.popleft(), None)
+        for content in list(self._host):
+            self._drop(content)
 
     def close(self) -> None:
         """Wait for the threads, which end after the files that they read or write now.
@@ -711,15 +628,15 @@ class Transfers:
         Files that take longer than `CLOSE_S` are left behind, with the buffers that they use.
         """
         self._reads.clear()
-        pools = [pool for pool in (self._readers, self._writers) if pool is not None]
+        pools = self._readers, self._writers
         for pool in pools:
             pool.stop()
         deadline_s = time.monotonic() + CLOSE_S
         if False in [pool.join(deadline_s) for pool in pools]:
             log.warning("files of the disk cache were not read or written within %g s", CLOSE_S)
         self._read_slots.close()
-        if self._host is not None:
-            self._host.close()
+        if self._host_slots is not None:
+            self._host_slots.close()
 
 
 def _warn_of(damages: Sequence[DamagedBlock]) -> None:

@@ -95,7 +95,7 @@ class BlockMap:
         self._states = bytearray(len(cache.pool.blocks))
         self._holders = [0] * len(cache.pool.blocks)
         self._counts = [[0] * len(BlockState) for _ in range(num_cells)]  # of free blocks: less than at the start
-        self._by_holders: Counter[int] = Counter()
+        self._by_holders = Counter({0: len(self._holders)})  # number of blocks by their number of holders
         self._held: set[int] = set()  # blocks that a request holds or a pin keeps
         self._shared: set[int] = set()
         self._next = FIRST_BLOCK  # first block of the initial scan that has not been read yet
@@ -112,7 +112,7 @@ class BlockMap:
     @property
     def max_holders(self) -> int:
         """Largest number of requests that hold one block."""
-        return max(self._by_holders, default=0)
+        return max((holders for holders, count in self._by_holders.items() if count), default=0)
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -136,11 +136,8 @@ class BlockMap:
         """Read at most `max_blocks` blocks, changed blocks first."""
         changed = self._cache.pool.changed
         assert changed is not None, "another map was made, or this one is closed"
-        if len(changed) <= max_blocks:
-            todo = list(changed)
-            changed.clear()
-        else:
-            todo = [changed.pop() for _ in range(max_blocks)]
+        todo = list(islice(changed, max_blocks))
+        changed.difference_update(todo)
         end = min(self._next + max_blocks - len(todo), len(self._states))
         todo += range(self._next, end)
         self._next = end
@@ -155,7 +152,8 @@ class BlockMap:
             old, new = states[block_id], state_of(block, num_pins)
             num_holders = block.ref_count - num_pins
             if num_holders != holders[block_id]:
-                self._move(holders[block_id], num_holders)
+                self._by_holders[holders[block_id]] -= 1
+                self._by_holders[num_holders] += 1
                 holders[block_id] = num_holders
             if old != new:
                 counts = self._counts[(block_id - FIRST_BLOCK) // self.blocks_per_cell]
@@ -170,16 +168,6 @@ class BlockMap:
                 blocks.add(block_id)
             else:
                 blocks.discard(block_id)
-
-    def _move(self, old: int, new: int) -> None:
-        """Record that the number of holders of one block changed."""
-        by_holders = self._by_holders
-        if old:
-            by_holders[old] -= 1
-            if not by_holders[old]:
-                del by_holders[old]
-        if new:
-            by_holders[new] += 1
 
 
 def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -149,29 +149,8 @@ def block_hash(key: bytes) -> int:
     return int.from_bytes(key[:HASH_BYTES], "big")
 
 
-class Medium(NamedTuple):
-    """A level in events."""
-
-    name: str  # vLLM's word; the device level is "GPU" with every backend
-    bit: int  # in `CacheEvents._levels`
-
-
-MEDIA = {Level.DEVICE: Medium("GPU", 1), Level.HOST: Medium("CPU", 2), Level.DISK: Medium("STORAGE", 4)}
-DEVICE = MEDIA[Level.DEVICE]
-
-
-class _Stored(NamedTuple):
-    """Blocks that a level stored, each after the one before it."""
-
-    medium: Medium
-    parent_key: bytes
-    keys: list[bytes]
-    tokens: list[bytes]
-
-
-class _Removed(NamedTuple):
-    medium: Medium
-    keys: list[bytes]
+MEDIA = {Level.DEVICE: "GPU", Level.HOST: "CPU", Level.DISK: "STORAGE"}  # vLLM's words, with every backend
+_BITS = {Level.DEVICE: 1, Level.HOST: 2, Level.DISK: 4}  # in `CacheEvents._levels`
 
 
 class CacheEvents:
@@ -190,7 +169,7 @@ class CacheEvents:
         self._has_salts = has_salts
         self._below: Sequence[LowerLevel] = ()
         self._levels: dict[bytes, int] = {}  # key of announced content -> bits of the levels that hold it
-        self._changes: list[_Stored | _Removed | AllBlocksCleared] = []  # since the last batch of events
+        self._events: list[KvEvent] = []  # since the last batch
         self._changed: dict[bytes, None] = {}  # keys, since the last report
         self._is_cleared = False  # since the last report
         self._encoder = msgspec.msgpack.Encoder()
@@ -241,65 +220,59 @@ class CacheEvents:
     def take(self, change: TreeChange) -> None:
         """Announce a change of the prefix tree. This is its `on_change`."""
         if isinstance(change, Published):
-            self._store(DEVICE, *change)
+            self.stored(Level.DEVICE, *change)
         elif isinstance(change, Removed):
-            self._remove(DEVICE, change.keys)
+            self.removed(Level.DEVICE, change.keys)
         else:
             self.cleared()
 
     def stored(self, level: Level, key: bytes, parent_key: bytes, tokens: bytes) -> None:
         """Announce content that a level holds now. `tokens` are packed (`pack_tokens`). Partial blocks are left out."""
-        if len(tokens) == self._block_size * TOKEN_BYTES:
-            self._store(MEDIA[level], key, parent_key, tokens)
-
-    def removed(self, level: Level, keys: Iterable[bytes]) -> None:
-        """Announce that a level no longer holds this content. Content that was not announced is left out."""
-        self._remove(MEDIA[level], keys)
-
-    def cleared(self) -> None:
-        """Announce that the device level is empty. The event for that clears all levels: others need single events."""
-        if all(levels == DEVICE.bit for levels in self._levels.values()):
-            self._levels.clear()
-            self._changes, self._changed, self._is_cleared = [AllBlocksCleared()], {}, True
-        else:
-            self._remove(DEVICE, [*reversed(self._levels)])  # children before their parents
-
-    def _store(self, medium: Medium, key: bytes, parent_key: bytes, tokens: bytes) -> None:
-        known = self._levels
+        known, bit = self._levels, _BITS[level]
         levels = known.get(key, 0)
         is_public = self._has_salts or parent_key in known or parent_key == self._root or levels
-        if levels & medium.bit or not is_public:
+        if levels & bit or not is_public or len(tokens) != self._block_size * TOKEN_BYTES:
             return
-        known[key] = levels | medium.bit
+        known[key] = levels | bit
         if self._has_salts:
             self._changed[key] = None
             return
-        last = self._changes[-1] if self._changes else None
-        if isinstance(last, _Stored) and last.keys[-1] == parent_key and last.medium is medium:
-            last.keys.append(key)
-            last.tokens.append(tokens)
+        name, parent = block_hash(key), None if parent_key == self._root else block_hash(parent_key)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == parent and last.medium == MEDIA[level]:
+            last.block_hashes.append(name)
+            last.token_ids.extend(unpack_tokens(tokens))
+            last.extra_keys.append(None)
         else:
-            self._changes.append(_Stored(medium, parent_key, [key], [tokens]))
+            tokens_of_block = unpack_tokens(tokens)
+            self._events.append(
+                BlockStored([name], parent, tokens_of_block, self._block_size, None, MEDIA[level], None, [None])
+            )
 
-    def _remove(self, medium: Medium, keys: Iterable[bytes]) -> None:
-        known, gone = self._levels, list[bytes]()
-        for key in keys:
-            levels = known.get(key, 0)
-            if not levels & medium.bit:
-                continue
-            gone.append(key)
-            if levels == medium.bit:
+    def removed(self, level: Level, keys: Iterable[bytes]) -> None:
+        """Announce that a level no longer holds this content. Content that was not announced is left out."""
+        known, bit = self._levels, _BITS[level]
+        gone = [key for key in dict.fromkeys(keys) if known.get(key, 0) & bit]
+        for key in gone:
+            known[key] &= ~bit
+            if not known[key]:
                 del known[key]
-            else:
-                known[key] = levels & ~medium.bit
         if self._has_salts:
             self._changed |= dict.fromkeys(gone)
             return
-        last = self._changes[-1] if self._changes else None
-        if isinstance(last, _Removed) and last.medium is medium:
-            last.keys.extend(gone)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.medium == MEDIA[level]:
+            last.block_hashes.extend(map(block_hash, gone))
         elif gone:
-            self._changes.append(_Removed(medium, gone))
+            self._events.append(BlockRemoved([*map(block_hash, gone)], MEDIA[level]))
+
+    def cleared(self) -> None:
+        """Announce that the device level is empty. The event for that clears all levels: others need single events."""
+        if all(levels == _BITS[Level.DEVICE] for levels in self._levels.values()):
+            self._levels.clear()
+            self._events, self._changed, self._is_cleared = [AllBlocksCleared()], {}, True
+        else:
+            self.removed(Level.DEVICE, [*reversed(self._levels)])  # children before their parents
 
     def pop(self, now_s: float) -> bytes | None:
         """The events since the last call, as the payload of a batch; None: there are none.
@@ -307,10 +280,9 @@ class CacheEvents:
         The first batch begins with a clear: subscribers that connect after the worker's start miss the one that is
         sent then, and may know the blocks of an earlier worker.
         """
-        if not self._changes:
+        events, self._events = self._events, []
+        if not events:
             return None
-        changes, self._changes = self._changes, []
-        events = [self._event(change) for change in changes]
         if self._is_first:
             events.insert(0, AllBlocksCleared())
             self._is_first = False
@@ -329,17 +301,6 @@ class CacheEvents:
         report = CacheReport(added, removed, self._is_cleared, num_free_blocks)
         self._changed, self._is_cleared = {}, False
         return report
-
-    def _event(self, change: _Stored | _Removed | AllBlocksCleared) -> KvEvent:
-        if isinstance(change, _Stored):
-            medium, parent_key, keys, tokens = change
-            names = [block_hash(key) for key in keys]
-            parent = None if parent_key == self._root else block_hash(parent_key)
-            token_ids = unpack_tokens(b"".join(tokens))
-            return BlockStored(names, parent, token_ids, self._block_size, None, medium.name, None, [None] * len(keys))
-        if isinstance(change, _Removed):
-            return BlockRemoved([block_hash(key) for key in change.keys], change.medium.name)
-        return change
 
 
 def start_payload(now_s: float) -> bytes:

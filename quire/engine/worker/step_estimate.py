@@ -5,7 +5,6 @@ The prediction sets the watchdog's limit and, on a CPU, the scheduler's cost of 
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,20 +42,15 @@ def work_of(plan: StepPlan) -> Work:
 class _Size:
     """The last steps of about one size: their efforts are within a factor of two."""
 
-    __slots__ = ("_last", "_sorted", "median")
+    __slots__ = ("_last", "median")
 
     def __init__(self) -> None:
-        self._last: deque[tuple[float, float]] = deque()  # seconds and effort, in order of time
-        self._sorted: list[tuple[float, float]] = []
+        self._last: deque[tuple[float, float]] = deque(maxlen=KEPT)  # seconds and effort
         self.median = 0.0, 0.0  # of two steps, the shorter one: the first of a kind is often slow
 
     def take(self, took_s: float, effort: float) -> None:
-        step = took_s, effort
-        if len(self._last) == KEPT:
-            self._sorted.remove(self._last.popleft())
-        self._last.append(step)
-        insort(self._sorted, step)
-        self.median = self._sorted[(len(self._sorted) - 1) // 2]
+        self._last.append((took_s, effort))
+        self.median = sorted(self._last)[(len(self._last) - 1) // 2]
 
 
 class StepEstimator:

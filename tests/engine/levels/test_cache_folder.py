@@ -13,6 +13,7 @@ import pytest
 
 from quire.core.step import MemoryKind
 from quire.engine.levels import cache_folder
+from quire.engine.levels.block_file import write_private
 from quire.engine.levels.cache_folder import (
     SECRET_BYTES,
     find_spaces,
@@ -22,7 +23,6 @@ from quire.engine.levels.cache_folder import (
     root_secret,
     space_digest,
     space_folders,
-    write_private,
     write_problem,
 )
 from quire.errors import CacheFolderError, InvalidRequest
@@ -199,7 +199,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, bits: int) -> 
 
 @pytest.mark.parametrize("num_bytes", [0, 31, 33, 5000])
 def test_a_damaged_secret_is_an_error_that_says_what_to_do(tmp_path: Path, num_bytes: int) -> None:
-    write_private(tmp_path / "secret", bytes(num_bytes))
+    write_private(tmp_path / "secret", [bytes(num_bytes)])
     with pytest.raises(CacheFolderError, match=rf"secret has {num_bytes} bytes, not 32: .* delete it"):
         root_secret(tmp_path)
 

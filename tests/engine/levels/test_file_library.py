@@ -12,7 +12,6 @@ from quire.engine.levels.block_file import (
     BlockRead,
     Fault,
     FileLibrary,
-    FileRead,
     load_library,
     read_blocks,
     write_block,
@@ -101,19 +100,24 @@ def test_a_file_that_cannot_be_changed_is_read(reader: str, tmp_path: Path, monk
     assert read.out == make_payload(read.content)
 
 
-def test_the_library_accepts_only_the_expected_header(tmp_path: Path) -> None:
+def test_the_library_accepts_only_the_expected_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = load_library()
     assert library is not None
     (read,) = make_files(tmp_path, 1)
     data = Path(read.path).read_bytes()
     header = data[: len(data) - PAYLOAD_BYTES - 32]
-    assert library.read_files([FileRead(read.path, header, read.out)], NOW_NS) == [True]
+    expected = [header]
+    monkeypatch.setattr(block_file, "_pack_header", lambda *_: expected[0])
+    assert library.read_files([read], SPACE, NOW_NS) == [True]
     for at in range(len(header)):
-        other = header[:at] + bytes([header[at] ^ 1]) + header[at + 1 :]
-        assert library.read_files([FileRead(read.path, other, read.out)], NOW_NS) == [False]
-    assert library.read_files([FileRead(read.path, header[:-1], read.out)], NOW_NS) == [False]
-    assert library.read_files([FileRead(read.path, header, new_buffer(PAYLOAD_BYTES - 1))], NOW_NS) == [False]
-    assert library.read_files([], NOW_NS) == []
+        expected[0] = header[:at] + bytes([header[at] ^ 1]) + header[at + 1 :]
+        assert library.read_files([read], SPACE, NOW_NS) == [False]
+    expected[0] = header[:-1]
+    assert library.read_files([read], SPACE, NOW_NS) == [False]
+    expected[0] = header
+    shorter = read._replace(out=new_buffer(PAYLOAD_BYTES - 1))
+    assert library.read_files([shorter], SPACE, NOW_NS) == [False]
+    assert library.read_files([], SPACE, NOW_NS) == []
 
 
 def test_a_library_that_cannot_be_loaded_is_not_used(

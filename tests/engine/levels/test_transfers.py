@@ -16,7 +16,7 @@ import pytest
 from quire.core.step import Load, MemoryKind, MemoryRef, Read, Save, StepPlan
 from quire.core.values import Level
 from quire.engine.levels.block_file import Fault, file_bytes
-from quire.engine.levels.transfers import Done, HostStore, LoadDone, ReadDone, Slots, Transfers
+from quire.engine.levels.transfers import Done, LoadDone, ReadDone, Slots, Transfers
 from quire.errors import CacheFolderError
 from tests.engine.levels.contents import all_files, make_content, temporary_files
 from tests.engine.levels.transfer_rig import (
@@ -439,10 +439,9 @@ def test_closing_ends_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sizes = TransferRig(None).block_io.sizes
     slots = Slots(allocate, sizes, (8, 8, 8), is_early=True)
-    store = HostStore(slots)
     slots.allocate_all()
     assert has_begun.wait(HANG_S)
-    closing = threading.Thread(target=store.close)
+    closing = threading.Thread(target=slots.close)
     closing.start()
     eventually(lambda: slots._is_closed, "nothing more is allocated")
     assert closing.is_alive()  # the memory must not be freed while it is allocated

@@ -16,7 +16,7 @@ from quire.core.step import Content, Load, MemoryKind, MemoryRef, Read, Save, St
 from quire.core.values import Level
 from quire.engine.levels.block_file import DamagedBlock
 from quire.engine.levels.disk_store import DiskStore, Written
-from quire.engine.levels.transfers import Done, HostStore, LoadDone, Lost, ReadDone, SaveDone, Slots, Transfers
+from quire.engine.levels.transfers import Done, LoadDone, Lost, ReadDone, SaveDone, Slots, Transfers
 from tests.engine.levels.contents import FACTS, make_content
 from tests.waiting import HANG_S
 
@@ -170,11 +170,11 @@ class TransferRig:
         self._num_parts: Counter[int] = Counter()  # load id of the test -> parts in flight
         self._failures: dict[int, set[Content]] = {}
         self.read_ns: list[int] = []
-        self.host = HostStore(self._slots["host"][0]) if has_host else None
+        self.has_host = has_host
         self.disk = None if folder is None else HeldStore(folder, max_bytes)
         self.transfers = Transfers(
             self.block_io,
-            self.host,
+            self._slots["host"][0] if has_host else None,
             self.disk,
             read_slots=self._slots["read"][0],
             save_slots=self._slots["save"][0],
@@ -290,14 +290,14 @@ class TransferRig:
     def check_buffers(self, num_stored: int = 0) -> None:
         """Check that every buffer is free, except those of content that host memory stores."""
         for name, (slots, counts) in self._slots.items():
-            if name == "host" and self.host is None:
+            if name == "host" and not self.has_host:
                 continue
             for kind in MemoryKind:
                 taken = [buffer for _ in range(counts[kind] + 1) if (buffer := slots.take(kind)) is not None]
                 is_host_block = name == "host" and kind is MemoryKind.BLOCK
                 assert len(taken) == counts[kind] - (num_stored if is_host_block else 0), (name, kind)
                 for buffer in taken:
-                    slots.put(kind, buffer)
+                    buffer.release()
 
     def close(self) -> None:
         if self.disk is not None:
