@@ -15,7 +15,6 @@ from quire.core.cache.block import NULL_BLOCK_ID, Linked
 from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
 from quire.core.events import Admitted, Observer, Preempted, PrefixLoaded, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import Transfer
 from quire.core.memory import Memory, Pin
 from quire.core.policy import Policy
 from quire.core.queues import RunningSet, WaitingQueue
@@ -187,19 +186,14 @@ class LoadAdmission:
 
     def __init__(self, cache: KVCacheManager, waiting: WaitingQueue, observe: Observer) -> None:
         self._cache = cache
+        self._levels = cache.levels
         self._waiting = waiting
         self._observe = observe
 
     @property
-    def has_any(self) -> bool:
-        """Whether loads are in flight, which hold blocks until their copies are made."""
-        return self._cache.levels is not None and len(self._cache.levels.loads) > 0
-
-    @property
     def has_work(self) -> bool:
         """Whether a load is in flight, or a read that the next step should drop if nothing needs it."""
-        levels = self._cache.levels
-        return levels is not None and (self.has_any or not all(read.is_abandoned for read in levels.reads))
+        return bool(self._levels.loads) or not all(read.is_abandoned for read in self._levels.reads.values())
 
     def park(self, request: Request, hit: PrefixHit, num_spare: int) -> bool:
         """Let a request that could start now wait for a read or a load that extends its hit.
@@ -208,28 +202,15 @@ class LoadAdmission:
         Returns False if there is nothing to load, if computing is faster, or if less than `num_spare` blocks would be
         left, and room for the first waiting request of a higher tier.
         """
-        levels = self._cache.levels
-        if levels is None:
-            return False
         reach = self._cache.worthwhile_reach(request, hit, may_read=request.num_load_waits < MAX_LOAD_WAITS)
-        if reach is None or levels.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0:
+        if reach is None or self._levels.shortage(reach) + num_spare + self._num_wanted_above(request) > 0:
             return False
-        unread = levels.unread(reach)
         is_first = not request.num_missing_copies
-        if not self._is_nearer(request, len(reach.pieces) + len(unread)):
+        if not self._is_nearer(request, len(reach.pieces) + len(self._levels.unread(reach))):
             return False
         if is_first:
             request.num_unloaded_tokens = hit.start
-        awaited: Transfer | None = levels.loads.find(reach)
-        if awaited is None:
-            part = levels.ready_part(hit, reach)
-            levels.read(unread, request)
-            if part is None:
-                awaited = levels.reads.find(reach.pieces[0].content)
-                assert awaited is not None, "its first piece is not in host memory, so it is read"
-            else:
-                awaited = levels.begin(hit, part, is_part=part is not reach)
-        self._waiting.park_for_load(request, awaited.load_id)
+        self._waiting.park_for_load(request, self._levels.bring(request, hit, reach).load_id)
         return True
 
     def _num_wanted_above(self, request: Request) -> int:
@@ -249,34 +230,32 @@ class LoadAdmission:
 
     def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int) -> None:
         """End a read, and send its waiters back to the queue. At their turn, what was read is copied to the device."""
-        levels = self._cache.levels
-        read = None if levels is None else levels.reads.get(read_id)
-        if levels is None or read is None:
+        read = self._levels.reads.get(read_id)
+        if read is None:
             return
-        levels.finish_read(read, failures, read_ns)
+        self._levels.finish_read(read, failures, read_ns)
         self._waiting.unpark_load(read_id)
         for request in read.users if failures and not read.is_void else ():
             self._give_up(request)
 
     def finish(self, load_id: int, failures: Collection[Content]) -> None:
         """End a load, and send its waiters back to the queue."""
-        levels = self._cache.levels
-        load = None if levels is None else levels.loads.get(load_id)
-        if levels is None or load is None:
+        load = self._levels.loads.get(load_id)
+        if load is None:
             return
-        loaded = levels.finish(load, failures)
+        num_tokens, is_whole = self._levels.finish(load, failures)
+        source = load.reach.source
         for request in self._waiting.unpark_load(load_id):
-            if loaded.num_tokens:
-                request.num_loaded_tokens += loaded.num_tokens
-                request.loaded_from = Level.DISK if Level.DISK in (request.loaded_from, load.source) else Level.HOST
-            if not loaded.is_whole and not load.is_void:
+            if num_tokens:
+                request.num_loaded_tokens += num_tokens
+                request.loaded_from = Level.DISK if Level.DISK in (request.loaded_from, source) else Level.HOST
+            if not is_whole and not load.is_void:
                 self._give_up(request)
-        self._observe(PrefixLoaded(load.source, loaded.num_tokens, loaded.is_whole))
+        self._observe(PrefixLoaded(source, num_tokens, is_whole))
 
     def expire(self, now_ns: int) -> None:
         """Send requests back to the queue whose load takes too long, or is of no use since the cache was cleared."""
-        levels = self._cache.levels
-        for ended in () if levels is None else levels.expire(now_ns):
+        for ended in self._levels.expire(now_ns) if self._levels.levels else ():
             for request in self._waiting.unpark_load(ended.load_id):
                 if not ended.is_void:
                     self._give_up(request)
@@ -289,11 +268,10 @@ class LoadAdmission:
 
     def note_start(self, request: Request, hit: PrefixHit) -> None:
         """Tell the saves if a request that starts would have used content that was evicted and is in no lower level."""
-        levels = self._cache.levels
-        if levels is None or request.num_preemptions or not self._cache.was_evicted(request, hit):
+        if not self._levels.levels or request.num_preemptions or not self._cache.was_evicted(request, hit):
             return
         if self._cache.reach(request, hit) is None:
-            levels.saves.note_regret()
+            self._levels.saves.note_regret()
 
     # Explanations
 
@@ -547,7 +525,7 @@ class Admission:
                 return self._refuse(step, request, num_kept, victims)
             plan = self._plan_preemption(request, hit, missing, victims, has_free_seq=has_free_seq)
             if plan is None:
-                if not self._running and not step.has_in_flight and not self.loads.has_any:
+                if not self._running and not step.has_in_flight and not self._cache.levels.loads:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
                 # Preempting all candidates would not free enough: preempt none.
                 return self._refuse(step, request, num_kept, victims)

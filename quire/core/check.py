@@ -61,14 +61,12 @@ def audit(
     yield from _check_waiting(scheduler, max_blocks)
     for plan in scheduler.in_flight:
         _count(holders, [copy.source for copy in plan.copies])
-    if cache.levels is not None:
-        _count(holders, [block.block_id for load in cache.levels.loads for block in load.nodes])
+    _count(holders, [block.block_id for load in cache.levels.loads.values() for block in load.nodes])
     yield from _check_cache(cache, holders, roots, max_blocks)
     if cache.memory.is_hybrid:
         check_hybrid(scheduler, cache.memory)
         yield
-    if cache.levels is not None:
-        yield from check_levels(scheduler, cache.levels, max_blocks)
+    yield from check_levels(scheduler, cache.levels, max_blocks)
 
 
 def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:
@@ -346,8 +344,7 @@ def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | 
 def check_hybrid(scheduler: Scheduler, memory: Memory) -> None:
     """Raise `InvariantViolation` if an invariant is broken. O(blocks + states + requests)."""
     held = [pin.held for pin in scheduler.cache.pins]
-    if scheduler.cache.levels is not None:
-        held += [load.held for load in scheduler.cache.levels.loads]
+    held += [load.held for load in scheduler.cache.levels.loads.values()]
     tables = _check_window_tables(scheduler) if memory.windows.is_used else Counter()
     tables.update(copy.source for plan in scheduler.in_flight for copy in plan.window_copies)
     tables.update(block.block_id for one in held for block in one.windows)
@@ -431,22 +428,20 @@ def check_levels(scheduler: Scheduler, levels: Levels, size: int) -> Iterator[No
     """Raise `InvariantViolation` if an invariant is broken. Yields after every `size` stored pieces."""
     loading: Counter[int] = Counter()  # by identity: content may be lost and saved again while it is loaded
     buffers: Counter[MemoryKind] = Counter()
-    for load in levels.loads:
-        if load.state is not None and load.state.ref_count < 1:
-            _fail(f"{load!r} does not hold its state")
+    for load in levels.loads.values():
         if not load.is_void:
             loading.update(map(id, load.reach.pieces))
         for stored, read_id in zip(load.reach.pieces, load.read_ids, strict=True):
             buffers[stored.content.kind] += read_id > 0
-    for read in levels.reads:
+    for read in levels.reads.values():
         if read.state is ReadState.READY:
             buffers.update(content.kind for content in read.pieces)
         elif read.state is ReadState.READING:
             buffers.update(read.kinds)
-    if [buffers[kind] for kind in MemoryKind] != levels.reads.num_buffers:
-        _fail(f"{levels.reads.num_buffers} buffers are counted for reads of {buffers}")
-    if any(number > limit for number, limit in zip(levels.reads.num_buffers, levels.reads.limits, strict=True)):
-        _fail(f"reads use {levels.reads.num_buffers} buffers, of {levels.reads.limits}")
+    if [buffers[kind] for kind in MemoryKind] != levels.num_buffers:
+        _fail(f"{levels.num_buffers} buffers are counted for reads of {buffers}")
+    if any(number > limit for number, limit in zip(levels.num_buffers, levels.max_buffers, strict=True)):
+        _fail(f"reads use {levels.num_buffers} buffers, of {levels.max_buffers}")
     for level in levels.levels:
         yield from _check_level(level, loading, size)
         num_pending = Counter(content.kind for content, to in levels.saves.pending.items() if level.level in to)
@@ -473,8 +468,8 @@ def _check_level(level: LowerLevel, loading: Mapping[int, int], size: int) -> It
     if num_bytes != level.num_bytes:
         _fail(f"{level.level} counts {level.num_bytes} bytes, and stores {num_bytes}")
     for kind in MemoryKind:
-        if level.limits is not None and level.count(kind) + level.num_reserved[kind] > level.limits[kind]:
-            count, reserved = level.count(kind), level.num_reserved
+        count, reserved = len(level.pieces(kind)), level.num_reserved
+        if level.limits is not None and count + reserved[kind] > level.limits[kind]:
             _fail(f"{level.level} has {count} {kind.name} and {reserved} reserved, of {level.limits}")
 
 

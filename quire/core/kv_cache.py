@@ -15,7 +15,7 @@ from quire.core.cache.pool import BlockPool, PoolStats, StateStats
 from quire.core.cache.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.levels.levels import Levels, LevelStats
-from quire.core.levels.lower_level import LowerLevel, Reach
+from quire.core.levels.lower_level import LowerLevel, Reach, Search
 from quire.core.levels.saves import NO_SAVES, SaveLimits
 from quire.core.memory import ALL_PLACES, Memory, PinBoard, Place
 from quire.core.request import Request
@@ -90,9 +90,8 @@ class KVCacheManager:
             places=places,
         )
         self.pins = PinBoard(self.memory, observe)
-        self.levels: Levels | None = None
-        if levels and is_caching:
-            self.levels = Levels(self.memory, levels, save_limits)
+        self.levels = Levels(self.memory, levels if is_caching else (), save_limits)
+        self._device = Search(self.memory)
         self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -125,17 +124,17 @@ class KVCacheManager:
         if not self._is_searched(request):
             return NO_HIT
         hit = self.tree.match(self.chain(request), len(request.tokens) - 1)
-        return self.memory.continue_hit(self.chain(request), hit)
+        return self._device.continue_hit(self.chain(request), hit)
 
     def reach(self, request: Request, hit: PrefixHit) -> Reach | None:
         """How far lower levels extend a hit; None if not at all."""
-        if self.levels is None or not self._is_searched(request):
+        if not self._is_searched(request):
             return None
         return self.levels.find(self.chain(request), len(request.tokens) - 1, hit)
 
     def worthwhile_reach(self, request: Request, hit: PrefixHit, *, may_read: bool = True) -> Reach | None:
         """How far lower levels extend a hit with loads that save time, without reads of the disk unless `may_read`."""
-        if self.levels is None or not self._is_searched(request):
+        if not self.levels.levels or not self._is_searched(request):
             return None
         return self.levels.choose(self.chain(request), len(request.tokens) - 1, hit, may_read=may_read)
 
@@ -161,12 +160,12 @@ class KVCacheManager:
         blocks = [self.pool.blocks[block_id] for block_id in parent.block_table[: num_full + (num_tail > 0)]]
         tail = blocks.pop() if num_tail else None
         hit = PrefixHit(tuple(blocks), tail, num_tail, False, num_tokens, is_fork=True)
-        return self.memory.continue_hit(self.chain(child), hit, parent)
+        return self._device.continue_hit(self.chain(child), hit, parent)
 
     def without_tail(self, request: Request, hit: PrefixHit) -> PrefixHit:
         """The part of a hit that needs no copy of a block."""
         parent = request.parent if hit.is_fork else None
-        return self.memory.continue_hit(self.chain(request), hit.without_tail(), parent)
+        return self._device.continue_hit(self.chain(request), hit.without_tail(), parent)
 
     def shortage(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> int:
         """Number of free blocks that `grow` lacks. If negative: the number that would be left."""
@@ -225,7 +224,7 @@ class KVCacheManager:
             num_recomputed_tokens=self._num_recomputed_tokens,
             windows=windows.pool.stats() if windows.is_used else None,
             states=states.pool.state_stats() if states.is_used else None,
-            levels=() if self.levels is None else self.levels.stats(),
+            levels=self.levels.stats(),
         )
 
     def _can_cache(self, context: Context, index: int) -> bool:
@@ -252,7 +251,7 @@ class KVCacheManager:
     def _start(self, request: Request, hit: PrefixHit) -> list[BlockCopy]:
         pool = self.pool
         pool.share(hit.blocks)
-        if self.levels is not None and not request.num_preemptions:  # a resumed request uses its own content
+        if not request.num_preemptions:  # a resumed request uses its own content
             self.levels.saves.note_use(hit.blocks)
         table = [block.block_id for block in hit.blocks]
         num_existing = hit.num_tokens  # tokens whose KV exists now; a copied tail exists only after its step has run
@@ -345,16 +344,14 @@ class KVCacheManager:
         return self._pin(pin_id, self.chain(request), num_tokens, expires_ns)
 
     def _pin(self, pin_id: str, chain: TokenChain, num_tokens: int, expires_ns: int) -> int:
-        hit = self.memory.continue_hit(chain, self.tree.match(chain, num_tokens).without_tail())
-        if self.levels is not None:
-            self.levels.saves.note_use(hit.blocks)
+        hit = self._device.continue_hit(chain, self.tree.match(chain, num_tokens).without_tail())
+        self.levels.saves.note_use(hit.blocks)
         return self.pins.pin(pin_id, hit.blocks, expires_ns, hit.continuation) * self.block_size
 
     def clear(self) -> None:
         """Drop all cached content, in all levels, and all pins. Running requests keep their blocks."""
         self.pins.clear()
-        if self.levels is not None:
-            self.levels.clear()
+        self.levels.clear()
         self.pool.clear()
         self.memory.states.pool.clear()
 

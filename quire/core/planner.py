@@ -426,7 +426,7 @@ class Planner:
             running = self._running.requests
             victim = self._find_victim(step, request)
             if victim is None:
-                if len(running) == 1 and not step.has_in_flight and not self.loads.has_any:
+                if len(running) == 1 and not step.has_in_flight and not self._cache.levels.loads:
                     raise InvariantViolation(f"{request!r} runs alone and cannot grow to {upto} tokens")
                 return False  # the others started in this step, or the sources of copies in flight hold the blocks
             self._admission.preempt(step, victim, request)

@@ -169,7 +169,6 @@ class TieredRig(Rig):
         )
         self.runner = FakeRunner(capacity, is_late=True)
         self.store = Store(self.runner)
-        assert self.cache.levels is not None
         self.levels = self.cache.levels
         self._next_id = 1000
 

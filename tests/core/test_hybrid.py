@@ -10,7 +10,8 @@ from quire.core.cache.block import KVCacheBlock, WindowBlock
 from quire.core.cache.pool import StatePool, WindowPool
 from quire.core.cache.prefix import StopReason
 from quire.core.kv_cache import KVCacheManager
-from quire.core.memory import ALL_PLACES, Place, cached_window, place_points
+from quire.core.levels.lower_level import cached_window
+from quire.core.memory import ALL_PLACES, Place, place_points
 from quire.core.policy import Fair
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler

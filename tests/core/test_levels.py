@@ -151,7 +151,7 @@ def test_two_loads_are_in_flight_and_end_in_any_order() -> None:
 
 def test_the_first_pieces_of_a_load_are_reported_while_memory_for_the_others_is_taken() -> None:
     rig = with_prefix()
-    rig.levels.loads.groups = (1, 2)
+    rig.levels.groups = (1, 2)
     early: list[Load] = []
     num_free: list[int] = []
 
@@ -173,7 +173,7 @@ def test_the_first_pieces_of_a_load_are_reported_while_memory_for_the_others_is_
 
 def test_no_piece_is_loaded_before_the_content_that_it_overwrites_is_saved() -> None:
     rig = with_prefix(num_blocks=7)
-    rig.levels.loads.groups = (1, 1)
+    rig.levels.groups = (1, 1)
     early: list[Load] = []
     rig.levels.on_loads = early.extend
     rig.compute(OTHER)
@@ -366,10 +366,10 @@ def test_a_load_holds_the_window_blocks_on_the_device_that_the_request_needs_too
     rig.step()
     rig.finish_saves()
     rig.wait_for_load([*PROMPT, *first.output, 1, 2])
-    (load,) = rig.levels.loads
+    (load,) = rig.levels.loads.values()
     assert [stored.content.kind for stored in load.reach.pieces] == [BLOCK, WINDOW]
     assert [block.ref_count for block in load.reach.kept.windows] == [1, 1]
-    assert [block.node for block in load.reach.kept.windows] == [*load.prefix[2:4]]
+    assert [block.node for block in load.reach.kept.windows] == [*load.nodes[2:4]]
     rig.run()
     check_nothing_is_held(rig)
 
@@ -379,7 +379,7 @@ def test_a_load_holds_the_state_on_the_device_that_the_request_needs_too() -> No
     first = rig.compute(PROMPT)
     evict_windows(rig)
     rig.wait_for_load([*PROMPT, *first.output, 1, 2])
-    (load,) = rig.levels.loads
+    (load,) = rig.levels.loads.values()
     assert {stored.content.kind for stored in load.reach.pieces} == {WINDOW}
     assert [slot.ref_count for slot in load.reach.kept.states] == [1]
     rig.run()
@@ -583,7 +583,7 @@ def with_disk(**options: Any) -> TieredRig:
 
 
 def read_shapes(rig: TieredRig) -> list[tuple[str, int]]:
-    return [(read.state.name, len(read.pieces)) for read in rig.levels.reads]
+    return [(read.state.name, len(read.pieces)) for read in rig.levels.reads.values()]
 
 
 def test_a_read_holds_no_memory_of_the_device() -> None:
@@ -613,9 +613,9 @@ def test_a_request_computes_if_its_read_never_ends() -> None:
     assert explanation_of(request).reason is StopReason.LOAD_FAILED
     assert not rig.scheduler.has_work
     check_nothing_is_held(rig)
-    assert rig.levels.reads.num_buffers == [4, 0, 0]
+    assert rig.levels.num_buffers == [4, 0, 0]
     rig.finish_reads()
-    assert rig.levels.reads.num_buffers == [0, 0, 0]
+    assert rig.levels.num_buffers == [0, 0, 0]
     assert not rig.store.buffers
 
 
@@ -638,7 +638,7 @@ def test_reads_wait_for_buffers_and_are_copied_in_parts() -> None:
         rig.check_answer(one)
         found = explanation_of(one)
         assert (found.num_tokens, found.num_loaded_tokens, found.source) == (16, 16, Level.DISK)
-    assert rig.levels.reads.num_buffers == [0, 0, 0]
+    assert rig.levels.num_buffers == [0, 0, 0]
     check_nothing_is_held(rig)
 
 
@@ -665,7 +665,7 @@ def test_what_was_read_is_used_although_the_device_lost_the_prefix_meanwhile() -
     rig.run()
     rig.check_answer(request)
     assert request.num_cached_tokens == 16
-    assert rig.levels.reads.num_buffers == [0, 0, 0]
+    assert rig.levels.num_buffers == [0, 0, 0]
 
 
 def test_what_was_read_is_dropped_if_there_is_no_room_for_it_for_a_while() -> None:
@@ -733,7 +733,7 @@ def test_the_read_of_a_cancelled_request_is_dropped() -> None:
 def test_a_read_holds_no_window_blocks_and_states(window: int, num_states: int) -> None:
     rig = with_disk(window=window, num_window_blocks=80 if window else 0, num_states=num_states, buffers=(4, 4, 4))
     request = rig.wait_for_load([*PROMPT, 1, 2])
-    assert rig.levels.reads.num_buffers[0] == 4
+    assert rig.levels.num_buffers[0] == 4
     assert rig.cache.pool.num_free == rig.cache.pool.num_usable
     for pool in rig.cache.memory.pools[1:]:
         assert pool.num_free == pool.num_usable
@@ -865,9 +865,9 @@ def test_a_load_needs_free_blocks_for_itself_and_for_the_prefix_that_it_holds() 
     (hit,) = (rig.cache.match(request),)
     reach = rig.cache.reach(request, hit)
     assert reach is not None
-    assert rig.levels.loads.shortage(hit, reach) == 2 + 2 - 8  # two blocks to load, two to hold, eight free
+    assert rig.levels.shortage(reach) == 2 + 2 - 8  # two blocks to load, two to hold, eight free
     held = rig.cache.pool.take(5)
-    assert rig.levels.loads.shortage(hit, reach) == 1
+    assert rig.levels.shortage(reach) == 1
     rig.cache.pool.release(held)
 
 

@@ -64,9 +64,10 @@ class Saves:
         self._unvisited: deque[_Piece] = deque()  # pieces that the walk has reached
         self._done_state: tuple[int, ...] = ()  # no cached content is unsaved since then
         self.num_skipped = 0  # evicted pieces that were not saved because a plan or the level was full
-        memory.blocks.on_eviction = self._note_eviction
-        memory.windows.pool.on_eviction = self._note_window_eviction
-        memory.states.pool.on_eviction = self._note_state_eviction
+        if levels:
+            memory.blocks.on_eviction = self._note_eviction
+            memory.windows.pool.on_eviction = self._note_window_eviction
+            memory.states.pool.on_eviction = self._note_state_eviction
 
     @property
     def has_chosen(self) -> bool:
