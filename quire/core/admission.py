@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import NamedTuple
 
 from quire.core.cache.block import NULL_BLOCK_ID, Linked
@@ -122,27 +123,18 @@ class GrowthRoom:
         self._max_chunk_tokens = max_chunk_tokens
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_mixed_tokens = max_mixed_tokens
-        self._spared: list[Request] = []
+        self.spared: list[Request] = []  # the running requests that have started as spared ones
 
-    @property
-    def has_spared(self) -> bool:
-        return bool(self._spared)
-
-    def begin_step(self) -> None:
+    def forget_ended(self) -> None:
         """Forget requests that have caught up, ended or were preempted."""
-        if self._spared:
-            self._spared = [one for one in self._spared if one.state is RequestState.RUNNING and one.is_spared]
-
-    def add(self, request: Request) -> None:
-        """Record a request that has started as a spared one."""
-        self._spared.append(request)
+        self.spared = [one for one in self.spared if one.state is RequestState.RUNNING and one.is_spared]
 
     def num_steps(self, start: Start | None = None, *, num_more: int = 0) -> int:
         """Steps until the spared requests and `start` have caught up, beside `num_more` requests. 0: there are none.
 
         The steps are counted at the highest rate that their turns can have beside the requests that run.
         """
-        starts = [Start(one, one.num_planned, one.num_caught_up_at) for one in self._spared if one.is_spared]
+        starts = [Start(one, one.num_planned, one.num_caught_up_at) for one in self.spared if one.is_spared]
         if start is not None:
             starts.append(start)
         if not starts:
@@ -159,21 +151,21 @@ class GrowthRoom:
     def growth(self, request: Request, num_steps: int) -> int:
         """Blocks that a running request can need in `num_steps` steps, in which the spared ones catch up."""
         end = min(request.num_tokens + num_steps, request.token_limit - 1)
-        if self._spared == [request] and request.is_spared:
+        if self.spared == [request] and request.is_spared:
             end = request.num_caught_up_at
         return max(-(-end // self._cache.block_size) - len(request.block_table), 0)
 
     @property
     def is_tight(self) -> bool:
         """Whether the spared requests must compute as fast as they can, before the room for growth is used up."""
-        if not self._spared:
+        if not self.spared:
             return False
         num_steps = self.num_steps() + 1
         return sum(self.growth(one, num_steps) for one in self._running) > self._cache.pool.num_free
 
     def concerns(self, request: Request) -> bool:
         """Whether a waiting request could take the memory of a spared one after its start."""
-        return any(one.is_spared and one.priority >= request.priority for one in self._spared)
+        return any(one.is_spared and one.priority >= request.priority for one in self.spared)
 
 
 # A request computes after this many waits that brought it no further: what was loaded can be evicted again before it
@@ -606,7 +598,7 @@ class Admission:
             return len(self._running) * self._num_spare_each(request, hit) + is_resumed
         start = self._spared_start(request, hit)
         end = min(len(request.tokens) + num_steps, request.token_limit - 1)
-        if start is not None and not self._room.has_spared:
+        if start is not None and not self._room.spared:
             end = start.end
         size = self._cache.block_size
         num_own = max(-(-end // size) - -(-len(request.tokens) // size), is_resumed)
@@ -629,9 +621,7 @@ class Admission:
         return Start(request, hit.start, end) if is_spared else None
 
     def _freed_blocks(self, request: Request, hit: PrefixHit, missing: Missing, num_steps: int) -> _FreedBlocks:
-        def spare(victim: Request) -> int:
-            return self._num_spare_for(victim, request, hit, num_steps)
-
+        spare = partial(self._num_spare_for, request=request, hit=hit, num_steps=num_steps)
         return _FreedBlocks(self._cache.memory, hit, missing, spare)
 
     def _num_spare_for(self, running: Request, request: Request, hit: PrefixHit, num_steps: int) -> int:
@@ -722,7 +712,7 @@ class Admission:
             request.num_caught_up_at = self.caught_up_at(request)
             self._policy.ledger.set_aside(request, request.num_caught_up_at - hit.start)
             if request.is_covered:
-                self._room.add(request)
+                self._room.spared.append(request)
         else:
             request.num_cached_tokens = hit.start
             request.cache_explanation = self.explain(request, hit, is_started=True)

@@ -30,11 +30,22 @@ T = TypeVar("T")
 B = TypeVar("B", bound=Linked)
 
 _state = attrgetter(
-    "state", "batch_index", "block_table", "num_computed", "num_planned", "num_in_flight", "num_published"
+    "state",
+    "batch_index",
+    "block_table",
+    "num_computed",
+    "num_planned",
+    "num_in_flight",
+    "num_published",
+    "window_table",
+    "live_states",
+    "snapshots",
+    "state_slot",
 )
 _tokens, _request_id = attrgetter("tokens"), attrgetter("request_id")
 _block_id, _block_table = attrgetter("block_id"), attrgetter("block_table")
-_IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0)  # `_state` of a waiting request
+_IDLE: tuple[object, ...]  # `_state` of a waiting request
+_IDLE = (RequestState.WAITING, None, [], 0, 0, 0, 0, [], (), [], None)
 
 
 def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None) -> None:
@@ -355,22 +366,14 @@ def check_hybrid(scheduler: Scheduler, memory: Memory) -> None:
     slots = _check_states(scheduler) if memory.states.is_used else Counter()
     slots.update(slot.block_id for one in held for slot in one.states)
     pool = memory.states.pool
-    num_published = _check_whole_pool(pool, slots, partial(_check_snapshot, pool=pool))
+    _check_whole_pool(pool, slots, partial(_check_snapshot, pool=pool))
+    num_published = sum(slot.is_published for slot in pool.blocks)
     if pool.num_snapshots != num_published:
         _fail(f"{num_published} states are published, the pool counts {pool.num_snapshots}")
-    for request in scheduler.waiting:
-        if request.window_table or request.live_states or request.snapshots or request.state_slot is not None:
-            _fail(f"{request!r} waits and holds window blocks or states")
 
 
-def _check_whole_pool(pool: Pool[B], held: Counter[int], check_content: Callable[[B], None]) -> int:
-    slices = _check_pool(pool, [held[block.block_id] for block in pool.blocks], sys.maxsize, check_content)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            num_published: int = end.value
-            return num_published
+def _check_whole_pool(pool: Pool[B], held: Counter[int], check_content: Callable[[B], None]) -> None:
+    _exhaust(_check_pool(pool, [held[block.block_id] for block in pool.blocks], sys.maxsize, check_content))
 
 
 def _check_window(block: WindowBlock) -> None:

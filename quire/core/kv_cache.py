@@ -19,7 +19,7 @@ from quire.core.levels.lower_level import LowerLevel, Reach, Search
 from quire.core.levels.saves import NO_SAVES, SaveLimits
 from quire.core.memory import ALL_PLACES, Memory, PinBoard, Place
 from quire.core.request import Request
-from quire.core.step import BlockCopy, MemoryKind
+from quire.core.step import BlockCopy
 from quire.core.values import PackedPrompt, check_salt, check_tokens
 from quire.errors import ContextTooLong, OutOfBlocks
 
@@ -82,7 +82,7 @@ class KVCacheManager:
         self.memory = Memory(
             self.tree,
             self.pool,
-            self._can_cache,
+            self.can_publish,
             window=window,
             num_window_blocks=num_window_blocks,
             num_states=num_states,
@@ -190,20 +190,21 @@ class KVCacheManager:
 
     def explain(self, request: Request, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
         """Explain where this hit of the request ends and why."""
+        num_kv_tokens = 0
         if not self._is_searched(request):
             is_complete = 0 < hit.start == len(request.tokens) - 1  # a hit on the blocks of a parent
             reason = StopReason.COMPLETE if is_complete else StopReason.OFF
-            return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason)
-        found = self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
-        if hit.start == hit.num_tokens:
-            return found
-        reason = StopReason.NO_STATE if self.memory.states.is_used else StopReason.NO_WINDOW
-        return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason, hit.num_tokens)
+        elif hit.start == hit.num_tokens:
+            reason = self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
+        else:
+            reason = StopReason.NO_STATE if self.memory.states.is_used else StopReason.NO_WINDOW
+            num_kv_tokens = hit.num_tokens
+        return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason, num_kv_tokens)
 
     def can_publish(self, context: Context, index: int) -> bool:
-        """Whether the block before `index` is in the tree. False after a `clear` or a collision."""
-        if index == 0:
-            return True
+        """Whether the block before `index` is in the tree. False after a `clear` or a collision, or if nothing is."""
+        if index == 0 or not self.is_caching:
+            return self.is_caching
         parent = self.pool.blocks[context.block_table[index - 1]]
         return parent.key is not None and parent.key == self.chain(context).key(index - 1)
 
@@ -226,9 +227,6 @@ class KVCacheManager:
             states=states.pool.state_stats() if states.is_used else None,
             levels=self.levels.stats(),
         )
-
-    def _can_cache(self, context: Context, index: int) -> bool:
-        return self.is_caching and self.can_publish(context, index)
 
     # Verbs
 
@@ -285,8 +283,8 @@ class KVCacheManager:
 
     def settle(self, copies: Sequence[BlockCopy], window_copies: Sequence[BlockCopy] = ()) -> None:
         """Release the sources of copies whose step is done."""
-        self.memory.settle(MemoryKind.BLOCK, copies)
-        self.memory.settle(MemoryKind.WINDOW, window_copies)
+        for pool, done in zip(self.memory.pools, (copies, window_copies), strict=False):
+            pool.release([pool.blocks[copy.source] for copy in done])
 
     def publish(self, request: Request) -> None:
         """Publish the full blocks whose KV exists now."""
@@ -307,7 +305,7 @@ class KVCacheManager:
     def publish_tail(self, request: Request) -> None:
         """Publish the last, partly filled block."""
         index, num_tail = divmod(request.num_computed, self.block_size)
-        if not num_tail or not self._can_cache(request, index) or request.num_computed < request.kv_start:
+        if not num_tail or not self.can_publish(request, index) or request.num_computed < request.kv_start:
             return
         chain = self.chain(request)
         tokens = chain.run(index * self.block_size, request.num_computed)

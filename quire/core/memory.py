@@ -25,7 +25,7 @@ from quire.core.cache.context import Context, TokenChain
 from quire.core.cache.pool import BlockPool, Pool, StatePool, WindowPool
 from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, PrefixTree
 from quire.core.events import Observer, PinYielded, ignore
-from quire.core.step import BlockCopy, MemoryKind, SeqSlice, StateSnapshot
+from quire.core.step import BlockCopy, SeqSlice, StateSnapshot
 from quire.errors import InvalidRequest
 
 
@@ -443,11 +443,6 @@ class Memory:
     def release(self, held: Held) -> None:
         for pool, blocks in zip(self.pools, held, strict=True):
             pool.release(blocks)
-
-    def settle(self, kind: MemoryKind, copies: Sequence[BlockCopy]) -> None:
-        """Release the sources of copies whose step is done."""
-        pool = self.pools[kind]
-        pool.release([pool.blocks[copy.source] for copy in copies])
 
     # Memory of contexts, in a model with windows or states
 

@@ -89,7 +89,7 @@ class Scheduler:
 
         Changes nothing.
         """
-        return self.planner.explain(request, self.cache.match(request))
+        return self.planner.admission.explain(request, self.cache.match(request))
 
     # Arrival and end of requests
 
@@ -199,7 +199,8 @@ class Scheduler:
         updates: list[TokenUpdate] = []
         requests, memory = self._requests, self.cache.memory
         # Before requests end: the sources of copies are ends of prefixes, to be evicted before the blocks they follow.
-        self.cache.settle(plan.copies, plan.window_copies)
+        if plan.copies or plan.window_copies:
+            self.cache.settle(plan.copies, plan.window_copies)
         is_hybrid = memory.is_hybrid
         has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rare, so tested once
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):

@@ -255,7 +255,7 @@ def state_of(rig: TieredRig, position: int) -> Content:
     number = position // BLOCK_SIZE
     chain = rig.cache.chain(Request(0, TOKENS))
     run, parent_key = chain.run(number * BLOCK_SIZE, position), chain.parent_key(number)
-    return Content(STATE, chain.key_of(parent_key, run), parent_key, run)
+    return Content(STATE, rig.cache.tree.digest(parent_key, run), parent_key, run)
 
 
 def test_a_prefix_is_used_up_to_the_last_state() -> None:

@@ -66,7 +66,7 @@ MUTANTS = (
         "leak on cancel",
         "core/scheduler.py",
         "        if request.state is RequestState.RUNNING:\n",
-        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self.running.requests.remove(request)\n            self.running._free_batch_indices.append(request.batch_index)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
+        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self.running.requests.remove(request)\n            self.running.free_batch_indices.append(request.batch_index)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
     ),
     _mutant(
         "age lost on re-queue",
@@ -97,8 +97,8 @@ MUTANTS = (
             ),
             Edit(
                 "core/kv_cache.py",
-                "        self.memory.settle(MemoryKind.BLOCK, copies)\n",
-                "",
+                "(self.memory.pools, (copies, window_copies), strict=False)",
+                "(self.memory.pools, ((), window_copies), strict=False)",
             ),
             Edit("core/check.py", "        _count(holders, [copy.source for copy in plan.copies])\n", "        pass\n"),
         ),
@@ -289,7 +289,7 @@ MUTANTS = (
     ),
     _mutant(
         "a tenant with a refund keeps its place",
-        "core/policy.py",
+        "core/queues.py",
         "        self.refunded.add(tenant)\n",
         "",
         "tests/core/test_pressure.py",
@@ -349,13 +349,13 @@ MUTANTS = (
     ),
     _mutant(
         "outdated heap entry of a tenant is first",
-        "core/policy.py",
+        "core/queues.py",
         "            elif now > time:\n                heapreplace(self._heap, (now, number, tenant))\n",
         "",
     ),
     _mutant(
         "idle tenants keep their credit",
-        "core/policy.py",
+        "core/queues.py",
         "self._times[tenant] = max(self._times.get(tenant, 0), self._floor)",
         "self._times[tenant] = self._times.get(tenant, 0)",
         "tests/core/test_tenants.py",
@@ -433,8 +433,8 @@ MUTANTS = (
     _mutant(
         "the map misses blocks that lost their content",
         "core/cache/pool.py",
-        "                self.num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n                self._note((block,))\n",
-        "                self.num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n",
+        "            self.num_cached -= 1\n            self.free.prepend(block)\n            self._note((block,))\n",
+        "            self.num_cached -= 1\n            self.free.prepend(block)\n",
         "tests/engine/test_block_map.py",
     ),
     _mutant(
@@ -865,8 +865,8 @@ MUTANTS = (
     _mutant(
         "a window block is saved from the place of its KV block",
         "core/levels/saves.py",
-        "pieces.append(_Piece(self._content(MemoryKind.WINDOW, block), window.block_id))",
-        "pieces.append(_Piece(self._content(MemoryKind.WINDOW, block), min(block.block_id, window.block_id)))",
+        "pieces.append(self._piece(MemoryKind.WINDOW, block, window))",
+        "pieces.append(self._piece(MemoryKind.WINDOW, block, min(block, window, key=lambda one: one.block_id)))",
         first_world=FIRST_TIERED,
     ),
     _mutant(
@@ -993,7 +993,7 @@ MUTANTS = (
     _mutant(
         "saves in flight survive a clear",
         "core/levels/saves.py",
-        "        self._pending.clear()\n",
+        "        self.pending.clear()\n",
         "",
         first_world=FIRST_TIERED,
     ),
@@ -1056,7 +1056,7 @@ MUTANTS = (
     _mutant(
         "content of host memory counts twice against the limit of the disk",
         "core/levels/saves.py",
-        "is_known = disk.has_key(stored.content) or stored.content in self._pending",
+        "is_known = disk.has_key(stored.content) or stored.content in self.pending",
         "is_known = False",
         "tests/core/test_saves.py",
     ),

@@ -321,7 +321,7 @@ class Search:
             if reach.start > blocked:
                 continue
             needed = blocks[: -(-reach.start // size) - len(hit.blocks)] if reach.start > hit.num_tokens else ()
-            stored, cached, missing = self._windows_before(chain, hit, blocks, reach.start, window_at)
+            stored, cached, missing = self._windows_before(hit, blocks, reach.start, window_at)
             if missing is None:
                 nodes = hit.blocks if hit.tail is None or needed else (*hit.blocks, hit.tail)
                 kept = Held(nodes, tuple(cached), reach.kept.states)
@@ -333,7 +333,8 @@ class Search:
         """Positions to continue from, last first, with the state there."""
         size, states = self._block_size, self._memory.states
         if not states.is_used:
-            yield from map(Reach, (end, *range((end - 1) // size * size, 0, -size)))
+            yield Reach(end)
+            yield from map(Reach, range((end - 1) // size * size, 0, -size))
             return
         for number in range(end // size, -1, -1):
             key = chain.parent_key(number)
@@ -367,7 +368,7 @@ class Search:
         return block
 
     def _windows_before(
-        self, chain: TokenChain, hit: PrefixHit, blocks: Sequence[Stored], position: int, window_at: WindowAt
+        self, hit: PrefixHit, blocks: Sequence[Stored], position: int, window_at: WindowAt
     ) -> tuple[list[tuple[Stored, int]], list[WindowBlock], int | None]:
         """The window blocks that a token at `position` sees.
 
@@ -383,15 +384,13 @@ class Search:
             if is_cached and (window := window_at(number)) is not None:
                 cached.append(window)
                 continue
-            found = self._stored_window(
-                chain, self._node(hit, number) if is_cached else blocks[number - len(hit.blocks)]
-            )
-            if found is None:
+            block = self._node(hit, number) if is_cached else blocks[number - len(hit.blocks)]
+            if (found := self._stored_window(block)) is None:
                 return stored, cached, number
             stored.append((found, number))
         return stored, cached, None
 
-    def _stored_window(self, chain: TokenChain, block: KVCacheBlock | Stored) -> Stored | None:
+    def _stored_window(self, block: KVCacheBlock | Stored) -> Stored | None:
         """The window block of the same tokens in a level."""
         if not self._levels:
             return None
@@ -400,7 +399,7 @@ class Search:
         else:
             assert block.parent_key is not None
             parent_key, tokens = block.parent_key, block.tokens
-            key = chain.key_of(parent_key, tokens) if block.key is None else block.key
+            key = self._memory.tree.digest(parent_key, tokens) if block.key is None else block.key
         for level in self._levels:
             found = level.find(MemoryKind.WINDOW, key, parent_key, tokens)
             if found is not None and self._accepts(found):
