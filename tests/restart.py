@@ -98,8 +98,7 @@ def open_engine(path: Path, folder: Path | None, **settings: Any) -> Engine:
     disk = {} if folder is None else {"disk_cache": "20G", "cache_dir": str(folder)}
     config = EngineConfig(**{"backend": "native", "kv_memory": KV_MEMORY, **disk, **settings})
     engine = make_engine(path, config)
-    if engine.scheduler.cache.levels is not None:
-        engine.scheduler.cache.levels.ns_per_token = None
+    engine.scheduler.cache.levels.ns_per_token = None
     return engine
 
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import NamedTuple
 
 from quire.core.cache.block import NULL_BLOCK_ID, Linked
 from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
 from quire.core.events import Admitted, Observer, Preempted, PrefixLoaded, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import Transfer
 from quire.core.memory import Memory, Pin
 from quire.core.policy import Policy
 from quire.core.queues import RunningSet, WaitingQueue
@@ -123,27 +123,18 @@ class GrowthRoom:
         self._max_chunk_tokens = max_chunk_tokens
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_mixed_tokens = max_mixed_tokens
-        self._spared: list[Request] = []
+        self.spared: list[Request] = []  # the running requests that have started as spared ones
 
-    @property
-    def has_spared(self) -> bool:
-        return bool(self._spared)
-
-    def begin_step(self) -> None:
+    def forget_ended(self) -> None:
         """Forget requests that have caught up, ended or were preempted."""
-        if self._spared:
-            self._spared = [one for one in self._spared if one.state is RequestState.RUNNING and one.is_spared]
-
-    def add(self, request: Request) -> None:
-        """Record a request that has started as a spared one."""
-        self._spared.append(request)
+        self.spared = [one for one in self.spared if one.state is RequestState.RUNNING and one.is_spared]
 
     def num_steps(self, start: Start | None = None, *, num_more: int = 0) -> int:
         """Steps until the spared requests and `start` have caught up, beside `num_more` requests. 0: there are none.
 
         The steps are counted at the highest rate that their turns can have beside the requests that run.
         """
-        starts = [Start(one, one.num_planned, one.num_caught_up_at) for one in self._spared if one.is_spared]
+        starts = [Start(one, one.num_planned, one.num_caught_up_at) for one in self.spared if one.is_spared]
         if start is not None:
             starts.append(start)
         if not starts:
@@ -160,21 +151,21 @@ class GrowthRoom:
     def growth(self, request: Request, num_steps: int) -> int:
         """Blocks that a running request can need in `num_steps` steps, in which the spared ones catch up."""
         end = min(request.num_tokens + num_steps, request.token_limit - 1)
-        if self._spared == [request] and request.is_spared:
+        if self.spared == [request] and request.is_spared:
             end = request.num_caught_up_at
         return max(-(-end // self._cache.block_size) - len(request.block_table), 0)
 
     @property
     def is_tight(self) -> bool:
         """Whether the spared requests must compute as fast as they can, before the room for growth is used up."""
-        if not self._spared:
+        if not self.spared:
             return False
         num_steps = self.num_steps() + 1
         return sum(self.growth(one, num_steps) for one in self._running) > self._cache.pool.num_free
 
     def concerns(self, request: Request) -> bool:
         """Whether a waiting request could take the memory of a spared one after its start."""
-        return any(one.is_spared and one.priority >= request.priority for one in self._spared)
+        return any(one.is_spared and one.priority >= request.priority for one in self.spared)
 
 
 # A request computes after this many waits that brought it no further: what was loaded can be evicted again before it
@@ -187,19 +178,14 @@ class LoadAdmission:
 
     def __init__(self, cache: KVCacheManager, waiting: WaitingQueue, observe: Observer) -> None:
         self._cache = cache
+        self._levels = cache.levels
         self._waiting = waiting
         self._observe = observe
 
     @property
-    def has_any(self) -> bool:
-        """Whether loads are in flight, which hold blocks until their copies are made."""
-        return self._cache.levels is not None and len(self._cache.levels.loads) > 0
-
-    @property
     def has_work(self) -> bool:
         """Whether a load is in flight, or a read that the next step should drop if nothing needs it."""
-        levels = self._cache.levels
-        return levels is not None and (self.has_any or not all(read.is_abandoned for read in levels.reads))
+        return bool(self._levels.loads) or not all(read.is_abandoned for read in self._levels.reads.values())
 
     def park(self, request: Request, hit: PrefixHit, num_spare: int) -> bool:
         """Let a request that could start now wait for a read or a load that extends its hit.
@@ -208,28 +194,15 @@ class LoadAdmission:
         Returns False if there is nothing to load, if computing is faster, or if less than `num_spare` blocks would be
         left, and room for the first waiting request of a higher tier.
         """
-        levels = self._cache.levels
-        if levels is None:
-            return False
         reach = self._cache.worthwhile_reach(request, hit, may_read=request.num_load_waits < MAX_LOAD_WAITS)
-        if reach is None or levels.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0:
+        if reach is None or self._levels.shortage(reach) + num_spare + self._num_wanted_above(request) > 0:
             return False
-        unread = levels.unread(reach)
         is_first = not request.num_missing_copies
-        if not self._is_nearer(request, len(reach.pieces) + len(unread)):
+        if not self._is_nearer(request, len(reach.pieces) + len(self._levels.unread(reach))):
             return False
         if is_first:
             request.num_unloaded_tokens = hit.start
-        awaited: Transfer | None = levels.loads.find(reach)
-        if awaited is None:
-            part = levels.ready_part(hit, reach)
-            levels.read(unread, request)
-            if part is None:
-                awaited = levels.reads.find(reach.pieces[0].content)
-                assert awaited is not None, "its first piece is not in host memory, so it is read"
-            else:
-                awaited = levels.begin(hit, part, is_part=part is not reach)
-        self._waiting.park_for_load(request, awaited.load_id)
+        self._waiting.park_for_load(request, self._levels.bring(request, hit, reach).load_id)
         return True
 
     def _num_wanted_above(self, request: Request) -> int:
@@ -249,34 +222,32 @@ class LoadAdmission:
 
     def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int) -> None:
         """End a read, and send its waiters back to the queue. At their turn, what was read is copied to the device."""
-        levels = self._cache.levels
-        read = None if levels is None else levels.reads.get(read_id)
-        if levels is None or read is None:
+        read = self._levels.reads.get(read_id)
+        if read is None:
             return
-        levels.finish_read(read, failures, read_ns)
+        self._levels.finish_read(read, failures, read_ns)
         self._waiting.unpark_load(read_id)
         for request in read.users if failures and not read.is_void else ():
             self._give_up(request)
 
     def finish(self, load_id: int, failures: Collection[Content]) -> None:
         """End a load, and send its waiters back to the queue."""
-        levels = self._cache.levels
-        load = None if levels is None else levels.loads.get(load_id)
-        if levels is None or load is None:
+        load = self._levels.loads.get(load_id)
+        if load is None:
             return
-        loaded = levels.finish(load, failures)
+        num_tokens, is_whole = self._levels.finish(load, failures)
+        source = load.reach.source
         for request in self._waiting.unpark_load(load_id):
-            if loaded.num_tokens:
-                request.num_loaded_tokens += loaded.num_tokens
-                request.loaded_from = Level.DISK if Level.DISK in (request.loaded_from, load.source) else Level.HOST
-            if not loaded.is_whole and not load.is_void:
+            if num_tokens:
+                request.num_loaded_tokens += num_tokens
+                request.loaded_from = Level.DISK if Level.DISK in (request.loaded_from, source) else Level.HOST
+            if not is_whole and not load.is_void:
                 self._give_up(request)
-        self._observe(PrefixLoaded(load.source, loaded.num_tokens, loaded.is_whole))
+        self._observe(PrefixLoaded(source, num_tokens, is_whole))
 
     def expire(self, now_ns: int) -> None:
         """Send requests back to the queue whose load takes too long, or is of no use since the cache was cleared."""
-        levels = self._cache.levels
-        for ended in () if levels is None else levels.expire(now_ns):
+        for ended in self._levels.expire(now_ns) if self._levels.levels else ():
             for request in self._waiting.unpark_load(ended.load_id):
                 if not ended.is_void:
                     self._give_up(request)
@@ -289,11 +260,10 @@ class LoadAdmission:
 
     def note_start(self, request: Request, hit: PrefixHit) -> None:
         """Tell the saves if a request that starts would have used content that was evicted and is in no lower level."""
-        levels = self._cache.levels
-        if levels is None or request.num_preemptions or not self._cache.was_evicted(request, hit):
+        if not self._levels.levels or request.num_preemptions or not self._cache.was_evicted(request, hit):
             return
         if self._cache.reach(request, hit) is None:
-            levels.saves.note_regret()
+            self._levels.saves.note_regret()
 
     # Explanations
 
@@ -547,7 +517,7 @@ class Admission:
                 return self._refuse(step, request, num_kept, victims)
             plan = self._plan_preemption(request, hit, missing, victims, has_free_seq=has_free_seq)
             if plan is None:
-                if not self._running and not step.has_in_flight and not self.loads.has_any:
+                if not self._running and not step.has_in_flight and not self._cache.levels.loads:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
                 # Preempting all candidates would not free enough: preempt none.
                 return self._refuse(step, request, num_kept, victims)
@@ -628,7 +598,7 @@ class Admission:
             return len(self._running) * self._num_spare_each(request, hit) + is_resumed
         start = self._spared_start(request, hit)
         end = min(len(request.tokens) + num_steps, request.token_limit - 1)
-        if start is not None and not self._room.has_spared:
+        if start is not None and not self._room.spared:
             end = start.end
         size = self._cache.block_size
         num_own = max(-(-end // size) - -(-len(request.tokens) // size), is_resumed)
@@ -651,9 +621,7 @@ class Admission:
         return Start(request, hit.start, end) if is_spared else None
 
     def _freed_blocks(self, request: Request, hit: PrefixHit, missing: Missing, num_steps: int) -> _FreedBlocks:
-        def spare(victim: Request) -> int:
-            return self._num_spare_for(victim, request, hit, num_steps)
-
+        spare = partial(self._num_spare_for, request=request, hit=hit, num_steps=num_steps)
         return _FreedBlocks(self._cache.memory, hit, missing, spare)
 
     def _num_spare_for(self, running: Request, request: Request, hit: PrefixHit, num_steps: int) -> int:
@@ -744,7 +712,7 @@ class Admission:
             request.num_caught_up_at = self.caught_up_at(request)
             self._policy.ledger.set_aside(request, request.num_caught_up_at - hit.start)
             if request.is_covered:
-                self._room.add(request)
+                self._room.spared.append(request)
         else:
             request.num_cached_tokens = hit.start
             request.cache_explanation = self.explain(request, hit, is_started=True)

@@ -30,11 +30,22 @@ T = TypeVar("T")
 B = TypeVar("B", bound=Linked)
 
 _state = attrgetter(
-    "state", "batch_index", "block_table", "num_computed", "num_planned", "num_in_flight", "num_published"
+    "state",
+    "batch_index",
+    "block_table",
+    "num_computed",
+    "num_planned",
+    "num_in_flight",
+    "num_published",
+    "window_table",
+    "live_states",
+    "snapshots",
+    "state_slot",
 )
 _tokens, _request_id = attrgetter("tokens"), attrgetter("request_id")
 _block_id, _block_table = attrgetter("block_id"), attrgetter("block_table")
-_IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0)  # `_state` of a waiting request
+_IDLE: tuple[object, ...]  # `_state` of a waiting request
+_IDLE = (RequestState.WAITING, None, [], 0, 0, 0, 0, [], (), [], None)
 
 
 def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None) -> None:
@@ -61,14 +72,12 @@ def audit(
     yield from _check_waiting(scheduler, max_blocks)
     for plan in scheduler.in_flight:
         _count(holders, [copy.source for copy in plan.copies])
-    if cache.levels is not None:
-        _count(holders, [block.block_id for load in cache.levels.loads for block in load.nodes])
+    _count(holders, [block.block_id for load in cache.levels.loads.values() for block in load.nodes])
     yield from _check_cache(cache, holders, roots, max_blocks)
     if cache.memory.is_hybrid:
         check_hybrid(scheduler, cache.memory)
         yield
-    if cache.levels is not None:
-        yield from check_levels(scheduler, cache.levels, max_blocks)
+    yield from check_levels(scheduler, cache.levels, max_blocks)
 
 
 def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:
@@ -346,8 +355,7 @@ def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | 
 def check_hybrid(scheduler: Scheduler, memory: Memory) -> None:
     """Raise `InvariantViolation` if an invariant is broken. O(blocks + states + requests)."""
     held = [pin.held for pin in scheduler.cache.pins]
-    if scheduler.cache.levels is not None:
-        held += [load.held for load in scheduler.cache.levels.loads]
+    held += [load.held for load in scheduler.cache.levels.loads.values()]
     tables = _check_window_tables(scheduler) if memory.windows.is_used else Counter()
     tables.update(copy.source for plan in scheduler.in_flight for copy in plan.window_copies)
     tables.update(block.block_id for one in held for block in one.windows)
@@ -358,22 +366,14 @@ def check_hybrid(scheduler: Scheduler, memory: Memory) -> None:
     slots = _check_states(scheduler) if memory.states.is_used else Counter()
     slots.update(slot.block_id for one in held for slot in one.states)
     pool = memory.states.pool
-    num_published = _check_whole_pool(pool, slots, partial(_check_snapshot, pool=pool))
+    _check_whole_pool(pool, slots, partial(_check_snapshot, pool=pool))
+    num_published = sum(slot.is_published for slot in pool.blocks)
     if pool.num_snapshots != num_published:
         _fail(f"{num_published} states are published, the pool counts {pool.num_snapshots}")
-    for request in scheduler.waiting:
-        if request.window_table or request.live_states or request.snapshots or request.state_slot is not None:
-            _fail(f"{request!r} waits and holds window blocks or states")
 
 
-def _check_whole_pool(pool: Pool[B], held: Counter[int], check_content: Callable[[B], None]) -> int:
-    slices = _check_pool(pool, [held[block.block_id] for block in pool.blocks], sys.maxsize, check_content)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            num_published: int = end.value
-            return num_published
+def _check_whole_pool(pool: Pool[B], held: Counter[int], check_content: Callable[[B], None]) -> None:
+    _exhaust(_check_pool(pool, [held[block.block_id] for block in pool.blocks], sys.maxsize, check_content))
 
 
 def _check_window(block: WindowBlock) -> None:
@@ -431,22 +431,20 @@ def check_levels(scheduler: Scheduler, levels: Levels, size: int) -> Iterator[No
     """Raise `InvariantViolation` if an invariant is broken. Yields after every `size` stored pieces."""
     loading: Counter[int] = Counter()  # by identity: content may be lost and saved again while it is loaded
     buffers: Counter[MemoryKind] = Counter()
-    for load in levels.loads:
-        if load.state is not None and load.state.ref_count < 1:
-            _fail(f"{load!r} does not hold its state")
+    for load in levels.loads.values():
         if not load.is_void:
             loading.update(map(id, load.reach.pieces))
         for stored, read_id in zip(load.reach.pieces, load.read_ids, strict=True):
             buffers[stored.content.kind] += read_id > 0
-    for read in levels.reads:
+    for read in levels.reads.values():
         if read.state is ReadState.READY:
             buffers.update(content.kind for content in read.pieces)
         elif read.state is ReadState.READING:
             buffers.update(read.kinds)
-    if [buffers[kind] for kind in MemoryKind] != levels.reads.num_buffers:
-        _fail(f"{levels.reads.num_buffers} buffers are counted for reads of {buffers}")
-    if any(number > limit for number, limit in zip(levels.reads.num_buffers, levels.reads.limits, strict=True)):
-        _fail(f"reads use {levels.reads.num_buffers} buffers, of {levels.reads.limits}")
+    if [buffers[kind] for kind in MemoryKind] != levels.num_buffers:
+        _fail(f"{levels.num_buffers} buffers are counted for reads of {buffers}")
+    if any(number > limit for number, limit in zip(levels.num_buffers, levels.max_buffers, strict=True)):
+        _fail(f"reads use {levels.num_buffers} buffers, of {levels.max_buffers}")
     for level in levels.levels:
         yield from _check_level(level, loading, size)
         num_pending = Counter(content.kind for content, to in levels.saves.pending.items() if level.level in to)
@@ -473,8 +471,8 @@ def _check_level(level: LowerLevel, loading: Mapping[int, int], size: int) -> It
     if num_bytes != level.num_bytes:
         _fail(f"{level.level} counts {level.num_bytes} bytes, and stores {num_bytes}")
     for kind in MemoryKind:
-        if level.limits is not None and level.count(kind) + level.num_reserved[kind] > level.limits[kind]:
-            count, reserved = level.count(kind), level.num_reserved
+        count, reserved = len(level.pieces(kind)), level.num_reserved
+        if level.limits is not None and count + reserved[kind] > level.limits[kind]:
             _fail(f"{level.level} has {count} {kind.name} and {reserved} reserved, of {level.limits}")
 
 

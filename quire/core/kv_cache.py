@@ -15,11 +15,11 @@ from quire.core.cache.pool import BlockPool, PoolStats, StateStats
 from quire.core.cache.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.levels.levels import Levels, LevelStats
-from quire.core.levels.lower_level import LowerLevel, Reach
+from quire.core.levels.lower_level import LowerLevel, Reach, Search
 from quire.core.levels.saves import NO_SAVES, SaveLimits
 from quire.core.memory import ALL_PLACES, Memory, PinBoard, Place
 from quire.core.request import Request
-from quire.core.step import BlockCopy, MemoryKind
+from quire.core.step import BlockCopy
 from quire.core.values import PackedPrompt, check_salt, check_tokens
 from quire.errors import ContextTooLong, OutOfBlocks
 
@@ -82,7 +82,7 @@ class KVCacheManager:
         self.memory = Memory(
             self.tree,
             self.pool,
-            self._can_cache,
+            self.can_publish,
             window=window,
             num_window_blocks=num_window_blocks,
             num_states=num_states,
@@ -90,9 +90,8 @@ class KVCacheManager:
             places=places,
         )
         self.pins = PinBoard(self.memory, observe)
-        self.levels: Levels | None = None
-        if levels and is_caching:
-            self.levels = Levels(self.memory, levels, save_limits)
+        self.levels = Levels(self.memory, levels if is_caching else (), save_limits)
+        self._device = Search(self.memory)
         self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -125,17 +124,17 @@ class KVCacheManager:
         if not self._is_searched(request):
             return NO_HIT
         hit = self.tree.match(self.chain(request), len(request.tokens) - 1)
-        return self.memory.continue_hit(self.chain(request), hit)
+        return self._device.continue_hit(self.chain(request), hit)
 
     def reach(self, request: Request, hit: PrefixHit) -> Reach | None:
         """How far lower levels extend a hit; None if not at all."""
-        if self.levels is None or not self._is_searched(request):
+        if not self._is_searched(request):
             return None
         return self.levels.find(self.chain(request), len(request.tokens) - 1, hit)
 
     def worthwhile_reach(self, request: Request, hit: PrefixHit, *, may_read: bool = True) -> Reach | None:
         """How far lower levels extend a hit with loads that save time, without reads of the disk unless `may_read`."""
-        if self.levels is None or not self._is_searched(request):
+        if not self.levels.levels or not self._is_searched(request):
             return None
         return self.levels.choose(self.chain(request), len(request.tokens) - 1, hit, may_read=may_read)
 
@@ -161,12 +160,12 @@ class KVCacheManager:
         blocks = [self.pool.blocks[block_id] for block_id in parent.block_table[: num_full + (num_tail > 0)]]
         tail = blocks.pop() if num_tail else None
         hit = PrefixHit(tuple(blocks), tail, num_tail, False, num_tokens, is_fork=True)
-        return self.memory.continue_hit(self.chain(child), hit, parent)
+        return self._device.continue_hit(self.chain(child), hit, parent)
 
     def without_tail(self, request: Request, hit: PrefixHit) -> PrefixHit:
         """The part of a hit that needs no copy of a block."""
         parent = request.parent if hit.is_fork else None
-        return self.memory.continue_hit(self.chain(request), hit.without_tail(), parent)
+        return self._device.continue_hit(self.chain(request), hit.without_tail(), parent)
 
     def shortage(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> int:
         """Number of free blocks that `grow` lacks. If negative: the number that would be left."""
@@ -191,20 +190,21 @@ class KVCacheManager:
 
     def explain(self, request: Request, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
         """Explain where this hit of the request ends and why."""
+        num_kv_tokens = 0
         if not self._is_searched(request):
             is_complete = 0 < hit.start == len(request.tokens) - 1  # a hit on the blocks of a parent
             reason = StopReason.COMPLETE if is_complete else StopReason.OFF
-            return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason)
-        found = self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
-        if hit.start == hit.num_tokens:
-            return found
-        reason = StopReason.NO_STATE if self.memory.states.is_used else StopReason.NO_WINDOW
-        return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason, hit.num_tokens)
+        elif hit.start == hit.num_tokens:
+            reason = self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
+        else:
+            reason = StopReason.NO_STATE if self.memory.states.is_used else StopReason.NO_WINDOW
+            num_kv_tokens = hit.num_tokens
+        return CacheExplanation(hit.start, hit.start // self.block_size, hit.start, reason, num_kv_tokens)
 
     def can_publish(self, context: Context, index: int) -> bool:
-        """Whether the block before `index` is in the tree. False after a `clear` or a collision."""
-        if index == 0:
-            return True
+        """Whether the block before `index` is in the tree. False after a `clear` or a collision, or if nothing is."""
+        if index == 0 or not self.is_caching:
+            return self.is_caching
         parent = self.pool.blocks[context.block_table[index - 1]]
         return parent.key is not None and parent.key == self.chain(context).key(index - 1)
 
@@ -225,11 +225,8 @@ class KVCacheManager:
             num_recomputed_tokens=self._num_recomputed_tokens,
             windows=windows.pool.stats() if windows.is_used else None,
             states=states.pool.state_stats() if states.is_used else None,
-            levels=() if self.levels is None else self.levels.stats(),
+            levels=self.levels.stats(),
         )
-
-    def _can_cache(self, context: Context, index: int) -> bool:
-        return self.is_caching and self.can_publish(context, index)
 
     # Verbs
 
@@ -252,7 +249,7 @@ class KVCacheManager:
     def _start(self, request: Request, hit: PrefixHit) -> list[BlockCopy]:
         pool = self.pool
         pool.share(hit.blocks)
-        if self.levels is not None and not request.num_preemptions:  # a resumed request uses its own content
+        if not request.num_preemptions:  # a resumed request uses its own content
             self.levels.saves.note_use(hit.blocks)
         table = [block.block_id for block in hit.blocks]
         num_existing = hit.num_tokens  # tokens whose KV exists now; a copied tail exists only after its step has run
@@ -286,8 +283,8 @@ class KVCacheManager:
 
     def settle(self, copies: Sequence[BlockCopy], window_copies: Sequence[BlockCopy] = ()) -> None:
         """Release the sources of copies whose step is done."""
-        self.memory.settle(MemoryKind.BLOCK, copies)
-        self.memory.settle(MemoryKind.WINDOW, window_copies)
+        for pool, done in zip(self.memory.pools, (copies, window_copies), strict=False):
+            pool.release([pool.blocks[copy.source] for copy in done])
 
     def publish(self, request: Request) -> None:
         """Publish the full blocks whose KV exists now."""
@@ -308,7 +305,7 @@ class KVCacheManager:
     def publish_tail(self, request: Request) -> None:
         """Publish the last, partly filled block."""
         index, num_tail = divmod(request.num_computed, self.block_size)
-        if not num_tail or not self._can_cache(request, index) or request.num_computed < request.kv_start:
+        if not num_tail or not self.can_publish(request, index) or request.num_computed < request.kv_start:
             return
         chain = self.chain(request)
         tokens = chain.run(index * self.block_size, request.num_computed)
@@ -345,16 +342,14 @@ class KVCacheManager:
         return self._pin(pin_id, self.chain(request), num_tokens, expires_ns)
 
     def _pin(self, pin_id: str, chain: TokenChain, num_tokens: int, expires_ns: int) -> int:
-        hit = self.memory.continue_hit(chain, self.tree.match(chain, num_tokens).without_tail())
-        if self.levels is not None:
-            self.levels.saves.note_use(hit.blocks)
+        hit = self._device.continue_hit(chain, self.tree.match(chain, num_tokens).without_tail())
+        self.levels.saves.note_use(hit.blocks)
         return self.pins.pin(pin_id, hit.blocks, expires_ns, hit.continuation) * self.block_size
 
     def clear(self) -> None:
         """Drop all cached content, in all levels, and all pins. Running requests keep their blocks."""
         self.pins.clear()
-        if self.levels is not None:
-            self.levels.clear()
+        self.levels.clear()
         self.pool.clear()
         self.memory.states.pool.clear()
 

@@ -25,8 +25,7 @@ from quire.core.cache.context import Context, TokenChain
 from quire.core.cache.pool import BlockPool, Pool, StatePool, WindowPool
 from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, PrefixTree
 from quire.core.events import Observer, PinYielded, ignore
-from quire.core.step import BlockCopy, MemoryKind, SeqSlice, StateSnapshot
-from quire.core.values import TOKEN_BYTES
+from quire.core.step import BlockCopy, SeqSlice, StateSnapshot
 from quire.errors import InvalidRequest
 
 
@@ -80,7 +79,6 @@ def choose_boundaries(boundaries: Sequence[int]) -> tuple[int, ...]:
     return (*boundaries[:1], *boundaries[1:][-2:])
 
 
-WindowAt = Callable[[int], WindowBlock | None]  # block number -> the window block with its tokens
 CanCache = Callable[[Context, int], bool]  # whether the content of this block of a context may be published
 
 
@@ -161,13 +159,6 @@ class WindowGroup:
         num_most = min(self._peak(num_new), -(-len(context.tokens) // self._block_size) + 1)
         return num_most - sum(block.ref_count > 0 for block in continuation.windows)
 
-    def missing(self, position: int, window_at: WindowAt) -> int | None:
-        """The last block that a token at `position` sees and whose window block is not cached."""
-        if not self.is_used:
-            return None
-        last = (position - 1) // self._block_size
-        return next((n for n in range(last, self.first_block(position) - 1, -1) if window_at(n) is None), None)
-
     # Verbs
 
     def start(self, context: Context, continuation: Continuation) -> list[BlockCopy]:
@@ -245,13 +236,6 @@ class WindowGroup:
             heir.window, window.node, block.window = window, heir, None
         else:
             self.pool.detach(block)
-
-
-def cached_window(node: KVCacheBlock) -> WindowBlock | None:
-    """The window block of a node, or of a twin with the same tokens."""
-    if node.window is not None or node.twins is None:
-        return node.window
-    return next((twin.window for twin in node.twins if twin.window is not None), None)
 
 
 # Most conversations continue after the answer. States within a prompt are for branches, which are rarer: the tokens
@@ -459,74 +443,6 @@ class Memory:
     def release(self, held: Held) -> None:
         for pool, blocks in zip(self.pools, held, strict=True):
             pool.release(blocks)
-
-    def settle(self, kind: MemoryKind, copies: Sequence[BlockCopy]) -> None:
-        """Release the sources of copies whose step is done."""
-        pool = self.pools[kind]
-        pool.release([pool.blocks[copy.source] for copy in copies])
-
-    # Where a request continues after a prefix hit
-
-    def continue_hit(self, chain: TokenChain, hit: PrefixHit, parent: Context | None = None) -> PrefixHit:
-        """Add to a hit where a request can continue. `parent`: the request whose blocks a fork shares.
-
-        Cached keys and values of full attention are not enough. To continue after token t, a model with windows also
-        needs their keys and values for the last `window` tokens before t, and one with recurrent states needs the state
-        after exactly t tokens. A continuation is the largest t for which all of them exist.
-        """
-        if not self.is_hybrid:
-            return hit
-        window_at, size = self._window_at(hit, parent), self.tree.block_size
-        blocked = hit.num_tokens  # no position after this has all of its window blocks
-        for position, state in self._snapshots(chain, hit) if self.states.is_used else self._boundaries(hit):
-            if position > blocked:
-                continue
-            missing = self.windows.missing(position, window_at)
-            if missing is None:
-                return hit._replace(continuation=self._continuation(hit, position, state, window_at))
-            blocked = missing * size
-        return hit._replace(continuation=FROM_ZERO)
-
-    def _continuation(
-        self, hit: PrefixHit, position: int, state: StateSlot | None, window_at: WindowAt
-    ) -> Continuation:
-        number, num_tail = divmod(position, self.tree.block_size)
-        blocks = map(window_at, range(self.windows.first_block(position), number))
-        tail = window_at(number) if num_tail else None
-        is_adoptable = position == hit.num_tokens and hit.is_adoptable and tail is not None and tail.ref_count == 0
-        return Continuation(position, state, tuple(block for block in blocks if block is not None), tail, is_adoptable)
-
-    def _window_at(self, hit: PrefixHit, parent: Context | None) -> WindowAt:
-        if parent is not None and self.windows.is_used:
-            blocks, table = self.windows.pool.blocks, parent.window_table
-            return lambda number: blocks[table[number]] if number < len(table) and table[number] else None
-        nodes = hit.blocks if hit.tail is None else (*hit.blocks, hit.tail)
-        return lambda number: cached_window(nodes[number])
-
-    def _boundaries(self, hit: PrefixHit) -> Iterator[tuple[int, StateSlot | None]]:
-        """Positions to continue from without a state: the end, then every block boundary before it."""
-        size = self.tree.block_size
-        if hit.num_tokens % size:
-            yield hit.num_tokens, None
-        for position in range(hit.num_tokens // size * size, 0, -size):
-            yield position, None
-
-    def _snapshots(self, chain: TokenChain, hit: PrefixHit) -> Iterator[tuple[int, StateSlot | None]]:
-        """Positions with a snapshot, last first."""
-        size = self.tree.block_size
-        num_full, num_tail = divmod(hit.num_tokens, size)
-        for number in range(num_full, -1, -1):
-            key = chain.parent_key(number)
-            found = self.states.pool.at(key)
-            # The blocks of a running parent may not be in the tree, and other content may have the same key.
-            if not found or (number and hit.blocks[number - 1].key != key):
-                continue
-            longest = num_tail if number == num_full else size - 1
-            run = chain.run(number * size, number * size + longest)
-            for length in range(longest, -1, -1):
-                state = found.get(run[: length * TOKEN_BYTES])
-                if state is not None and self.states.may_hold(state):
-                    yield number * size + length, state
 
     # Memory of contexts, in a model with windows or states
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
 from quire.core.admission import Admission, GrowthRoom, Outcome, StepBuilder
-from quire.core.cache.prefix import CacheExplanation, PrefixHit
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import NO_STATES
@@ -68,10 +67,10 @@ class Planner:
             max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_tokens=max_mixed_tokens,
         )
-        self._admission = Admission(
+        self.admission = Admission(
             cache, policy, running, waiting, room=self._room, max_chunk_tokens=max_chunk_tokens, observe=observe
         )
-        self.loads = self._admission.loads
+        self.loads = self.admission.loads
         self._num_steps = 0
         self._awaiting: Priority | None = None  # in the last step, a request of this tier needed memory of a spared one
 
@@ -79,8 +78,8 @@ class Planner:
         """Plan one step, and admit, preempt and advance requests accordingly."""
         step = StepBuilder(now_ns, self.max_num_batched_tokens - len(self._running), has_in_flight=has_in_flight)
         self._num_steps += 1
-        self._room.begin_step()
-        self._waiting.unpark(self._admission.can_share)
+        self._room.forget_ended()
+        self._waiting.unpark(self.admission.can_share)
         self.loads.expire(now_ns)
         self._begin(step)
         if any(step.wanting) or any(map(self._waiting.num_ready, TIERS)):  # else no turn gives anything
@@ -111,9 +110,6 @@ class Planner:
             rate = min(rate, self.max_mixed_tokens)
         return -(-num_spared_tokens // max(rate, 1)) + 2 * self._cache.block_size + MAX_WAIT_STEPS
 
-    def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
-        return self._admission.explain(request, hit)
-
     def _begin(self, step: StepBuilder) -> None:
         """Pass the work of every tier to the ledger, and record which prefixes are in flight."""
         running, waiting, wanting = self._running, self._waiting, step.wanting
@@ -121,13 +117,14 @@ class Planner:
             if len(request.tokens) - request.num_computed <= 1:
                 del running.prompts[request.request_id]  # prefill is done
                 continue
-            self._admission.note_pending(step, request)
+            self.admission.note_pending(step, request)
             if request.is_catching_up and not request.is_covered:
                 step.saving.add(request.priority)
             if self._num_wanted(request) > 1:
                 wanting[request.priority].append(request)
+        num_ready = [waiting.num_ready(tier) for tier in TIERS]
         for tier in TIERS:
-            head = waiting.head((tier,))
+            head = waiting.head((tier,)) if num_ready[tier] else None
             if head is not None:
                 step.needs[tier] = len(head[1].tokens) + self._cache.block_size
                 if head[1].num_preemptions:
@@ -142,7 +139,7 @@ class Planner:
                 TierWork(
                     running.counts[tier] - len(wanting[tier]),
                     len(wanting[tier]),
-                    waiting.num_ready(tier),
+                    num_ready[tier],
                     contexts[tier],
                 )
                 for tier in TIERS
@@ -222,11 +219,11 @@ class Planner:
                     heappop(wanting)
             elif head is None:
                 return
-            elif self._admission.park(step, head[1]):
+            elif self.admission.park(step, head[1]):
                 continue
             elif (num_most := self._num_affordable(turn, head[1], left, left_ns)) < 1:
                 return
-            elif (outcome := self._admission.try_admit(step, head[1], is_owed=turn.is_owed)) is Outcome.PARKED:
+            elif (outcome := self.admission.try_admit(step, head[1], is_owed=turn.is_owed)) is Outcome.PARKED:
                 continue
             elif outcome is Outcome.UNCOVERED:
                 is_open = False  # its tier saves credit for it; others may use the memory meanwhile
@@ -386,7 +383,7 @@ class Planner:
         end = request.num_planned + length
         if request.num_in_flight or end < len(request.tokens):
             return 0
-        if self._room.has_spared:
+        if self._room.spared:
             return 0  # beside a spared request, others grow by a token per step
         budget = step.budget - (length - 1 if request.request_id not in step.allotted else 0)
         num_rows = self._running.max_num_seqs - len(self._running) - step.num_drafts
@@ -426,10 +423,10 @@ class Planner:
             running = self._running.requests
             victim = self._find_victim(step, request)
             if victim is None:
-                if len(running) == 1 and not step.has_in_flight and not self.loads.has_any:
+                if len(running) == 1 and not step.has_in_flight and not self._cache.levels.loads:
                     raise InvariantViolation(f"{request!r} runs alone and cannot grow to {upto} tokens")
                 return False  # the others started in this step, or the sources of copies in flight hold the blocks
-            self._admission.preempt(step, victim, request)
+            self.admission.preempt(step, victim, request)
             if victim is request:
                 return False
         return True

@@ -21,140 +21,13 @@ see `StepCost`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from heapq import heappop, heappush, heapreplace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from quire.core.queues import ArrivalLane, Key, Lane, RequestHeap
+from quire.core.queues import ArrivalLane, Lane, TenantClock, TenantLane
 from quire.core.request import Request, RequestState
 from quire.core.values import TIERS, Priority
 from quire.errors import InvalidRequest
-
-MIN_SWEEP = 64  # tenants stored before idle ones are first removed
-
-
-class TenantClock:
-    """Virtual time of each tenant in tokens, by start-time fair queuing.
-
-    A tenant that was idle starts at the floor: it gets no credit for service it did not request. The floor is the
-    lowest time among the tenants served last. A tenant without a stored time has the floor's, so the time of an idle
-    tenant is only stored while it is above the floor. In a step in which the tier gets all it wants, no tenant is
-    served at another's expense, so all times are set equal.
-    """
-
-    def __init__(self) -> None:
-        self._times: dict[str, int] = {}
-        self._num_alive: dict[str, int] = {}  # number of waiting and running requests
-        self._floor = 0
-        self._lowest: int | None = None  # lowest time served in this step
-        self._highest = 0  # highest time of all tenants
-        self._max_remembered = MIN_SWEEP
-        self.refunded: set[str] = set()  # tenants whose time decreased since their lane was last read
-
-    def time(self, tenant: str) -> int:
-        """Virtual time of a tenant. While the tenant has requests, only a refund decreases it."""
-        return self._times.get(tenant, self._floor)
-
-    def arrive(self, tenant: str) -> None:
-        num_alive = self._num_alive.get(tenant, 0)
-        if not num_alive:
-            self._times[tenant] = max(self._times.get(tenant, 0), self._floor)
-        self._num_alive[tenant] = num_alive + 1
-
-    def leave(self, tenant: str) -> None:
-        self._num_alive[tenant] -= 1
-        if not self._num_alive[tenant]:
-            del self._num_alive[tenant]
-
-    def charge(self, tenant: str, num_tokens: int) -> None:
-        start = self.time(tenant)
-        self._times[tenant] = start + num_tokens
-        self._highest = max(self._highest, start + num_tokens)
-        if self._lowest is None or start < self._lowest:
-            self._lowest = start
-
-    def refund(self, tenant: str, num_tokens: int) -> None:
-        """Take back a charge of this step."""
-        self._times[tenant] -= num_tokens
-        self.refunded.add(tenant)
-
-    def end_step(self, *, is_short: bool = True) -> None:
-        if self._lowest is None:
-            return
-        if not is_short:
-            self._floor, self._lowest = self._highest, None
-            self._times = dict.fromkeys(self._num_alive, self._highest)
-            return
-        self._floor = max(self._floor, self._lowest)
-        self._lowest = None
-        if len(self._times) > self._max_remembered:
-            alive, floor = self._num_alive, self._floor
-            self._times = {name: time for name, time in self._times.items() if time > floor or name in alive}
-            self._max_remembered = max(MIN_SWEEP, 2 * len(self._times))
-
-
-class TenantLane:
-    """The waiting requests of one tier, ordered by the virtual time of their tenants.
-
-    The tenant served least is first; its requests are in order of arrival. Times seldom decrease, so an outdated heap
-    entry is detected and corrected when it reaches the top. After a refund, a tenant gets a second entry before it.
-    """
-
-    def __init__(self, clock: TenantClock) -> None:
-        self._clock = clock
-        self._lines: dict[str, RequestHeap] = {}
-        self._heap: list[tuple[int, int, str]] = []  # (time, serial number of the line, tenant)
-        self._times: dict[str, int] = {}  # tenant in `_lines` -> time of its valid entry
-        self._num_lines = 0  # created so far
-        self._len = 0
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
-        for line in self._lines.values():
-            yield from line
-
-    def push(self, request: Request) -> None:
-        line = self._lines.get(request.tenant)
-        if line is None:
-            line = self._lines[request.tenant] = RequestHeap()
-            self._num_lines += 1
-            self._enter(request.tenant, self._num_lines)
-        line.push((request.sequence, 0), request)
-        self._len += 1
-
-    def _enter(self, tenant: str, number: int) -> None:
-        self._times[tenant] = time = self._clock.time(tenant)
-        heappush(self._heap, (time, number, tenant))
-
-    def remove(self, request: Request) -> None:
-        self._lines[request.tenant].remove(request)
-        self._len -= 1
-
-    def first(self) -> tuple[Key, Request]:
-        """The next request and its key. The lane must not be empty."""
-        while self._clock.refunded:
-            if (tenant := self._clock.refunded.pop()) in self._lines:
-                self._enter(tenant, 0)
-        while True:
-            time, number, tenant = self._heap[0]
-            if self._times.get(tenant) != time:
-                heappop(self._heap)  # replaced after a refund, or its line has ended
-                continue
-            line = self._lines[tenant]
-            now = self._clock.time(tenant)
-            if not line:
-                heappop(self._heap)
-                del self._lines[tenant], self._times[tenant]
-            elif now > time:
-                heapreplace(self._heap, (now, number, tenant))
-                self._times[tenant] = now
-            else:
-                request = line.first()[1]
-                return (time, request.sequence), request
-
 
 NORMAL_SHARE = 0.25
 LOW_SHARE = 0.125
@@ -212,6 +85,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.cost: StepCost | None = None  # None: an additional batch row costs almost nothing
+        self.rationed: Collection[Priority] = ()  # tiers whose running requests need a turn to be in this step
 
     def arrive(self, request: Request) -> None:
         """Record that a new request entered the queue."""
@@ -225,11 +99,6 @@ class Ledger:
         `is_awaited`: a waiting request needs the memory of a request for which credit was set aside. Such requests are
         not rationed then.
         """
-
-    @property
-    def rationed(self) -> Collection[Priority]:
-        """Tiers whose running requests are in this step only if a turn gives them tokens."""
-        return ()
 
     def turns(self) -> Iterator[Turn]:
         """The turns of this step. Each is computed after the previous one has ended."""
@@ -293,7 +162,6 @@ class FairLedger(Ledger):
         self.prepaid = dict.fromkeys(self.shares, 0)  # tokens for which credit was set aside, not planned yet
         self.clocks = {priority: TenantClock() for priority in TIERS}
         self._work: Sequence[TierWork] = ()
-        self._rationed: frozenset[Priority] = frozenset()
         self._decodes = dict.fromkeys(TIERS, 0)  # requests whose token of this step needs no turn
         self._served = dict.fromkeys(TIERS, 0)  # tokens charged in this step
         self._num_prepaid = dict.fromkeys(self.shares, 0)  # of these, tokens paid by credit that was set aside
@@ -308,10 +176,6 @@ class FairLedger(Ledger):
 
     def is_owed(self, priority: Priority) -> bool:
         return self.credits.get(priority, 0) > 0
-
-    @property
-    def rationed(self) -> Collection[Priority]:
-        return self._rationed
 
     def service_bound(
         self, priority: Priority, tokens_ahead: int, drain_tokens: int, max_num_batched_tokens: int
@@ -335,12 +199,12 @@ class FairLedger(Ledger):
 
     def begin_step(self, work: Sequence[TierWork], *, is_awaited: bool = False) -> None:
         self._work = work
-        self._rationed = frozenset() if self.cost is None else self._find_rationed()
+        self.rationed = frozenset() if self.cost is None else self._find_rationed()
         self._is_awaited = is_awaited
         self._deferred_ns = 0
         for priority in TIERS:
             self._served[priority] = self._spent_ns[priority] = 0
-            self._decodes[priority] = 0 if priority in self._rationed else work[priority].num_decodes
+            self._decodes[priority] = 0 if priority in self.rationed else work[priority].num_decodes
 
     def _find_rationed(self) -> frozenset[Priority]:
         """The rationed tiers: LOW, whose steps are kept short, and every tier below the highest tier with work."""
@@ -384,7 +248,7 @@ class FairLedger(Ledger):
     def _limit_ns(self, priority: Priority) -> int | None:
         """Time that a tier may add to the step, next to higher tiers or alone. None: unlimited."""
         cost = self.cost
-        if cost is None or priority not in self._rationed:
+        if cost is None or priority not in self.rationed:
             return None
         top = self._top()
         if top is None or top >= priority:

@@ -17,7 +17,7 @@ from quire.core.planner import Planner
 from quire.core.policy import Policy
 from quire.core.queues import RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
-from quire.core.step import NO_TRANSFERS, Content, SeqSlice, StepPlan, StepResult, TokenUpdate
+from quire.core.step import Content, SeqSlice, StepPlan, StepResult, TokenUpdate
 from quire.core.values import FinishReason, Level
 from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
 
@@ -89,7 +89,7 @@ class Scheduler:
 
         Changes nothing.
         """
-        return self.planner.explain(request, self.cache.match(request))
+        return self.planner.admission.explain(request, self.cache.match(request))
 
     # Arrival and end of requests
 
@@ -155,8 +155,7 @@ class Scheduler:
         self._now_ns = now_ns = max(self._now_ns, now_ns)
         self.cache.pins.expire(now_ns)
         step = self.planner.draft(now_ns, has_in_flight=bool(self._in_flight))
-        levels = self.cache.levels
-        transfers = NO_TRANSFERS if levels is None else levels.pop_plan()
+        transfers = self.cache.levels.pop_plan()
         if not step.slices:
             return StepPlan((), (), (), (), *transfers)
         released = self.running.pop_released()
@@ -168,11 +167,8 @@ class Scheduler:
 
     def schedule_idle(self) -> StepPlan:
         """Plan saves of cached content while nothing runs. The plan has no slices."""
-        levels = self.cache.levels
-        if levels is None:
-            return StepPlan((), (), ())
-        levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.held.blocks)
-        return StepPlan((), (), (), (), *levels.pop_plan())
+        self.cache.levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.held.blocks)
+        return StepPlan((), (), (), (), *self.cache.levels.pop_plan())
 
     def finish_read(self, read_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
         """Apply the end of a read: all its pieces are in buffers, except those of `failures`.
@@ -187,13 +183,11 @@ class Scheduler:
 
     def finish_save(self, content: Content, level: Level, *, is_saved: bool) -> None:
         """Apply the end of a save to one level."""
-        if self.cache.levels is not None:
-            self.cache.levels.finish_save(content, level, is_saved=is_saved)
+        self.cache.levels.finish_save(content, level, is_saved=is_saved)
 
     def lose_stored(self, level: Level, contents: Collection[Content]) -> None:
         """Forget content that is no longer stored in a lower level."""
-        if self.cache.levels is not None:
-            self.cache.levels.lose(level, contents)
+        self.cache.levels.lose(level, contents)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Apply the result of the oldest plan in flight. Slices of an old epoch are dropped."""
@@ -205,7 +199,8 @@ class Scheduler:
         updates: list[TokenUpdate] = []
         requests, memory = self._requests, self.cache.memory
         # Before requests end: the sources of copies are ends of prefixes, to be evicted before the blocks they follow.
-        self.cache.settle(plan.copies, plan.window_copies)
+        if plan.copies or plan.window_copies:
+            self.cache.settle(plan.copies, plan.window_copies)
         is_hybrid = memory.is_hybrid
         has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rare, so tested once
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):

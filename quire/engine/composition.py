@@ -453,7 +453,7 @@ def make_engine(
         scheduler = make_scheduler(
             runner, config, observe, is_server=is_server, levels=levels, chain_secret=chain_secret
         )
-        if levels is None or scheduler.cache.levels is None:
+        if levels is None or not scheduler.cache.levels.levels:
             return Engine(runner, scheduler, has_drafts=config.enable_drafts)
         if config.backend != "fake":  # which computes nothing, so that no load would ever pay
             scheduler.cache.levels.ns_per_token = measure_prefill(

@@ -199,8 +199,7 @@ class Engine:
         self.has_progressed = False  # in the last step: something was computed, read or loaded, or was begun
         self._num_failed_steps = 0
         self.transfers = transfers
-        if scheduler.cache.levels is not None:
-            scheduler.cache.levels.on_loads = self._start_loads_early
+        scheduler.cache.levels.on_loads = self._start_loads_early
 
     @property
     def has_work(self) -> bool:
@@ -209,10 +208,9 @@ class Engine:
     @property
     def has_idle_work(self) -> bool:
         """Whether cached content should be saved while nothing runs, or saves are in flight."""
-        levels = self.scheduler.cache.levels
-        if self.transfers is None or levels is None:
+        if self.transfers is None:
             return False
-        return self.transfers.has_copies or levels.saves.has_unsaved
+        return self.transfers.has_copies or self.scheduler.cache.levels.saves.has_unsaved
 
     def add(
         self,
@@ -315,9 +313,7 @@ class Engine:
     @property
     def read_limit_s(self) -> float:
         """Time until the reads for which requests wait are late. They compute then."""
-        levels = self.scheduler.cache.levels
-        deadline_ns = 0 if levels is None else levels.reads.last_deadline_ns
-        return max(deadline_ns - self.clock(), 0) / 1e9
+        return max(self.scheduler.cache.levels.last_deadline_ns - self.clock(), 0) / 1e9
 
     @property
     def awaits_tokens(self) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.backends.base import Capacity
-from quire.backends.fake import FakeRunner
+from quire.backends.fake import FakeRunner, run_alone
 from quire.core.cache.block import KVCacheBlock
 from quire.core.cache.pool import BlockPool
 from quire.core.cache.prefix import NO_HIT
@@ -19,6 +19,7 @@ from quire.core.step import StepPlan, StepResult, TokenUpdate
 from quire.core.values import Priority, SamplingParams
 
 NS = 1_000_000_000
+VOCAB_SIZE = 1000
 _T = TypeVar("_T")
 
 
@@ -61,12 +62,18 @@ class Rig:
         policy: Policy | None = None,
         max_waiting: int = 100,
         is_late: bool = True,
+        window: int = 0,
+        num_window_blocks: int = 0,
+        num_states: int = 0,
+        **cache_options: Any,
     ) -> None:
         self.events: list[Event] = []
         self.now_ns = 0
-        cache = KVCacheManager(num_blocks, block_size, observe=self.events.append)
+        self.window, self.has_states = window, num_states > 0
+        memory = {"window": window, "num_window_blocks": num_window_blocks, "num_states": num_states}
+        self.cache = KVCacheManager(num_blocks, block_size, observe=self.events.append, **memory, **cache_options)
         self.scheduler = Scheduler(
-            cache,
+            self.cache,
             policy or Fair(),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -75,9 +82,8 @@ class Rig:
             max_waiting=max_waiting,
             observe=self.events.append,
         )
-        capacity = Capacity(num_blocks, block_size, max_num_seqs, self.scheduler.max_model_len, vocab_size=1000)
+        capacity = Capacity(num_blocks, block_size, max_num_seqs, self.scheduler.max_model_len, VOCAB_SIZE, **memory)
         self.runner = FakeRunner(capacity, is_late=is_late)
-        self.cache = cache
         self.updates: list[TokenUpdate] = []
 
     def add(
@@ -121,6 +127,18 @@ class Rig:
                 return count
             self.step()
         raise AssertionError(f"requests have not ended after {max_steps} steps")
+
+    def output_alone(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+        """The answer of a request if it is the only one."""
+        return run_alone(
+            prompt,
+            sampling,
+            sampling.max_tokens or 0,
+            block_size=self.cache.block_size,
+            vocab_size=VOCAB_SIZE,
+            window=self.window,
+            has_states=self.has_states,
+        )
 
     def happened(self, kind: type[_T]) -> list[_T]:
         return [event for event in self.events if isinstance(event, kind)]

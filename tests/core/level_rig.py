@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from quire.backends.base import Capacity
-from quire.backends.fake import FakeRunner, run_alone
+from quire.backends.fake import FakeRunner
 from quire.core.check import check_scheduler
-from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.lower_level import LowerLevel, PieceCounts, PieceSizes
 from quire.core.levels.saves import SaveLimits
-from quire.core.policy import Fair
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan
@@ -21,7 +18,6 @@ from tests.core.helpers import Rig
 SIZES: PieceSizes = (10, 5, 25)  # bytes of a block, a window block and a state
 PLENTY = SaveLimits(max_bytes=100_000, idle_bytes=100_000, max_pending=1_000, max_writes=1_000)
 UNLIMITED = 1_000_000  # bytes of a host level that never evicts in a test
-VOCAB_SIZE = 1000
 BLOCK_SIZE = 4
 
 Payload = list[int]
@@ -123,53 +119,20 @@ class TieredRig(Rig):
         store_bytes: int | None = None,
         buffers: PieceCounts | None = None,
         limits: SaveLimits = PLENTY,
-        num_blocks: int = 65,
-        max_num_seqs: int = 4,
-        max_num_batched_tokens: int = 256,
-        max_chunk_tokens: int = 256,
-        window: int = 0,
-        num_window_blocks: int = 0,
-        num_states: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
-        self.window, self.has_states = window, num_states > 0
         levels = []
         if host_bytes:
             levels.append(LowerLevel(Level.HOST, SIZES, (host_bytes // SIZES[0],) * 3))
         if has_disk:
             levels.append(LowerLevel(Level.DISK, SIZES, store_bytes=store_bytes, buffers=buffers))
-        self.cache = KVCacheManager(
-            num_blocks,
-            BLOCK_SIZE,
+        super().__init__(
             secret=b"the same in every process",
-            observe=self.events.append,
-            window=window,
-            num_window_blocks=num_window_blocks,
-            num_states=num_states,
             levels=levels,
             save_limits=limits,
+            **{"num_blocks": 65, "block_size": BLOCK_SIZE, "max_num_seqs": 4, **options},
         )
-        self.scheduler = Scheduler(
-            self.cache,
-            Fair(),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_chunk_tokens=max_chunk_tokens,
-            observe=self.events.append,
-        )
-        capacity = Capacity(
-            num_blocks,
-            BLOCK_SIZE,
-            max_num_seqs,
-            self.scheduler.max_model_len,
-            vocab_size=VOCAB_SIZE,
-            window=window,
-            num_window_blocks=num_window_blocks,
-            num_states=num_states,
-        )
-        self.runner = FakeRunner(capacity, is_late=True)
         self.store = Store(self.runner)
-        assert self.cache.levels is not None
         self.levels = self.cache.levels
         self._next_id = 1000
 
@@ -265,18 +228,7 @@ class TieredRig(Rig):
 
     def check_answer(self, request: Request) -> None:
         prompt = [*request.tokens[: request.num_prompt_tokens]]
-        assert request.output == self.output_alone(prompt, request.sampling.max_tokens or 0)
-
-    def output_alone(self, prompt: Sequence[int], num_tokens: int = 4) -> list[int]:
-        return run_alone(
-            prompt,
-            SamplingParams(temperature=0.0, max_tokens=num_tokens),
-            num_tokens,
-            block_size=BLOCK_SIZE,
-            vocab_size=VOCAB_SIZE,
-            window=self.window,
-            has_states=self.has_states,
-        )
+        assert request.output == self.output_alone(prompt, request.sampling)
 
     def wait_for_load(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "") -> Request:
         """Add a request and plan a step, in which it starts to wait for a load."""
@@ -301,7 +253,7 @@ class TieredRig(Rig):
         chain = self.cache.chain(Request(0, tokens, salt=salt))
         run = chain.run(number * BLOCK_SIZE, min((number + 1) * BLOCK_SIZE, len(tokens)))
         parent_key = chain.parent_key(number)
-        return Content(kind, chain.key_of(parent_key, run), parent_key, run)
+        return Content(kind, self.cache.tree.digest(parent_key, run), parent_key, run)
 
     def contents(self, tokens: Sequence[int], numbers: Iterable[int]) -> list[Content]:
         return [self.content(tokens, number) for number in numbers]

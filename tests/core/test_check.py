@@ -331,13 +331,11 @@ def tiered() -> TieredRig:
 
 
 def first_load(rig: TieredRig) -> PrefixLoad:
-    return next(iter(rig.levels.loads))
+    return next(iter(rig.levels.loads.values()))
 
 
 def release_state(rig: TieredRig) -> None:
-    state = first_load(rig).state
-    assert state is not None
-    state.ref_count = 0
+    first_load(rig).states[0].ref_count = 0
 
 
 def release_window(rig: TieredRig) -> None:
@@ -366,7 +364,7 @@ TIER_VIOLATIONS: dict[str, Callable[[TieredRig], None]] = {
     "bytes of a tier": lambda rig: setattr(rig.level(Level.DISK), "num_bytes", 7),
     "reserved slots": lambda rig: rig.level(Level.HOST).num_reserved.__setitem__(0, 10),
     "a budget is exceeded": lambda rig: setattr(rig.level(Level.HOST), "limits", (2, 2, 2)),
-    "buffers of reads": lambda rig: rig.levels.reads.num_buffers.__setitem__(0, 1),
+    "buffers of reads": lambda rig: rig.levels.num_buffers.__setitem__(0, 1),
     "a request waits for an abandoned load": abandon_load,
     "a request waits for a load that has ended": forget_load,
 }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from quire.backends.base import Capacity
-from quire.backends.fake import FakeRunner, run_alone
 from quire.core.cache.block import KVCacheBlock, WindowBlock
 from quire.core.cache.pool import StatePool, WindowPool
 from quire.core.cache.prefix import StopReason
 from quire.core.kv_cache import KVCacheManager
-from quire.core.memory import ALL_PLACES, Place, cached_window, place_points
-from quire.core.policy import Fair
+from quire.core.levels.lower_level import cached_window
+from quire.core.memory import ALL_PLACES, place_points
 from quire.core.request import Request
-from quire.core.scheduler import Scheduler
 from quire.core.values import SamplingParams
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import Rig
@@ -24,67 +23,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 class HybridRig(Rig):
     """A scheduler with windows or states on a fake runner that models them."""
 
-    def __init__(
-        self,
-        *,
-        window: int = 0,
-        num_window_blocks: int = 0,
-        num_states: int = 0,
-        num_blocks: int = 200,
-        block_size: int = 4,
-        max_num_seqs: int = 4,
-        max_chunk_tokens: int = 256,
-        num_live_states: int = 2,
-        places: frozenset[Place] = ALL_PLACES,
-    ) -> None:
-        super().__init__(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
-        self.window, self.has_states = window, num_states > 0
-        self.cache = KVCacheManager(
-            num_blocks,
-            block_size,
-            observe=self.events.append,
-            window=window,
-            num_window_blocks=num_window_blocks,
-            num_states=num_states,
-            num_live_states=num_live_states,
-            places=places,
-        )
-        self.scheduler = Scheduler(
-            self.cache,
-            Fair(),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=512,
-            max_chunk_tokens=max_chunk_tokens,
-            observe=self.events.append,
-        )
-        capacity = Capacity(
-            num_blocks,
-            block_size,
-            max_num_seqs,
-            self.scheduler.max_model_len,
-            vocab_size=1000,
-            window=window,
-            num_window_blocks=num_window_blocks,
-            num_states=num_states,
-        )
-        self.runner = FakeRunner(capacity, is_late=True)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"num_blocks": 200, "max_num_seqs": 4, "max_num_batched_tokens": 512, **options})
 
     def answer(self, request: Request) -> list[int]:
         """Run a request to its end, and compare its answer with the same request alone."""
-        prompt, count = [*request.tokens], request.sampling.max_tokens or 0
+        prompt = [*request.tokens]
         self.scheduler.add(request, 0)
         while self.scheduler.has_work:
             self.step()
-        alone = run_alone(
-            prompt,
-            request.sampling,
-            count,
-            block_size=4,
-            vocab_size=1000,
-            window=self.window,
-            has_states=self.has_states,
-        )
-        assert request.output == alone
+        assert request.output == self.output_alone(prompt, request.sampling)
         return request.output
 
     def peak_windows(self, request: Request) -> int:

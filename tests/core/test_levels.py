@@ -90,7 +90,7 @@ def test_an_evicted_prefix_is_saved_to_host_memory_and_loaded_on_its_next_use() 
 
 def test_the_first_pieces_of_a_load_are_reported_while_memory_for_the_others_is_taken() -> None:
     rig = with_prefix()
-    rig.levels.loads.groups = (1, 2)
+    rig.levels.groups = (1, 2)
     early: list[Load] = []
     num_free: list[int] = []
 
@@ -112,7 +112,7 @@ def test_the_first_pieces_of_a_load_are_reported_while_memory_for_the_others_is_
 
 def test_no_piece_is_loaded_before_the_content_that_it_overwrites_is_saved() -> None:
     rig = with_prefix(num_blocks=7)
-    rig.levels.loads.groups = (1, 1)
+    rig.levels.groups = (1, 1)
     early: list[Load] = []
     rig.levels.on_loads = early.extend
     rig.compute(OTHER)
@@ -193,10 +193,10 @@ def test_a_load_holds_the_window_blocks_on_the_device_that_the_request_needs_too
     rig.step()
     rig.finish_saves()
     rig.wait_for_load([*PROMPT, *first.output, 1, 2])
-    (load,) = rig.levels.loads
+    (load,) = rig.levels.loads.values()
     assert [stored.content.kind for stored in load.reach.pieces] == [BLOCK, WINDOW]
     assert [block.ref_count for block in load.reach.kept.windows] == [1, 1]
-    assert [block.node for block in load.reach.kept.windows] == [*load.prefix[2:4]]
+    assert [block.node for block in load.reach.kept.windows] == [*load.nodes[2:4]]
     rig.run()
     check_nothing_is_held(rig)
 
@@ -324,7 +324,7 @@ def with_disk(**options: Any) -> TieredRig:
 
 
 def read_shapes(rig: TieredRig) -> list[tuple[str, int]]:
-    return [(read.state.name, len(read.pieces)) for read in rig.levels.reads]
+    return [(read.state.name, len(read.pieces)) for read in rig.levels.reads.values()]
 
 
 def test_a_request_computes_if_its_read_never_ends() -> None:
@@ -337,9 +337,9 @@ def test_a_request_computes_if_its_read_never_ends() -> None:
     assert explanation_of(request).reason is StopReason.LOAD_FAILED
     assert not rig.scheduler.has_work
     check_nothing_is_held(rig)
-    assert rig.levels.reads.num_buffers == [4, 0, 0]
+    assert rig.levels.num_buffers == [4, 0, 0]
     rig.finish_reads()
-    assert rig.levels.reads.num_buffers == [0, 0, 0]
+    assert rig.levels.num_buffers == [0, 0, 0]
     assert not rig.store.buffers
 
 
@@ -488,9 +488,9 @@ def test_a_load_needs_free_blocks_for_itself_and_for_the_prefix_that_it_holds() 
     (hit,) = (rig.cache.match(request),)
     reach = rig.cache.reach(request, hit)
     assert reach is not None
-    assert rig.levels.loads.shortage(hit, reach) == 2 + 2 - 8  # two blocks to load, two to hold, eight free
+    assert rig.levels.shortage(reach) == 2 + 2 - 8  # two blocks to load, two to hold, eight free
     held = rig.cache.pool.take(5)
-    assert rig.levels.loads.shortage(hit, reach) == 1
+    assert rig.levels.shortage(reach) == 1
     rig.cache.pool.release(held)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.cache.prefix import NO_HIT
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.lower_level import LevelSearch, LowerLevel, Reach
+from quire.core.levels.lower_level import LowerLevel, Reach, Search
 from quire.core.request import Request
 from quire.core.step import Content, MemoryKind
 from quire.core.values import Level
@@ -65,19 +65,19 @@ def test_blocks_and_states_are_found_by_what_precedes_them() -> None:
     state, empty = piece(1, 2, 3, kind=STATE), piece(kind=STATE)
     for content in (short, long, other, state, empty, piece(1, 2, kind=WINDOW)):
         level.add(content)
-    children = level.blocks_after(ROOT)
+    children = level.after(BLOCK, ROOT)
     assert children is not None
     assert [stored.content for stored in children] == [short, long]
-    assert {tokens: stored.content for tokens, stored in level.states_after(ROOT).items()} == {
+    assert {stored.tokens: stored.content for stored in level.after(STATE, ROOT) or ()} == {
         state.tokens: state,
         b"": empty,
     }
-    assert level.states_after(b"block") == {}
+    assert level.after(STATE, b"block") is None
     for content in (short, long, state, empty):
         assert level.remove(content)
         assert not level.remove(content)
-    assert level.blocks_after(ROOT) is None
-    assert level.states_after(ROOT) == {}
+    assert level.after(BLOCK, ROOT) is None
+    assert level.after(STATE, ROOT) is None
     assert contents(level) == [other, piece(1, 2, kind=WINDOW)]
     assert level.num_bytes == 15
 
@@ -225,7 +225,7 @@ def state_of(rig: TieredRig, position: int) -> Content:
     number = position // BLOCK_SIZE
     chain = rig.cache.chain(Request(0, TOKENS))
     run, parent_key = chain.run(number * BLOCK_SIZE, position), chain.parent_key(number)
-    return Content(STATE, chain.key_of(parent_key, run), parent_key, run)
+    return Content(STATE, rig.cache.tree.digest(parent_key, run), parent_key, run)
 
 
 def test_a_prefix_is_used_up_to_the_last_state() -> None:
@@ -236,8 +236,7 @@ def test_a_prefix_is_used_up_to_the_last_state() -> None:
     reach = search(rig, TOKENS)
     assert reach is not None
     assert (reach.start, len(reach.blocks)) == (14, 4)
-    assert reach.state is not None
-    assert reach.state.content == state_of(rig, 14)
+    assert [stored.content for stored in reach.states] == [state_of(rig, 14)]
     reach = search(rig, TOKENS, limit=13)
     assert reach is not None
     assert (reach.start, len(reach.blocks)) == (3, 1), "a state before the end of a block needs a part of it"
@@ -267,7 +266,7 @@ def test_a_search_looks_at_no_window_block_twice_for_a_position_that_it_excludes
     counting = Counting(Level.DISK, SIZES)
     for stored in rig.level(Level.DISK):
         counting.add(stored.content)
-    searching = LevelSearch([counting], rig.cache.memory)
+    searching = Search(rig.cache.memory, [counting])
     chain = rig.cache.chain(Request(0, tokens))
     Counting.num_finds = 0
     reach = searching.find(chain, len(tokens) - 1, NO_HIT)
@@ -277,4 +276,4 @@ def test_a_search_looks_at_no_window_block_twice_for_a_position_that_it_excludes
 
 
 def test_a_cache_that_is_off_has_no_tiers() -> None:
-    assert KVCacheManager(8, is_caching=False, levels=[LowerLevel(Level.DISK, SIZES)]).levels is None
+    assert KVCacheManager(8, is_caching=False, levels=[LowerLevel(Level.DISK, SIZES)]).levels.levels == ()

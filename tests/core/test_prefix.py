@@ -42,9 +42,8 @@ class Forest:
 
     def explain(self, tokens: Sequence[int], salt: str = "", pending: Sequence[int] = ()) -> tuple[int, StopReason]:
         chain, limit = self.tree.chain(array("I", tokens), salt), len(tokens) - 1
-        explanation = self.tree.explain(chain, limit, self.tree.match(chain, limit), pending.__contains__)
-        assert explanation.stopped_at == explanation.num_tokens
-        return explanation.num_tokens, explanation.reason
+        hit = self.tree.match(chain, limit)
+        return hit.num_tokens, self.tree.explain(chain, limit, hit, pending.__contains__)
 
 
 # Keys

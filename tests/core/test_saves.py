@@ -364,7 +364,7 @@ def test_content_that_is_being_loaded_is_not_dropped() -> None:
     rig = TieredRig(host_bytes=50)
     rig.compute(PROMPT)
     rig.evict()
-    request = rig.wait_for_load([*PROMPT, *rig.output_alone(PROMPT), 1])
+    request = rig.wait_for_load([*PROMPT, *rig.output_alone(PROMPT, rig.request(PROMPT).sampling), 1])
     rig.arrive(OTHER)
     while len(rig.scheduler.running) or len(rig.scheduler.waiting) > 1:
         rig.step()
@@ -389,7 +389,7 @@ def test_the_first_blocks_of_a_prefix_are_saved_if_there_is_no_room_for_all(what
     assert saved(rig.step(), Level.HOST) == rig.contents(PROMPT, (2, 1, 0))
     rig.finish_saves()
     assert rig.levels.saves.num_skipped == 2
-    assert rig.levels.saves.num_pending == 0
+    assert len(rig.levels.saves.pending) == 0
     assert rig.compute(PROMPT).num_cached_tokens == 12
 
 
@@ -402,7 +402,7 @@ def test_the_number_of_saves_in_flight_is_limited() -> None:
     rig.cache.evict_unused()
     assert saved(rig.step(), Level.HOST) == rig.contents(OTHER, (0,))
     rig.finish_saves()
-    assert rig.levels.saves.num_pending == 0
+    assert len(rig.levels.saves.pending) == 0
 
 
 def test_a_piece_that_never_fits_displaces_nothing() -> None:

@@ -44,7 +44,7 @@ def public_keys(rig: TieredRig) -> set[bytes]:
     nodes = {parent: [block.key for block in blocks if block.key] for parent, blocks in rig.cache.tree.positions()}
     while keys:
         parent = keys.pop()
-        below = [one.content.key for level in rig.levels.levels for one in level.blocks_after(parent) or ()]
+        below = [one.content.key for level in rig.levels.levels for one in level.after(MemoryKind.BLOCK, parent) or ()]
         for key in (*nodes.get(parent, ()), *below):
             if key not in found:
                 found.add(key)

@@ -66,7 +66,7 @@ MUTANTS = (
         "leak on cancel",
         "core/scheduler.py",
         "        if request.state is RequestState.RUNNING:\n",
-        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self.running.requests.remove(request)\n            self.running._free_batch_indices.append(request.batch_index)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
+        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self.running.requests.remove(request)\n            self.running.free_batch_indices.append(request.batch_index)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
     ),
     _mutant(
         "age lost on re-queue",
@@ -97,8 +97,8 @@ MUTANTS = (
             ),
             Edit(
                 "core/kv_cache.py",
-                "        self.memory.settle(MemoryKind.BLOCK, copies)\n",
-                "",
+                "(self.memory.pools, (copies, window_copies), strict=False)",
+                "(self.memory.pools, ((), window_copies), strict=False)",
             ),
             Edit("core/check.py", "        _count(holders, [copy.source for copy in plan.copies])\n", "        pass\n"),
         ),
@@ -289,7 +289,7 @@ MUTANTS = (
     ),
     _mutant(
         "a tenant with a refund keeps its place",
-        "core/policy.py",
+        "core/queues.py",
         "        self.refunded.add(tenant)\n",
         "",
         "tests/core/test_pressure.py",
@@ -349,13 +349,13 @@ MUTANTS = (
     ),
     _mutant(
         "outdated heap entry of a tenant is first",
-        "core/policy.py",
+        "core/queues.py",
         "            elif now > time:\n                heapreplace(self._heap, (now, number, tenant))\n",
         "",
     ),
     _mutant(
         "idle tenants keep their credit",
-        "core/policy.py",
+        "core/queues.py",
         "self._times[tenant] = max(self._times.get(tenant, 0), self._floor)",
         "self._times[tenant] = self._times.get(tenant, 0)",
         "tests/core/test_tenants.py",
@@ -433,8 +433,8 @@ MUTANTS = (
     _mutant(
         "the map misses blocks that lost their content",
         "core/cache/pool.py",
-        "                self.num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n                self._note((block,))\n",
-        "                self.num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n",
+        "            self.num_cached -= 1\n            self.free.prepend(block)\n            self._note((block,))\n",
+        "            self.num_cached -= 1\n            self.free.prepend(block)\n",
         "tests/engine/test_block_map.py",
     ),
     _mutant(
@@ -641,16 +641,16 @@ MUTANTS = (
     # Windows and recurrent states
     _mutant(
         "a snapshot is used after other tokens",
-        "core/memory.py",
-        "state = found.get(run[: length * TOKEN_BYTES])",
-        "state = next((one for one in found.values() if len(one.run) == length * TOKEN_BYTES), None)",
+        "core/levels/lower_level.py",
+        "if (state := cached.get(tokens)) is not None and",
+        "if (state := next((one for one in cached.values() if len(one.run) == len(tokens)), None)) is not None and",
         first_world=FIRST_HYBRID,
     ),
     _mutant(
         "a snapshot is used one token too late",
-        "core/memory.py",
-        "yield number * size + length, state",
-        "yield min(number * size + length + 1, hit.num_tokens), state",
+        "core/levels/lower_level.py",
+        "yield Reach(position, kept=Held(states=(state,)))",
+        "yield Reach(min(position + 1, hit.num_tokens), kept=Held(states=(state,)))",
         first_world=FIRST_HYBRID,
     ),
     _mutant(
@@ -662,9 +662,9 @@ MUTANTS = (
     ),
     _mutant(
         "a hit needs one window block less",
-        "core/memory.py",
-        "for n in range(last, self.first_block(position) - 1, -1)",
-        "for n in range(last, self.first_block(position), -1)",
+        "core/levels/lower_level.py",
+        "for number in range(self._memory.windows.first_block(position), -(",
+        "for number in range(self._memory.windows.first_block(position) + 1, -(",
         first_world=FIRST_HYBRID,
     ),
     _mutant(
@@ -753,9 +753,9 @@ MUTANTS = (
     ),
     _mutant(
         "a key of other content leads to a snapshot",
-        "core/memory.py",
-        "if not found or (number and hit.blocks[number - 1].key != key):",
-        "if not found:",
+        "core/levels/lower_level.py",
+        "is_cached = number <= len(hit.blocks) and (not number or hit.blocks[number - 1].key == key)",
+        "is_cached = number <= len(hit.blocks)",
         first_world=FIRST_HYBRID + 100,
     ),
     _mutant(
@@ -832,8 +832,8 @@ MUTANTS = (
     _mutant(
         "a load does not hold the prefix before it",
         "core/levels/levels.py",
-        "memory.share(reach.kept._replace(blocks=prefix))",
         "memory.share(reach.kept)",
+        "memory.share(reach.kept._replace(blocks=()))",
         first_world=FIRST_TIERED,
     ),
     Mutant(
@@ -841,8 +841,8 @@ MUTANTS = (
         (
             Edit(
                 "core/levels/levels.py",
-                "memory.share(reach.kept._replace(blocks=prefix))",
-                "memory.share(reach.kept._replace(blocks=prefix, windows=()))",
+                "memory.share(reach.kept)",
+                "memory.share(reach.kept._replace(windows=()))",
             ),
             Edit("core/levels/levels.py", "(*kept.windows, *self.windows)", "(*self.windows,)"),
         ),
@@ -865,8 +865,8 @@ MUTANTS = (
     _mutant(
         "a window block is saved from the place of its KV block",
         "core/levels/saves.py",
-        "pieces.append(_Piece(self._content(MemoryKind.WINDOW, block), window.block_id))",
-        "pieces.append(_Piece(self._content(MemoryKind.WINDOW, block), min(block.block_id, window.block_id)))",
+        "pieces.append(self._piece(MemoryKind.WINDOW, block, window))",
+        "pieces.append(self._piece(MemoryKind.WINDOW, block, min(block, window, key=lambda one: one.block_id)))",
         first_world=FIRST_TIERED,
     ),
     _mutant(
@@ -886,8 +886,8 @@ MUTANTS = (
     _mutant(
         "a loaded state is published after fewer tokens",
         "core/levels/levels.py",
-        "self._memory.states.pool.publish(slot, stored.content.parent_key, stored.tokens, load.num_tokens)",
-        "self._memory.states.pool.publish(slot, stored.content.parent_key, stored.tokens[:-4], load.num_tokens)",
+        "self._memory.states.pool.publish(slot, parent_key, stored.tokens, load.num_tokens)",
+        "self._memory.states.pool.publish(slot, parent_key, stored.tokens[:-4], load.num_tokens)",
         "tests/core/test_levels.py",
     ),
     Mutant(
@@ -916,29 +916,29 @@ MUTANTS = (
     _mutant(
         "a load publishes what was cleared",
         "core/levels/levels.py",
-        "loaded = Loaded(0, False) if load.is_void else self._publish(load, failures)",
+        "loaded = (0, False) if load.is_void else self._publish(load, failures)",
         "loaded = self._publish(load, failures)",
         "tests/core/test_levels.py",
     ),
     _mutant(
         "waiters of a late load are not sent back",
         "core/admission.py",
-        "        for ended in () if levels is None else levels.expire(now_ns):\n",
-        "        for ended in () if levels is None else levels.expire(now_ns)[:0]:\n",
+        "        for ended in self._levels.expire(now_ns) if",
+        "        for ended in self._levels.expire(now_ns)[:0] if",
         first_world=FIRST_TIERED,
     ),
     _mutant(
         "waiters of a load that ended are not sent back",
         "core/admission.py",
-        "        for request in self._waiting.unpark_load(load_id):\n            if loaded",
-        "        for request in ():\n            if loaded",
+        "        for request in self._waiting.unpark_load(load_id):\n            if num_tokens",
+        "        for request in ():\n            if num_tokens",
         first_world=FIRST_TIERED,
     ),
     _mutant(
         "a late load is waited for again",
         "core/levels/levels.py",
-        "return None if load is None or load.is_abandoned or load.is_void else load",
-        "return None if load is None or load.is_void else load",
+        "if load is not None and not load.is_abandoned and not load.is_void:",
+        "if load is not None and not load.is_void:",
         "tests/core/test_levels.py",
     ),
     _mutant(
@@ -993,7 +993,7 @@ MUTANTS = (
     _mutant(
         "saves in flight survive a clear",
         "core/levels/saves.py",
-        "        self._pending.clear()\n",
+        "        self.pending.clear()\n",
         "",
         first_world=FIRST_TIERED,
     ),
@@ -1021,7 +1021,7 @@ MUTANTS = (
     _mutant(
         "evicted content that was wanted again is not noticed",
         "core/admission.py",
-        "            levels.saves.note_regret()\n",
+        "            self._levels.saves.note_regret()\n",
         "            pass\n",
         "tests/core/test_saves.py",
     ),
@@ -1056,7 +1056,7 @@ MUTANTS = (
     _mutant(
         "content of host memory counts twice against the limit of the disk",
         "core/levels/saves.py",
-        "is_known = disk.has_key(stored.content) or stored.content in self._pending",
+        "is_known = disk.has_key(stored.content) or stored.content in self.pending",
         "is_known = False",
         "tests/core/test_saves.py",
     ),
@@ -1070,9 +1070,9 @@ MUTANTS = (
     # Reads of the disk, which may never end
     _mutant(
         "a read holds the blocks before it on the device",
-        "core/admission.py",
-        "            levels.read(unread, request)\n",
-        "            levels.read(unread, request)\n            self._cache.pool.share(hit.blocks)\n",
+        "core/levels/levels.py",
+        "        if not num_ready:\n",
+        "        if not num_ready:\n            self._memory.blocks.share(hit.blocks)\n",
         first_world=FIRST_TIERED,
     ),
     _mutant(
@@ -1085,8 +1085,8 @@ MUTANTS = (
     _mutant(
         "reads use more buffers than there are",
         "core/levels/levels.py",
-        "if any(self.num_buffers[kind] + number > self.limits[kind] for kind, number in read.kinds.items()):",
-        "if any(number > self.limits[kind] for kind, number in read.kinds.items()):",
+        "if any(self.num_buffers[kind] + number > self.max_buffers[kind] for kind, number in read.kinds.items()):",
+        "if any(number > self.max_buffers[kind] for kind, number in read.kinds.items()):",
         first_world=FIRST_TIERED,
     ),
     _mutant(
@@ -1113,7 +1113,7 @@ MUTANTS = (
     _mutant(
         "the store is not told which reads were dropped",
         "core/levels/levels.py",
-        "            self._dropped.append(read.load_id)\n",
+        "            self._dropped_reads.append(read.load_id)\n",
         "            pass\n",
         first_world=FIRST_TIERED,
     ),
@@ -1127,8 +1127,8 @@ MUTANTS = (
     _mutant(
         "loads leave no room for a higher tier",
         "core/admission.py",
-        "levels.loads.shortage(hit, reach) + num_spare + self._num_wanted_above(request) > 0",
-        "levels.loads.shortage(hit, reach) + num_spare > 0",
+        "self._levels.shortage(reach) + num_spare + self._num_wanted_above(request) > 0",
+        "self._levels.shortage(reach) + num_spare > 0",
         "tests/core/test_levels.py",
     ),
     _mutant(
@@ -1155,8 +1155,8 @@ MUTANTS = (
     _mutant(
         "an idle worker waits for a read that never ends",
         "engine/engine.py",
-        "return self.transfers.has_copies or levels.saves.has_unsaved",
-        "return self.transfers.has_work or levels.saves.has_unsaved",
+        "return self.transfers.has_copies or self",
+        "return self.transfers.has_work or self",
         "tests/engine/levels/test_worker_levels.py",
     ),
     # Drafts

@@ -286,11 +286,11 @@ class World:
             levels=self._make_levels(),
             save_limits=SaveLimits(setup.max_save_bytes, setup.max_save_bytes // 2, 256, setup.max_writes),
         )
-        if cache.levels is not None and setup.is_slow_below:
+        if setup.is_slow_below:
             cache.levels.ns_per_token = 1_000
-        if cache.levels is not None and seed % 3:
+        if seed % 3:
             cache.levels.on_loads = self._start_early
-            cache.levels.loads.groups = (1, 2)
+            cache.levels.groups = (1, 2)
         self.scheduler = Scheduler(
             cache,
             self.policy,
@@ -411,7 +411,7 @@ class World:
     def _count_levels(self) -> None:
         """Count what the levels have counted since the last restart."""
         levels = self.scheduler.cache.levels
-        if levels is None:
+        if not levels.levels:
             return
         self.counts["pieces that were not saved"] += levels.saves.num_skipped
         for level in levels.stats():
@@ -614,7 +614,7 @@ class World:
     def _clear(self) -> None:
         levels = self.scheduler.cache.levels
         self.counts["clears during loads"] += self._is_loading
-        self.counts["clears during reads"] += levels is not None and len(levels.reads) > 0
+        self.counts["clears during reads"] += len(levels.reads) > 0
         self.counts["clears during saves"] += self.store.is_saving
         self.scheduler.cache.clear()
         self.store.clear()
@@ -630,7 +630,7 @@ class World:
     def _delay(self) -> None:
         """Let reads and loads take longer than their deadline."""
         levels = self.scheduler.cache.levels
-        if levels is not None and len(levels.loads) + len(levels.reads):
+        if len(levels.loads) + len(levels.reads):
             self._tick(3 * NS_PER_S)
 
     def _answer(self) -> None:
@@ -655,7 +655,7 @@ class World:
         self.now_ns = 0
         found = self.store.restart(self.runner)
         levels = self.scheduler.cache.levels
-        if levels is not None and self.setup.disk_pieces:
+        if self.setup.disk_pieces and levels.levels:
             self._require(levels.restore(Level.DISK, found) == len(found), "content of the disk was not restored")
         self.counts["restarts"] += 1
 
@@ -1045,16 +1045,15 @@ class World:
 
     @property
     def _is_loading(self) -> bool:
-        levels = self.scheduler.cache.levels
-        return levels is not None and len(levels.loads) > 0
+        return len(self.scheduler.cache.levels.loads) > 0
 
     def _check_loads(self, plan: StepPlan) -> None:
         """Check that nothing waits for a load that is late, and count what is loaded."""
         levels, waiters = self.scheduler.cache.levels, self.scheduler.waiting.load_waiters
-        if levels is None:
+        if not levels.levels:
             return
         awaited = Counter(waiters.group_of(request) for request in waiters)
-        for load in (*levels.loads, *(read for read in levels.reads if read.state is ReadState.READING)):
+        for load in (*levels.loads.values(), *(one for one in levels.reads.values() if one.state is ReadState.READING)):
             is_late = load.deadline_ns <= self.now_ns
             self._require(not (is_late and awaited[load.load_id]), f"a request waits for a late load: {load!r}")
             self.counts["late loads"] += is_late and load.load_id not in self._late
@@ -1067,7 +1066,7 @@ class World:
         self._check_idle_step(plan, [one.priority for one in waiters if levels.loads.get(waiters.group_of(one))])
         self.counts["reads that hung"] = self.store.num_hung
         self.counts["reads that ended late"] = self.store.num_late_answers
-        self.counts["steps with queued reads"] += any(read.state is ReadState.QUEUED for read in levels.reads)
+        self.counts["steps with queued reads"] += any(read.state is ReadState.QUEUED for read in levels.reads.values())
         self.counts["loads with several waiters"] += sum(count > 1 for count in awaited.values())
         self.counts["steps with two loads in flight"] += len(levels.loads) > 1
         self.counts["pieces copied early"] = self.store.num_early
@@ -1279,12 +1278,12 @@ class World:
     def _check_buffer_leaks(self) -> None:
         """Check that reads that hung hold buffers until they end, and nothing afterwards."""
         levels = self.scheduler.cache.levels
-        if levels is None:
+        if not levels.levels:
             return
         self.counts["worlds that end with a hung read"] += self.store.has_hung
         self.store.answer(self.scheduler, is_all=True)
         self._require(not self.store.has_buffers, "buffers of reads leaked")
-        self._require(levels.reads.num_buffers == [0, 0, 0] and not len(levels.reads), "reads leaked")
+        self._require(levels.num_buffers == [0, 0, 0] and not len(levels.reads), "reads leaked")
 
     def _check_hybrid_leaks(self) -> None:
         windows, states = self.scheduler.cache.memory.windows.pool, self.scheduler.cache.memory.states.pool

@@ -79,10 +79,6 @@ class TokenChain:
     def parent_key(self, index: int) -> bytes:
         return self.key(index - 1) if index else self.root
 
-    def key_of(self, parent_key: bytes, tokens: bytes) -> bytes:
-        """Key of any tokens after a block of this chain, such as a partial block."""
-        return self._digest(parent_key, tokens)
-
     def block(self, index: int) -> bytes:
         """Packed tokens of full block `index`."""
         if len(self._blocks) <= index:

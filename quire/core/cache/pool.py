@@ -5,7 +5,7 @@ Eviction is lazy in all of them: what is released keeps its content, and can be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -127,12 +127,17 @@ class Pool(Generic[B]):
         """Forget the content of a block."""
 
     def _lose_cached(self, block: B) -> None:
-        """Forget the content of a block that cannot be found any more. If it is free, it is taken first now."""
+        """Forget the content of a block that cannot be found any more."""
+        self._move_first(block)
+        self._lose(block)
+
+    def _move_first(self, block: B) -> None:
+        """If a block is free, take it first from now on: its content is lost."""
         if block.ref_count == 0:
             self._unlink(block)
             self.num_cached -= 1
             self.free.prepend(block)
-        self._lose(block)
+            self._note((block,))
 
 
 class BlockPool(Pool[KVCacheBlock]):
@@ -188,10 +193,11 @@ class BlockPool(Pool[KVCacheBlock]):
         """
         assert block.ref_count > 0, f"{block!r} published without a reference"
         if block.parent_key is not None:
-            self._lose_content(self._tree.remove(block))
+            for lost in self._tree.remove(block):
+                self._move_first(lost)
         superseded = self._tree.insert(block, parent_key, key, tokens)
         if superseded is not None:
-            self._lose_content((superseded,))
+            self._move_first(superseded)
 
     def evict_unused(self) -> int:
         """Evict the content of all free blocks. Returns the number of evicted blocks."""
@@ -221,19 +227,10 @@ class BlockPool(Pool[KVCacheBlock]):
         descendants = self._tree.remove(block)
         if key is not None and self._tree.find(key) is None:
             self._tree.remember(key)
-        if descendants:
-            self._lose_content(descendants)
+        for lost in descendants:
+            self._move_first(lost)
         if self._observe is not ignore:  # this is a hot path
             self._observe(Evicted(block.block_id, num_tokens, len(descendants)))
-
-    def _lose_content(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Move blocks that just left the tree, if they are free, to the front of the free list."""
-        for block in blocks:
-            if block.ref_count == 0:
-                self.num_cached -= 1
-                self.free.remove(block)
-                self.free.prepend(block)
-                self._note((block,))
 
 
 class WindowPool(Pool[WindowBlock]):

@@ -268,28 +268,23 @@ class PrefixTree:
         is_adoptable = tail.key is None and tail.ref_count == 0 and run == tail.num_tokens
         return PrefixHit(tuple(blocks), tail, run, is_adoptable, start + run)
 
-    def explain(
-        self, chain: TokenChain, limit: int, hit: PrefixHit, is_in_flight: Callable[[int], bool]
-    ) -> CacheExplanation:
-        """Explain where a hit ends and why.
+    def explain(self, chain: TokenChain, limit: int, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> StopReason:
+        """Explain why a hit ends where it does.
 
         Considers only content cached with the chain's own salt. `is_in_flight(i)` returns whether a running request is
         computing full block `i` of this chain.
         """
         num_blocks = len(hit.blocks)
         wants_block = limit >= (num_blocks + 1) * self.block_size
-        parent = chain.parent_key(num_blocks)
         if hit.num_tokens == limit:
-            reason = StopReason.COMPLETE if limit else StopReason.TOO_SHORT
-        elif wants_block and is_in_flight(num_blocks):
-            reason = StopReason.IN_FLIGHT
-        elif wants_block and chain.key(num_blocks) in self._ghosts:
-            reason = StopReason.EVICTED
-        elif self._has_other_content(parent, hit):
-            reason = StopReason.DIVERGED
-        else:
-            reason = StopReason.NOT_FOUND if wants_block else StopReason.TOO_SHORT
-        return CacheExplanation(hit.num_tokens, num_blocks, hit.num_tokens, reason)
+            return StopReason.COMPLETE if limit else StopReason.TOO_SHORT
+        if wants_block and is_in_flight(num_blocks):
+            return StopReason.IN_FLIGHT
+        if wants_block and chain.key(num_blocks) in self._ghosts:
+            return StopReason.EVICTED
+        if self._has_other_content(chain.parent_key(num_blocks), hit):
+            return StopReason.DIVERGED
+        return StopReason.NOT_FOUND if wants_block else StopReason.TOO_SHORT
 
     def _has_other_content(self, parent: bytes, hit: PrefixHit) -> bool:
         """Whether other content is cached after the point where the match ended."""

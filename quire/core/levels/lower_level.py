@@ -1,15 +1,15 @@
-"""Index of the content that a level below the device stores, least recently used first."""
+"""The content that a level below the device stores, and the search for what continues a prefix hit."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
-from quire.core.cache.context import BLOCKS_PER_BATCH, TokenChain
-from quire.core.cache.prefix import PrefixHit, SortedBlocks, common_run
-from quire.core.memory import Held, Memory, cached_window
+from quire.core.cache.block import KVCacheBlock, WindowBlock
+from quire.core.cache.context import BLOCKS_PER_BATCH, Context, TokenChain
+from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, SortedBlocks, common_run
+from quire.core.memory import Held, Memory
 from quire.core.step import Content, MemoryKind
 from quire.core.values import TOKEN_BYTES, Level
 
@@ -73,11 +73,11 @@ class LowerLevel:
         self.num_bytes = 0
         self.num_reserved = [0, 0, 0]  # saves in flight of each kind
         self.on_change: LevelObserver | None = None
-        self.num_evictions = 0
-        self.num_added = 0  # pieces, so far
+        # Counters since the start: see `LevelStats`. `num_added`: pieces
+        self.num_loads = self.num_loaded_tokens = self.num_loaded_bytes = self.num_failed_loads = 0
+        self.num_saves = self.num_failed_saves = self.num_evictions = self.num_added = 0
         self._pieces: tuple[OrderedDict[bytes, Stored], ...] = (OrderedDict(), OrderedDict(), OrderedDict())  # by kind
-        self._blocks: dict[bytes, SortedBlocks[Stored]] = {}  # parent key -> blocks after it
-        self._states: dict[bytes, dict[bytes, Stored]] = {}  # parent key -> tokens after it -> state
+        self._after: dict[tuple[MemoryKind, bytes], SortedBlocks[Stored]] = {}  # blocks and states, by their parent key
 
     def __len__(self) -> int:
         return sum(map(len, self._pieces))
@@ -91,9 +91,6 @@ class LowerLevel:
         if self.limits is None:
             return self.store_bytes
         return sum(size * limit for size, limit in zip(self.sizes, self.limits, strict=True))
-
-    def count(self, kind: MemoryKind) -> int:
-        return len(self._pieces[kind])
 
     # Queries
 
@@ -114,11 +111,9 @@ class LowerLevel:
         """Whether content with this key is stored: this one, or one whose key collides."""
         return content.key in self._pieces[content.kind]
 
-    def blocks_after(self, parent_key: bytes) -> SortedBlocks[Stored] | None:
-        return self._blocks.get(parent_key)
-
-    def states_after(self, parent_key: bytes) -> Mapping[bytes, Stored]:
-        return self._states.get(parent_key, {})
+    def after(self, kind: MemoryKind, parent_key: bytes) -> SortedBlocks[Stored] | None:
+        """The blocks or the states after the full block with this key."""
+        return self._after.get((kind, parent_key))
 
     # Changes
 
@@ -130,10 +125,8 @@ class LowerLevel:
         self._pieces[content.kind][content.key] = stored
         self.num_bytes += self.sizes[content.kind]
         self.num_added += 1
-        if content.kind is MemoryKind.BLOCK:
-            self._blocks.setdefault(content.parent_key, SortedBlocks()).add(stored)
-        elif content.kind is MemoryKind.STATE:
-            self._states.setdefault(content.parent_key, {})[content.tokens] = stored
+        if content.kind is not MemoryKind.WINDOW:
+            self._after.setdefault((content.kind, content.parent_key), SortedBlocks()).add(stored)
         if self.on_change is not None:
             self.on_change(self.level, content, True)
         return stored
@@ -159,16 +152,11 @@ class LowerLevel:
             return False
         del self._pieces[content.kind][content.key]
         self.num_bytes -= self.sizes[content.kind]
-        if content.kind is MemoryKind.BLOCK:
-            siblings = self._blocks[content.parent_key]
+        if content.kind is not MemoryKind.WINDOW:
+            siblings = self._after[content.kind, content.parent_key]
             siblings.remove(stored)
             if not siblings:
-                del self._blocks[content.parent_key]
-        elif content.kind is MemoryKind.STATE:
-            states = self._states[content.parent_key]
-            del states[content.tokens]
-            if not states:
-                del self._states[content.parent_key]
+                del self._after[content.kind, content.parent_key]
         if self.on_change is not None:
             self.on_change(self.level, content, False)
         return True
@@ -189,8 +177,7 @@ class LowerLevel:
         contents = [stored.content for stored in self]
         for pieces in self._pieces:
             pieces.clear()
-        self._blocks.clear()
-        self._states.clear()
+        self._after.clear()
         self.num_bytes = 0
         if self.on_change is not None:
             for content in contents:
@@ -201,15 +188,14 @@ class Reach(NamedTuple):
     """What a request could continue from once these pieces are loaded."""
 
     start: int  # number of tokens that are not computed again
-    blocks: tuple[Stored, ...]  # that follow the blocks of the hit, in order; the last may be a partial one
+    blocks: tuple[Stored, ...] = ()  # that follow the blocks of the hit, in order; the last may be a partial one
     windows: tuple[tuple[Stored, int], ...] = ()  # with the numbers of their blocks
-    state: Stored | None = None
+    states: tuple[Stored, ...] = ()  # one or none
     kept: Held = Held()  # what it needs besides, and the device has: not to be evicted while the rest is loaded
 
     @property
     def pieces(self) -> tuple[Stored, ...]:
-        state = () if self.state is None else (self.state,)
-        return (*self.blocks, *[stored for stored, _ in self.windows], *state)
+        return (*self.blocks, *[stored for stored, _ in self.windows], *self.states)
 
     def first_pieces(self, number: int, block_size: int, num_cached: int) -> Reach:
         """The first pieces alone. `num_cached`: blocks of the hit."""
@@ -217,7 +203,8 @@ class Reach(NamedTuple):
             return self
         blocks = self.blocks[:number]
         end = (num_cached + len(blocks)) * block_size
-        return Reach(min(end, self.start), blocks, self.windows[: max(number - len(self.blocks), 0)])
+        windows = self.windows[: max(number - len(self.blocks), 0)]
+        return Reach(min(end, self.start), blocks, windows, kept=Held(self.kept.blocks))
 
     @property
     def source(self) -> Level:
@@ -225,41 +212,51 @@ class Reach(NamedTuple):
         return Level.DISK if any(stored.level is Level.DISK for stored in self.pieces) else Level.HOST
 
 
-class _Windows(NamedTuple):
-    """Window blocks that a token sees."""
-
-    stored: list[tuple[Stored, int]]  # to be loaded, with the numbers of their blocks
-    cached: list[WindowBlock]
-    missing: int | None = None  # number of a block whose window block is neither on the device nor below
+WindowAt = Callable[[int], WindowBlock | None]  # block number -> the window block with its tokens, on the device
 
 
-class _Position(NamedTuple):
-    """A position to continue from, and the state there: to be loaded or on the device. Both None: no layer has one."""
+def cached_window(node: KVCacheBlock) -> WindowBlock | None:
+    """The window block of a node, or of a twin with the same tokens."""
+    if node.window is not None or node.twins is None:
+        return node.window
+    return next((twin.window for twin in node.twins if twin.window is not None), None)
 
-    start: int
-    stored: Stored | None = None
-    cached: StateSlot | None = None
 
+class Search:
+    """Finds from where a request can continue, with what the device has and what these levels have.
 
-class LevelSearch:
-    """Searches the levels, the fastest first.
+    Cached keys and values of full attention are not enough. To continue after token t, a model with windows also needs
+    their keys and values for the last `window` tokens before t, and one with recurrent states needs the state after
+    exactly t tokens. A search finds the largest t for which all of them exist.
 
-    `is_used`: pieces for which it returns False are not found.
+    `levels`: the fastest first; without any, only the device is searched. `is_used`: pieces of levels for which it
+    returns False are not found.
     """
 
     def __init__(
-        self,
-        levels: Sequence[LowerLevel],
-        memory: Memory,
-        is_used: Callable[[Stored], bool] | None = None,
+        self, memory: Memory, levels: Sequence[LowerLevel] = (), is_used: Callable[[Stored], bool] | None = None
     ) -> None:
         self._levels = levels
         self._is_used = is_used
         self._block_size = memory.tree.block_size
         self._memory = memory
 
+    def continue_hit(self, chain: TokenChain, hit: PrefixHit, parent: Context | None = None) -> PrefixHit:
+        """Add to a hit where a request can continue. `parent`: the request whose blocks a fork shares."""
+        if not self._memory.is_hybrid:
+            return hit
+        reach = self._continue(chain, hit, (), hit.num_tokens, 0, self._window_at(hit, parent))
+        if reach is None:
+            return hit._replace(continuation=FROM_ZERO)
+        cached, start = reach.kept.windows, reach.start
+        num_full = start // self._block_size - self._memory.windows.first_block(start)
+        tail = cached[-1] if start % self._block_size and cached else None
+        is_adoptable = start == hit.num_tokens and hit.is_adoptable and tail is not None and tail.ref_count == 0
+        state = reach.kept.states[0] if reach.kept.states else None
+        return hit._replace(continuation=Continuation(start, state, cached[:num_full], tail, is_adoptable))
+
     def find(self, chain: TokenChain, limit: int, hit: PrefixHit) -> Reach | None:
-        """The reach of the levels for a hit of at most `limit` tokens. None if it is not longer than the hit."""
+        """How far the levels extend a hit of at most `limit` tokens. None if not at all."""
         size, num_cached = self._block_size, len(hit.blocks)
         if hit.start >= limit or hit.is_fork:  # the blocks of a fork may not be in the tree
             return None
@@ -271,15 +268,8 @@ class LevelSearch:
             blocks.append(tail)
             end += num_tail
         if not self._memory.is_hybrid:
-            return Reach(end, tuple(blocks)) if end > hit.num_tokens else None
-        return self._continue(chain, hit, blocks, max(end, hit.num_tokens))
-
-    def _find(self, kind: MemoryKind, key: bytes, parent_key: bytes, tokens: bytes) -> Stored | None:
-        for level in self._levels:
-            found = level.find(kind, key, parent_key, tokens)
-            if found is not None and self._accepts(found):
-                return found
-        return None
+            return Reach(end, tuple(blocks), kept=Held(hit.blocks)) if end > hit.num_tokens else None
+        return self._continue(chain, hit, blocks, max(end, hit.num_tokens), hit.start, self._window_at(hit, None))
 
     def _accepts(self, stored: Stored) -> bool:
         return self._is_used is None or self._is_used(stored)
@@ -310,7 +300,7 @@ class LevelSearch:
         """The stored block with the longest common prefix with `wanted`, and the length of that prefix in tokens."""
         best, longest = None, 0
         for level in self._levels:
-            children = level.blocks_after(parent_key)
+            children = level.after(MemoryKind.BLOCK, parent_key)
             for neighbour in () if children is None or not wanted else children.neighbours(wanted):
                 if neighbour is None or not self._accepts(neighbour):
                     continue
@@ -320,78 +310,98 @@ class LevelSearch:
 
     # Models with windows or states
 
-    def _continue(self, chain: TokenChain, hit: PrefixHit, blocks: Sequence[Stored], end: int) -> Reach | None:
-        """The last position up to `end` at which blocks, window blocks and a state exist on the device or below."""
-        blocked = end  # no position after this has all of its window blocks
-        for position in self._positions(chain, hit, end):
-            if position.start <= hit.start:
+    def _continue(
+        self, chain: TokenChain, hit: PrefixHit, blocks: Sequence[Stored], end: int, floor: int, window_at: WindowAt
+    ) -> Reach | None:
+        """The last position after `floor` and up to `end` at which blocks, window blocks and a state exist."""
+        size, blocked = self._block_size, end  # no position after `blocked` has all of its window blocks
+        for reach in self._positions(chain, hit, end):
+            if reach.start <= floor:
                 return None
-            if position.start > blocked:
+            if reach.start > blocked:
                 continue
-            windows = self._windows_before(chain, hit, blocks, position.start)
-            if windows.missing is not None:
-                blocked = windows.missing * self._block_size
-                continue
-            num_needed = -(-position.start // self._block_size) - len(hit.blocks)
-            needed = blocks[:num_needed] if position.start > hit.num_tokens else ()
-            return Reach(
-                position.start,
-                tuple(needed),
-                tuple(windows.stored),
-                position.stored,
-                Held((), tuple(windows.cached), () if position.cached is None else (position.cached,)),
-            )
+            needed = blocks[: -(-reach.start // size) - len(hit.blocks)] if reach.start > hit.num_tokens else ()
+            stored, cached, missing = self._windows_before(hit, blocks, reach.start, window_at)
+            if missing is None:
+                nodes = hit.blocks if hit.tail is None or needed else (*hit.blocks, hit.tail)
+                kept = Held(nodes, tuple(cached), reach.kept.states)
+                return reach._replace(blocks=tuple(needed), windows=tuple(stored), kept=kept)
+            blocked = missing * size
         return None
 
-    def _positions(self, chain: TokenChain, hit: PrefixHit, end: int) -> Iterator[_Position]:
-        """Positions to continue from, last first."""
+    def _positions(self, chain: TokenChain, hit: PrefixHit, end: int) -> Iterator[Reach]:
+        """Positions to continue from, last first, with the state there."""
         size, states = self._block_size, self._memory.states
         if not states.is_used:
-            yield _Position(end)
-            yield from map(_Position, range((end - 1) // size * size, 0, -size))
+            yield Reach(end)
+            yield from map(Reach, range((end - 1) // size * size, 0, -size))
             return
         for number in range(end // size, -1, -1):
             key = chain.parent_key(number)
-            cached = states.pool.at(key) if number <= len(hit.blocks) else {}
-            below = [stored for level in self._levels if (stored := level.states_after(key))]
+            # The blocks of a running parent may not be in the tree, and other content may have the same key.
+            is_cached = number <= len(hit.blocks) and (not number or hit.blocks[number - 1].key == key)
+            cached = states.pool.at(key) if is_cached else {}
+            below = [table for level in self._levels if (table := level.after(MemoryKind.STATE, key)) is not None]
             if not cached and not below:
                 continue
             longest = min(end - number * size, size - 1)
             run = chain.run(number * size, number * size + longest)
             for length in range(longest, -1, -1):
-                tokens = run[: length * TOKEN_BYTES]
+                position, tokens = number * size + length, run[: length * TOKEN_BYTES]
                 if (state := cached.get(tokens)) is not None and states.may_hold(state):
-                    yield _Position(number * size + length, None, state)
-                elif states.may_hold():
-                    found = (stored[tokens] for stored in below if tokens in stored)
-                    first = next(filter(self._accepts, found), None)
-                    if first is not None:
-                        yield _Position(number * size + length, first)
+                    yield Reach(position, kept=Held(states=(state,)))
+                elif below and states.may_hold():
+                    found = (stored for table in below if (stored := table.get(tokens)) is not None)
+                    if (first := next(filter(self._accepts, found), None)) is not None:
+                        yield Reach(position, states=(first,))
 
-    def _windows_before(self, chain: TokenChain, hit: PrefixHit, blocks: Sequence[Stored], position: int) -> _Windows:
-        """Find the window blocks that a token at `position` sees."""
-        windows = _Windows([], [])
+    def _window_at(self, hit: PrefixHit, parent: Context | None) -> WindowAt:
+        if parent is not None and self._memory.windows.is_used:
+            blocks, table = self._memory.windows.pool.blocks, parent.window_table
+            return lambda number: blocks[table[number]] if number < len(table) and table[number] else None
+        return lambda number: cached_window(self._node(hit, number))
+
+    @staticmethod
+    def _node(hit: PrefixHit, number: int) -> KVCacheBlock:
+        block = hit.blocks[number] if number < len(hit.blocks) else hit.tail
+        assert block is not None
+        return block
+
+    def _windows_before(
+        self, hit: PrefixHit, blocks: Sequence[Stored], position: int, window_at: WindowAt
+    ) -> tuple[list[tuple[Stored, int]], list[WindowBlock], int | None]:
+        """The window blocks that a token at `position` sees.
+
+        Returns those to be loaded, with the numbers of their blocks, those on the device, and the number of a block
+        whose window block is neither there nor below.
+        """
+        stored: list[tuple[Stored, int]] = []
+        cached: list[WindowBlock] = []
         if not self._memory.windows.is_used:
-            return windows
+            return stored, cached, None
         for number in range(self._memory.windows.first_block(position), -(-position // self._block_size)):
-            node = self._node(hit, number, position)
-            if node is not None:
-                if (cached := cached_window(node)) is not None:
-                    windows.cached.append(cached)
-                    continue
-                assert node.parent_key is not None
-                key = node.key if node.key is not None else chain.key_of(node.parent_key, node.tokens)
-                stored = self._find(MemoryKind.WINDOW, key, node.parent_key, node.tokens)
-            else:
-                content = blocks[number - len(hit.blocks)].content
-                stored = self._find(MemoryKind.WINDOW, content.key, content.parent_key, content.tokens)
-            if stored is None:
-                return windows._replace(missing=number)
-            windows.stored.append((stored, number))
-        return windows
+            is_cached = number < len(hit.blocks) or position <= hit.num_tokens  # its block needs no load
+            if is_cached and (window := window_at(number)) is not None:
+                cached.append(window)
+                continue
+            block = self._node(hit, number) if is_cached else blocks[number - len(hit.blocks)]
+            if (found := self._stored_window(block)) is None:
+                return stored, cached, number
+            stored.append((found, number))
+        return stored, cached, None
 
-    def _node(self, hit: PrefixHit, number: int, position: int) -> KVCacheBlock | None:
-        """The cached block with this number, if it needs no load."""
-        if number < len(hit.blocks):
-            return hit.blocks[number]
-        return hit.tail if position <= hit.num_tokens else None
+    def _stored_window(self, block: KVCacheBlock | Stored) -> Stored | None:
+        """The window block of the same tokens in a level."""
+        if not self._levels:
+            return None
+        if isinstance(block, Stored):
+            _, key, parent_key, tokens = block.content
+        else:
+            assert block.parent_key is not None
+            parent_key, tokens = block.parent_key, block.tokens
+            key = self._memory.tree.digest(parent_key, tokens) if block.key is None else block.key
+        for level in self._levels:
+            found = level.find(MemoryKind.WINDOW, key, parent_key, tokens)
+            if found is not None and self._accepts(found):
+                return found
+        return None

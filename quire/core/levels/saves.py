@@ -11,10 +11,10 @@ content that was used once to disk: at a hit rate of zero, nothing is written.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
+from quire.core.cache.block import KVCacheBlock, Linked, StateSlot, WindowBlock
 from quire.core.levels.lower_level import LowerLevel
 from quire.core.memory import Memory
 from quire.core.step import Content, MemoryKind, MemoryRef, Save
@@ -37,11 +37,7 @@ class SaveLimits(NamedTuple):
 NO_SAVES = SaveLimits()
 
 
-class _Piece(NamedTuple):
-    """Content, and where it is on the device."""
-
-    content: Content
-    index: int | None  # type: ignore[assignment]  # None: in host memory. Also the name of a method of tuples, not used
+_Piece = tuple[Content, MemoryRef | None]  # content, and where it is on the device; None: it is in host memory
 
 
 class Saves:
@@ -55,7 +51,7 @@ class Saves:
         self._chosen: deque[Save] = deque()
         self._num_chosen_bytes = 0
         self._drops: list[Content] = []
-        self._pending: dict[Content, set[Level]] = {}
+        self.pending: dict[Content, set[Level]] = {}  # saves in flight, with the levels that they have not reached yet
         self._used: deque[tuple[KVCacheBlock, bytes]] = deque()
         self._credit = 0  # evicted blocks that may be written to disk
         self._walk: Iterator[Sequence[_Piece]] | None = None  # over cached content, while idle
@@ -64,23 +60,15 @@ class Saves:
         self._unvisited: deque[_Piece] = deque()  # pieces that the walk has reached
         self._done_state: tuple[int, ...] = ()  # no cached content is unsaved since then
         self.num_skipped = 0  # evicted pieces that were not saved because a plan or the level was full
-        memory.blocks.on_eviction = self._note_eviction
-        memory.windows.pool.on_eviction = self._note_window_eviction
-        memory.states.pool.on_eviction = self._note_state_eviction
+        if levels:
+            memory.blocks.on_eviction = self._note_eviction
+            memory.windows.pool.on_eviction = self._note_window_eviction
+            memory.states.pool.on_eviction = self._note_state_eviction
 
     @property
     def has_chosen(self) -> bool:
         """Whether the next plan has saves, or content to drop."""
         return bool(self._chosen or self._drops)
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
-
-    @property
-    def pending(self) -> Mapping[Content, Collection[Level]]:
-        """Saves in flight, with the levels that they have not reached yet."""
-        return self._pending
 
     @property
     def _is_disk_filled(self) -> bool:
@@ -124,8 +112,7 @@ class Saves:
     def _note_window_eviction(self, window: WindowBlock) -> None:
         node = window.node
         if window.is_kept and node is not None and node.parent_key is not None:
-            piece = _Piece(self._content(MemoryKind.WINDOW, node), window.block_id)
-            self._choose(piece, self._wanted(node), is_evicted=True)
+            self._choose(self._piece(MemoryKind.WINDOW, node, window), self._wanted(node), is_evicted=True)
 
     def _note_state_eviction(self, slot: StateSlot) -> None:
         assert slot.parent_key is not None
@@ -152,19 +139,24 @@ class Saves:
         key = node.key if node.key is not None else self._tree.digest(node.parent_key, node.tokens)
         return Content(kind, key, node.parent_key, node.tokens)
 
+    def _piece(self, kind: MemoryKind, node: KVCacheBlock, block: Linked) -> _Piece:
+        """The content of a node that is in this block."""
+        return self._content(kind, node), MemoryRef(kind, block.block_id)
+
     def _state_piece(self, slot: StateSlot) -> _Piece:
         assert slot.parent_key is not None
         key = self._tree.digest(slot.parent_key, slot.run)
-        return _Piece(Content(MemoryKind.STATE, key, slot.parent_key, slot.run), slot.block_id)
+        content = Content(MemoryKind.STATE, key, slot.parent_key, slot.run)
+        return content, MemoryRef(MemoryKind.STATE, slot.block_id)
 
     def _pieces(self, block: KVCacheBlock) -> list[_Piece]:
         """The content of a node: its block, its window block, and the states after it. Empty if it is not published."""
         if block.parent_key is None:
             return []
-        pieces = [_Piece(self._content(MemoryKind.BLOCK, block), block.block_id)]
+        pieces = [self._piece(MemoryKind.BLOCK, block, block)]
         window = block.window
         if window is not None and (window.is_kept or window.ref_count):
-            pieces.append(_Piece(self._content(MemoryKind.WINDOW, block), window.block_id))
+            pieces.append(self._piece(MemoryKind.WINDOW, block, window))
         if block.key is not None:
             pieces += map(self._state_piece, self._memory.states.pool.at(block.key).values())
         return pieces
@@ -181,11 +173,11 @@ class Saves:
         before it in this plan. The pool evicts the least valuable content first, and the last block of a prefix before
         the first one, without which the others cannot be found.
         """
-        content, index = piece
+        content, source = piece
         levels: list[Level] = []
         for level in wanted:
             self._levels[level].touch(content)
-            is_known = level in self._pending.get(content, ()) or self._levels[level].has_key(content)
+            is_known = level in self.pending.get(content, ()) or self._levels[level].has_key(content)
             if not is_known and not (level is Level.DISK and self._has_backlog()):
                 levels.append(level)
         if not levels:
@@ -201,8 +193,7 @@ class Saves:
             self.num_skipped += 1
             return False
         self._num_chosen_bytes += num_bytes
-        self._pending.setdefault(content, set()).update(levels)
-        source = None if index is None else MemoryRef(content.kind, index)
+        self.pending.setdefault(content, set()).update(levels)
         self._chosen.append(Save(content, source, tuple(levels)))
         return True
 
@@ -219,7 +210,7 @@ class Saves:
     def _is_full(self, num_bytes: int, max_bytes: int) -> bool:
         """Whether the next plan has no room for a piece. One piece always fits."""
         is_over = self._num_chosen_bytes > 0 and self._num_chosen_bytes + num_bytes > max_bytes
-        return is_over or len(self._pending) >= self._max_pending
+        return is_over or len(self.pending) >= self._max_pending
 
     def _has_backlog(self) -> bool:
         """Whether so much waits to be written to disk that more is not chosen."""
@@ -234,10 +225,10 @@ class Saves:
 
     def _end(self, content: Content, level: Level) -> None:
         """Remove a save that is pending, and the room that is reserved for it."""
-        levels = self._pending[content]
+        levels = self.pending[content]
         levels.remove(level)
         if not levels:
-            del self._pending[content]
+            del self.pending[content]
         self._levels[level].num_reserved[content.kind] -= 1
 
     def drop(self, content: Content) -> None:
@@ -276,7 +267,7 @@ class Saves:
         max_bytes = min(self._idle_bytes, self._max_bytes)
         for _ in range(MAX_VISITED):
             if self._unvisited:
-                if self._has_backlog() or self._is_full(disk.sizes[self._unvisited[0].content.kind], max_bytes):
+                if self._has_backlog() or self._is_full(disk.sizes[self._unvisited[0][0].kind], max_bytes):
                     return
                 self._choose(self._unvisited.popleft(), (Level.DISK,))
                 continue
@@ -311,12 +302,12 @@ class Saves:
         if host is None:
             return
         for stored in [one for kind in MemoryKind for one in reversed(host.pieces(kind).values())]:
-            is_known = disk.has_key(stored.content) or stored.content in self._pending
-            yield () if is_known or stored.content not in host else (_Piece(stored.content, None),)
+            is_known = disk.has_key(stored.content) or stored.content in self.pending
+            yield () if is_known or stored.content not in host else ((stored.content, None),)
 
     def finish(self, content: Content, level: Level, is_saved: bool) -> bool:
         """Record the end of a save. Returns False if it is not awaited: the cache was cleared in the meantime."""
-        if level not in self._pending.get(content, ()):
+        if level not in self.pending.get(content, ()):
             return False
         self._end(content, level)
         if is_saved:
@@ -327,7 +318,7 @@ class Saves:
         self._chosen.clear()
         self._drops.clear()
         self._num_chosen_bytes = 0
-        self._pending.clear()
+        self.pending.clear()
         self._used.clear()
         self._unvisited.clear()
         self._walk, self._credit = None, 0

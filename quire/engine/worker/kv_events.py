@@ -187,7 +187,7 @@ class CacheEvents:
         """
         cache.tree.reports_salts = self._has_salts
         cache.tree.on_change = self.take
-        self._below = () if cache.levels is None else cache.levels.levels
+        self._below = cache.levels.levels
         for level in self._below:
             level.on_change = self._take_level
             for stored in level.pieces(MemoryKind.BLOCK).values() if self._has_salts else ():
@@ -209,7 +209,7 @@ class CacheEvents:
         while keys:
             parent_key = keys.pop()
             for level in self._below:
-                for stored in level.blocks_after(parent_key) or ():
+                for stored in level.after(MemoryKind.BLOCK, parent_key) or ():
                     if stored.content.key not in self._levels:
                         keys.append(stored.content.key)
                     self._store_content(level.level, stored.content)

@@ -42,7 +42,6 @@ def make(
         config, runner.block_io(), pool_sizes, "model", lambda: describe("digest", "auto", runner.facts())
     )
     scheduler = make_scheduler(runner, config, levels=levels)
-    assert scheduler.cache.levels is not None
     levels.start(scheduler.cache.levels)
     return Engine(runner, scheduler, transfers=levels.transfers)
 

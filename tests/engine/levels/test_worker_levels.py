@@ -148,7 +148,6 @@ class HungDisk:
         self.engine = make(folder, is_late=False, disk_files=100)
         assert self.engine.transfers is not None
         assert self.engine.transfers.disk is not None
-        assert self.engine.scheduler.cache.levels is not None
         self.transfers, self.levels = self.engine.transfers, self.engine.scheduler.cache.levels
         self.answers = threading.Event()
         self._read_many = self.engine.transfers.disk.read_many
@@ -205,7 +204,7 @@ def test_a_request_computes_if_its_read_never_ends(hung: HungDisk) -> None:
     assert hung.transfers.has_work, "the read has not ended"
     pool = hung.engine.scheduler.cache.pool
     assert pool.num_free == pool.num_usable
-    assert 0 < hung.levels.reads.num_buffers[0] <= hung.levels.reads.limits[0]
+    assert 0 < hung.levels.num_buffers[0] <= hung.levels.max_buffers[0]
     # The worker is idle: it saves, audits and sleeps, and does not wait for the read.
     assert hung.engine.save_cache(HANG_S)
     assert not hung.engine.has_idle_work
@@ -215,7 +214,7 @@ def test_a_request_computes_if_its_read_never_ends(hung: HungDisk) -> None:
     assert len(hung.levels.reads) == num_reads, "nothing more is read from this disk"
     hung.answers.set()
     eventually(hung.has_ended, "the read ends")
-    assert hung.levels.reads.num_buffers == [0, 0, 0]
+    assert hung.levels.num_buffers == [0, 0, 0]
     assert len(hung.levels.reads) == 0
 
 
