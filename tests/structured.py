@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import jsonschema_rs
 
+from quire.engine.generation import GenerationOutput, GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.outputs import GenerationOutput
-from quire.engine.params import GenerationParams
 from quire.text.grammar import json_schema_grammar
 from tests.schemas import HAND_WRITTEN, generated
 

@@ -16,7 +16,7 @@ from quire.cli import chat_model, options
 from quire.cli.chat_model import ChatModel, Piece, TokenRate
 from quire.cli.server_client import printable
 from quire.cli.terminal import AnswerWriter, echo
-from quire.engine.params import GenerationParams
+from quire.engine.generation import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
 
 MAX_FILE_BYTES = 64 << 20

@@ -22,15 +22,15 @@ from quire.cli.server_client import (
     printable,
 )
 from quire.cli.terminal import bytes_bar, download_bar, echo
-from quire.engine.params import GenerationParams
+from quire.engine.generation import GenerationParams
 from quire.errors import ModelNotFound, QuireError, RequestFailed
 from quire.text.stream import AnswerParser, PlainAnswer, Thought, Words
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 if TYPE_CHECKING:
     from quire.core.kv_cache import CacheStats
+    from quire.engine.generation import Delta, GenerationOutput, TokenLogprob
     from quire.engine.llm import LLM
-    from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob
 
 ChatInput = str | Sequence[Mapping[str, str]]  # a raw prompt to continue, or a conversation to answer
 

@@ -15,7 +15,7 @@ from quire.cli import chat_model, options
 from quire.cli.chat import chat
 from quire.cli.chat_model import ChatInput, ChatModel, Piece, TokenRate
 from quire.cli.terminal import AnswerWriter, echo
-from quire.engine.params import GenerationParams
+from quire.engine.generation import GenerationParams
 from quire.errors import InvalidRequest, TemplateError
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 

@@ -44,6 +44,7 @@ from quire.core.step import Content, MemoryKind, MemoryRef
 from quire.core.values import Level, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.fingerprint import DIGESTS, Fingerprinting, describe, system_fingerprint, weights_digest
+from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
 from quire.engine.levels.cache_folder import Space, open_root, root_secret
 from quire.engine.levels.disk_store import DiskStore, reads_per_thread
@@ -82,7 +83,7 @@ def measure_prefill(make_engine: Callable[[int], Engine], max_tokens: int) -> in
 
 def _time_prompt(make_engine: Callable[[int], Engine], num_tokens: int) -> float:
     engine = make_engine(num_tokens)
-    engine.add(0, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=1))
+    engine.add(0, GenerationRequest.of((0,) * num_tokens, SamplingParams(temperature=0, max_tokens=1)))
     start_s = time.monotonic()
     while engine.has_work:
         engine.step()

@@ -12,16 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.backends.base import Runner, TokenMasks
-from quire.core.cache.prefix import CacheExplanation
 from quire.core.memory import choose_boundaries
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import BlockCopy, Load, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, TokenUpdate
-from quire.core.values import FinishReason, Level, PackedPrompt, Priority, SamplingParams
-from quire.engine.guesses import Predicted, Speculation, awaits_tokens
+from quire.core.values import FinishReason, Level, PackedPrompt
+from quire.engine.generation import EngineOutput, GenerationRequest, PinPrefix
+from quire.engine.guesses import Speculation, awaits_tokens
 from quire.engine.levels.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.engine.masks import GrammarFailed, GrammarMasks, Matcher
-from quire.engine.params import PinPrefix
 from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
 
 MAX_REPEAT_S = 8.0
@@ -143,20 +142,6 @@ WAIT_S = 0.001  # for transfers, when there is nothing to compute; messages are 
 MAX_FAILED_STEPS = 3  # in a row; after that, the runner is considered broken, not the requests
 
 
-class EngineOutput(NamedTuple):
-    """New tokens of one request. `cache` is set in its first output only."""
-
-    request_id: int
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason | None
-    num_cached_tokens: int
-    cache: CacheExplanation | None
-    logprobs: tuple[TokenLogprobs, ...]
-    prompt_logprobs: PromptLogprobs | None
-    error: str | None
-    predicted: Predicted | None = None  # set if the request has a prediction that was used
-
-
 class BrokenRunner(QuireError):
     """Several steps in a row failed, with different requests. The engine should be replaced."""
 
@@ -217,48 +202,38 @@ class Engine:
     def add(
         self,
         request_id: int,
-        prompt: PackedPrompt | Sequence[int],
-        sampling: SamplingParams,
+        request: GenerationRequest,
         *,
-        priority: Priority = Priority.NORMAL,
-        salt: str = "",
-        tenant: str = "",
+        index: int = 0,
         parent_id: int | None = None,
-        pins: Sequence[PinPrefix] = (),
         matcher: Matcher | None = None,
-        boundaries: Sequence[int] = (),
-        prediction: PackedPrompt | None = None,
     ) -> None:
-        """Add a request, or raise and change nothing. It shares the KV of a running parent.
+        """Add sample `index` of a request, or raise and change nothing. It shares the KV of a running parent.
 
-        The tokens of a `PackedPrompt` are not checked again. `pins` are set when the prompt has been computed; if the
-        request ends before that, they are dropped. `matcher` restricts the tokens of the answer and must not be shared
-        between requests. Later requests are expected to continue from `boundaries`, positions in the prompt.
-        `prediction`: tokens that the answer is expected to contain.
+        `matcher` restricts the tokens of the answer and must not be shared between samples.
         """
-        prompt = self.check(prompt, sampling)
-        if prediction is not None:
-            self._check_vocabulary("prediction", prediction.largest)
-        parent = None if parent_id is None else self._requests.get(parent_id)
+        self.check(request)
+        pins = () if index else request.pins
         block_size = self.scheduler.cache.block_size
-        points = {*choose_boundaries(boundaries), *(pin.num_tokens // block_size * block_size for pin in pins)}
-        request = Request(
+        points = {*choose_boundaries(request.boundaries), *(pin.num_tokens // block_size * block_size for pin in pins)}
+        sample = Request(
             request_id,
-            prompt,
-            sampling,
-            priority=priority,
-            salt=salt,
-            tenant=tenant,
-            parent=parent,
+            request.prompt,
+            request.sampling.sample(index),
+            priority=request.priority,
+            salt=request.salt,
+            tenant=request.tenant,
+            parent=None if parent_id is None else self._requests.get(parent_id),
             boundaries=tuple(sorted(points)),
         )
-        self.scheduler.add(request, self.clock())
-        self._requests[request_id] = request
+        self.scheduler.add(sample, self.clock())
+        self._requests[request_id] = sample
         if pins:
             self._pins[request_id] = pins
         if matcher is not None:
             self._masking.add(request_id, matcher)
-        self.speculation.add(request, () if prediction is None or matcher is not None else prediction.tokens)
+        prediction = request.prediction if matcher is None else None
+        self.speculation.add(sample, () if prediction is None else prediction.tokens)
 
     def cancel(self, request_id: int) -> bool:
         """Free everything the request holds. It produces no further output. Returns whether it was unfinished."""
@@ -274,7 +249,7 @@ class Engine:
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
         self._pins.pop(request_id, None)
-        self._masking.remove(request_id)
+        self._masking.entries.pop(request_id, None)
         self.speculation.remove(request_id)
 
     def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, ttl_s: float) -> int:
@@ -305,7 +280,7 @@ class Engine:
             self.transfers.start(plan, is_busy=not plan.is_empty)
             if plan.is_empty and self._in_flight is None:
                 self.transfers.wait(WAIT_S)  # only loads are in flight
-        if self._masking.has_any(plan):
+        if self._masking.entries and self._masking.has_any(plan):
             return outputs + self._step_masked(plan)
         launched = None if plan.is_empty else self._launch(plan)
         if self.capacity.has_overlap:
@@ -470,7 +445,7 @@ class Engine:
         updates = self.scheduler.commit(step.plan, result)
         if result.is_poisoned:  # other requests must not reuse what such a request left in the cache
             self.drop_cache()
-        if self._masking:
+        if self._masking.entries:
             updates = [self._match(update) for update in updates]
         if self.speculation.is_on:
             self._speculate(step.plan, updates)
@@ -561,21 +536,18 @@ class Engine:
         for pin in pins if update.tokens else ():
             self.scheduler.cache.pin_prompt(pin.pin_id, request, pin.num_tokens, self._deadline_ns(pin.ttl_s))
 
-    def check(self, prompt: PackedPrompt | Sequence[int], sampling: SamplingParams) -> PackedPrompt:
+    def check(self, request: GenerationRequest) -> None:
         """Raise if the request can never run: too long, or token ids outside the vocabulary.
 
-        Such ids would make the whole batch fail. Returns the checked prompt, which `add` does not check again.
+        Such ids would make the whole batch fail.
         """
-        prompt = PackedPrompt.of(prompt)
-        self.scheduler.cache.check_fits(len(prompt), self.scheduler.max_model_len)
+        self.scheduler.cache.check_fits(len(request.prompt), self.scheduler.max_model_len)
         for name, largest in (
-            ("prompt", prompt.largest),
-            ("logit_bias", max(sampling.logit_bias, default=0)),
-            ("stop_token_ids", max(sampling.stop_token_ids, default=0)),
+            ("prompt", request.prompt.largest),
+            ("logit_bias", max(request.sampling.logit_bias, default=0)),
+            ("stop_token_ids", max(request.sampling.stop_token_ids, default=0)),
+            ("prediction", 0 if request.prediction is None else request.prediction.largest),
         ):
-            self._check_vocabulary(name, largest)
-        return prompt
-
-    def _check_vocabulary(self, name: str, largest: int) -> None:
-        if largest >= self.capacity.vocab_size:
-            raise InvalidRequest(f"{name}: token id {largest} is outside the vocabulary of {self.capacity.vocab_size}")
+            if largest >= self.capacity.vocab_size:
+                size = self.capacity.vocab_size
+                raise InvalidRequest(f"{name}: token id {largest} is outside the vocabulary of {size}")

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.core.values import PackedPrompt, Priority
-from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
+from quire.engine.generation import GenerationParams, GenerationRequest, NewParser, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.chat_template import ChatTemplate, find_boundaries
 from quire.text.grammar import Grammar, GrammarKind
@@ -120,10 +120,9 @@ class ModelText:
         pins: Sequence[PinPrefix] = (),
         chat: ChatRequest | None = None,
     ) -> GenerationRequest:
-        """Make a request. `chat`: the conversation of the prompt; its tools constrain the answer and may end it."""
-        has_calls = chat is not None and bool(chat.callable_tools)
+        """Make a request. `chat`: the conversation of the prompt; its tools constrain the answer, see `turn_parser`."""
         return GenerationRequest(
-            prompt=tuple(prompt),
+            prompt=PackedPrompt.of(prompt),
             sampling=params.sampling(self.defaults, self.eos_token_ids),
             n=params.n,
             stop=params.stops,
@@ -138,7 +137,6 @@ class ModelText:
             prediction=self._encode_prediction(params.prediction) if params.prediction else None,
             boundaries=self.boundaries(prompt) if chat is not None and self._has_points else (),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
-            new_parser=partial(self.new_parser, chat, tuple(prompt)) if has_calls else None,
         )
 
     def _encode_prediction(self, text: str) -> PackedPrompt | None:
@@ -158,6 +156,10 @@ class ModelText:
             parser = CallParser(self.template.tool_format, tools)
         thought = self._thought(chat, prompt)
         return parser if thought is None else ThoughtParser(*thought, parser)
+
+    def turn_parser(self, chat: ChatRequest | None, prompt: Sequence[int]) -> NewParser | None:
+        """Makes parsers that may end a turn, for a `Generation`. None: without tools the model ends it."""
+        return partial(self.new_parser, chat, prompt) if chat is not None and chat.callable_tools else None
 
     def num_thought_tokens(self, chat: ChatRequest | None, prompt: Sequence[int], answer: Sequence[int]) -> int:
         """The number of reasoning tokens in an answer, markers included."""

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from quire.backends.base import Capacity
 from quire.core.values import check_tokens
-from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
+from quire.engine.generation import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.models import InferenceRequest, ModelService, Prompt

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quire.engine.outputs import GenerationOutput
+from quire.engine.generation import GenerationOutput
 from quire.errors import InvalidRequest, QuireError
 from quire.server.batches.service import BatchService
 from quire.server.decoding import convert, decode, unknown_fields

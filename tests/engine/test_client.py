@@ -13,9 +13,8 @@ import pytest
 from quire.backends.fake import run_alone
 from quire.core.cache.prefix import StopReason
 from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Delta
-from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
-from quire.engine.worker.client import EngineClient, Generation
+from quire.engine.generation import Delta, Generation, GenerationParams, GenerationRequest, PinPrefix
+from quire.engine.worker.client import EngineClient
 from quire.engine.worker.protocol import Stepped
 from quire.errors import InvalidRequest, QueueFull, RequestFailed
 from tests.engine.serving import SLOW, client, request, run, stats, until, usage
@@ -156,11 +155,10 @@ def test_the_cache_result_is_that_of_the_first_sample(tiny_model: Path) -> None:
             asked = request(engine, LONG, n=3, temperature=1.0)
             fresh = await engine.submit(asked)
             await fresh.result()
-            assert fresh.num_cached_tokens == fresh.answers.usage.cached_tokens == 0  # the others share its KV
+            assert fresh.num_cached_tokens == fresh.usage.cached_tokens == 0  # the others share its KV
             again = await engine.submit(asked)
             await again.result()
-            assert again.num_cached_tokens == again.answers.usage.cached_tokens == len(asked.prompt) - 1
-            assert again.cache == again.answers.cache
+            assert again.num_cached_tokens == again.usage.cached_tokens == len(asked.prompt) - 1
             assert again.cache is not None
             assert again.cache.reason is StopReason.COMPLETE
 
@@ -236,7 +234,7 @@ def test_generations_that_share_an_event_all_finish(tiny_model: Path) -> None:
             generations = [await engine.submit(one, updated=updated) for one in asked]
             seen = await serve_all(generations, updated)
             for one, generation, deltas in zip(asked, generations, seen, strict=True):
-                completion = generation.answers.output().completions[0]
+                completion = generation.output().completions[0]
                 assert "".join(delta.text for delta in deltas if delta.index == 0) == completion.text
                 assert len(completion.token_ids) == one.sampling.max_tokens
             updated.clear()
@@ -244,7 +242,7 @@ def test_generations_that_share_an_event_all_finish(tiny_model: Path) -> None:
                 generation.cancel()  # no effect after the end
                 assert generation.is_over
             assert not updated.is_set()
-            assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].answers.output().completions)
+            assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].output().completions)
             assert await usage(engine) == (0, 0, 0)
 
     run(work())
@@ -298,7 +296,7 @@ def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
             ]
             found = await stats(engine)
             assert [tier.num_waiting for tier in found.tiers] == [0, 2, 2]
-            sizes = [len(other.answers.request.prompt) for other in others]
+            sizes = [len(other.request.prompt) for other in others]
             assert [tier.num_tokens for tier in found.tiers] == [0, sizes[0] + sizes[2], sizes[1] + sizes[3]]
             later = await stats(engine)
             assert later.tiers[0].oldest_age_s == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.values import Priority
-from quire.engine.outputs import Delta, Usage
+from quire.engine.generation import Delta, Usage
 from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest
 from quire.text.messages import ChatRequest

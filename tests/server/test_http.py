@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from uvicorn.server import ServerState
 
-from quire.engine.outputs import Delta
+from quire.engine.generation import Delta
 from quire.errors import InvalidRequest
 from quire.server import http
 from quire.server.errors import ApiError, Kind

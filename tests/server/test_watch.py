@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 
 from quire.core.cache.pool import PoolStats
 from quire.core.values import Priority
-from quire.engine.engine import EngineOutput
+from quire.engine.generation import EngineOutput
 from quire.engine.model_manager import ModelManager
 from quire.engine.worker.protocol import Stepped
 from quire.server.admin import snapshots

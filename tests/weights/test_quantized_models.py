@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from quire.engine.generation import GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from tests.backends.torch.rig import Rig
 from tests.weights.layouts import LAYOUTS, Layout, Stored, write_quantized, write_tensors
 

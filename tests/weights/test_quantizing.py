@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.engine.generation import GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, ModelFileError
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import dequantize, fp8_values

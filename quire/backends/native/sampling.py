@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.backends.base import TokenMasks
 from quire.backends.native.library import Floats, Ints
-from quire.backends.sampling import TokenCounter, draw_of, edits_of, is_changed, is_penalised, masks_by_row
+from quire.backends.sampling import TokenCounter, draw_of, edits_of, is_changed, masks_by_row
 from quire.core.step import SeqSlice, TokenLogprobs
 from quire.errors import InvariantViolation
 
@@ -79,7 +79,7 @@ class Penalties:
     def apply(self, logits: Floats, rows: Sequence[SeqSlice], last_tokens: Ints) -> None:
         """Change logits in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
         for index, piece in enumerate(rows):
-            if not is_penalised(piece):
+            if not piece.sampling.has_penalty:
                 continue
             (counts, is_seen), params = self._count(piece, int(last_tokens[index])), piece.sampling
             seen = np.flatnonzero(is_seen)

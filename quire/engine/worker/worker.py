@@ -27,7 +27,8 @@ from quire.core.request import Request
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
-from quire.engine.engine import Engine, EngineOutput
+from quire.engine.engine import Engine
+from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.process import calm_collector, setup_worker_log
 from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
@@ -167,7 +168,8 @@ class Worker:
         spare.on_plan = self._note
         runs = ((1, 1), (min(WARM_UP_TOKENS, spare.scheduler.max_model_len - 1), WARM_UP_ANSWER))
         for request_id, (num_tokens, num_outputs) in enumerate(runs):
-            spare.add(request_id, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=num_outputs))
+            sampling = SamplingParams(temperature=0, max_tokens=num_outputs)
+            spare.add(request_id, GenerationRequest.of((0,) * num_tokens, sampling))
             while spare.has_work:
                 self._timed_step(spare)
 
@@ -320,14 +322,15 @@ class Worker:
     # Requests
 
     def _add(self, message: Add) -> None:
-        if message.grammar is None:
+        grammar, tenant = message.request.grammar, message.request.tenant
+        if grammar is None:
             self._admit(message, None)
             return
         try:
             if self._grammars is None:
                 raise InvalidRequest("grammar: not supported by this worker")
-            self._engine.check(message.prompt, message.sampling)
-            compiled = self._grammars.find(message.grammar, message.tenant)
+            self._engine.check(message.request)
+            compiled = self._grammars.find(grammar, tenant)
             if compiled is None:
                 if self._compilations is None:
                     self._channel.expect_wake()
@@ -353,18 +356,9 @@ class Worker:
         added: list[int] = []
         try:
             for index, request_id in enumerate(message.request_ids):
+                matcher = None if compiled is None else compiled.matcher()
                 self._engine.add(
-                    request_id,
-                    message.prompt,
-                    message.sampling.sample(index),
-                    priority=message.priority,
-                    salt=message.salt,
-                    tenant=message.tenant,
-                    parent_id=message.request_ids[0] if index else None,
-                    pins=() if index else message.pins,
-                    matcher=None if compiled is None else compiled.matcher(),
-                    boundaries=message.boundaries,
-                    prediction=message.prediction,
+                    request_id, message.request, index=index, parent_id=message.request_ids[0], matcher=matcher
                 )
                 added.append(request_id)
         except QuireError as error:

@@ -21,8 +21,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
 from quire.core.values import MAX_TOKEN_ID, FinishReason, check_tokens
-from quire.engine.outputs import Completion, Delta, TokenLogprob
-from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE, GenerationParams
+from quire.engine.generation import MAX_LOGPROBS, MAX_TEMPERATURE, Completion, Delta, GenerationParams, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http import EventEncoder
@@ -881,8 +880,7 @@ class Reply(EventEncoder):
             cache=UNSET if cache is None else cache,
         )
         if self._has_context:
-            answer = active.generations[0].answers.output().completions[0]
-            end["context"] = [*active.requests[0].prompt, *answer.token_ids]
+            end["context"] = [*active.prompt, *active.generations[0].samples[0].token_ids]
         return end
 
 

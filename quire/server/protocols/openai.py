@@ -16,8 +16,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from quire.core.values import FinishReason, Priority, check_tokens
-from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
-from quire.engine.params import MAX_LOGPROBS, GenerationParams
+from quire.engine.generation import MAX_LOGPROBS, Delta, GenerationOutput, GenerationParams, TokenLogprob, Usage
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http import EventEncoder

@@ -18,8 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
-from quire.engine.outputs import Delta
-from quire.engine.params import MAX_LOGPROBS
+from quire.engine.generation import MAX_LOGPROBS, Delta
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http import EventEncoder

@@ -17,8 +17,8 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import BlockCopy
 from quire.engine.composition import EngineConfig, make_engine
+from quire.engine.generation import GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.hf_architectures import write_model
