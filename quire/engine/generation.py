@@ -26,7 +26,7 @@ from quire.core.values import (
 )
 from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.text.grammar import Grammar, GrammarKind
-from quire.text.stream import AnswerParser, StopStrings, TextStream
+from quire.text.stream import AnswerParser, Detokenizer, StopStrings
 from quire.text.tokenizer import Tokenizer
 from quire.weights.spec import GenerationDefaults
 
@@ -305,18 +305,50 @@ class GenerationOutput:
 class Sample:
     """One sample of a request. `Generation.push_token` adds tokens of plain text, `Generation.push` all others."""
 
-    stream: TextStream
-    parser: AnswerParser | None
+    detokenizer: Detokenizer
+    stops: StopStrings
+    min_tokens: int = 0  # the text of the first tokens is not searched for stop strings
+    parser: AnswerParser | None = None
     is_plain: bool = False  # the text of the next token does not depend on earlier ones, and is passed on as it is
     last_s: float | None = None  # arrival of the last token
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     held: list[TokenLogprob] = field(default_factory=list)  # log probabilities of tokens whose text is held back
+    num_read: int = 0  # length of the text of all tokens, released or held back
     num_chars: int = 0  # length of the returned text
     finish_reason: FinishReason | None = None
     stop: str | None = None
     error: str | None = None
+
+    def read(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        """The text that these tokens release, and the position of each token in the answer.
+
+        The token that completes a stop string (`stop`) is the last: the others are dropped.
+        """
+        shown: list[str] = []
+        offsets: list[int] = []
+        for token in tokens:
+            text = self.detokenizer.push((token,))
+            offsets.append(self.num_read)
+            self.num_read += len(text)
+            if len(self.token_ids) + len(offsets) <= self.min_tokens:
+                shown.append(text)
+                continue
+            match = self.stops.push(text)
+            shown.append(match.text)
+            self.stop = match.stop
+            if self.stop is not None:
+                break
+        return "".join(shown), offsets
+
+    def read_rest(self) -> str:
+        """Flush an incomplete character and held text at the end. This may still complete a stop string."""
+        rest = self.detokenizer.finish()
+        self.num_read += len(rest)
+        match = self.stops.push(rest)
+        self.stop = match.stop
+        return match.text + self.stops.finish()
 
     def released(self, *, is_whole: bool) -> tuple[TokenLogprob, ...]:
         """The held log probabilities whose text was returned. Text removed by a stop string has none."""
@@ -386,14 +418,9 @@ class Generation:
         self.request_ids = request_ids  # one per sample
         self.samples = [
             Sample(
-                TextStream(
-                    tokenizer,
-                    stops=request.stop,
-                    include_stop=request.include_stop,
-                    skip_special=request.skip_special,
-                    shown_special=request.shown_special,
-                    min_tokens=request.sampling.min_tokens,
-                ),
+                Detokenizer(tokenizer, skip_special=request.skip_special, shown_special=request.shown_special),
+                StopStrings(request.stop, include_stop=request.include_stop),
+                request.sampling.min_tokens,
                 None if new_parser is None else new_parser(),
             )
             for _ in range(request.n)
@@ -588,14 +615,14 @@ class Generation:
         last = output.tokens[-1:]  # a stop token, or the last token of a complete grammar
         hidden = last if is_stop and set(last) & set(self.request.sampling.stop_token_ids) else ()
         shown = output.tokens[: len(output.tokens) - len(hidden)]
-        delta = sample.stream.push(shown)
-        text, stop = delta.text, delta.stop
-        token_ids = output.tokens[: delta.num_tokens] if stop is not None else output.tokens
-        reason = FinishReason.STOP if stop is not None else output.finish_reason
-        if reason is not None and stop is None:
-            rest = sample.stream.finish()
-            text, stop = text + rest.text, rest.stop
-            reason = FinishReason.STOP if stop is not None else reason
+        text, offsets = sample.read(shown)
+        token_ids, reason = output.tokens, output.finish_reason
+        if sample.stop is not None:
+            token_ids = output.tokens[: len(offsets)]
+        elif reason is not None:
+            text += sample.read_rest()
+        if sample.stop is not None:
+            reason = FinishReason.STOP
         if sample.parser is not None and reason in (None, FinishReason.LENGTH):
             sample.parser.push(text)
             reason = FinishReason.STOP if sample.parser.is_over else reason
@@ -603,13 +630,13 @@ class Generation:
         sample.num_chars += len(text)
         sample.token_ids += token_ids
         if output.logprobs:
-            offsets = [*(token.offset for token in delta.tokens), *(sample.stream.num_chars for _ in hidden)]
+            offsets += [sample.num_read for _ in hidden]
             sample.held += map(self._readable, output.logprobs[: len(token_ids)], offsets)
-        logprobs = sample.released(is_whole=reason is not None and stop is None)
+        logprobs = sample.released(is_whole=reason is not None and sample.stop is None)
         sample.logprobs += logprobs
-        sample.finish_reason, sample.stop, sample.error = reason, stop, output.error
-        sample.is_plain = self._is_simple and reason is None and sample.stream.detokenizer.is_clean
-        return Delta(index, text, tuple(token_ids), logprobs, reason, stop, output.error)
+        sample.finish_reason, sample.error = reason, output.error
+        sample.is_plain = self._is_simple and reason is None and sample.detokenizer.is_clean
+        return Delta(index, text, tuple(token_ids), logprobs, reason, sample.stop, output.error)
 
     def _push_each(self, index: int, output: EngineOutput) -> Delta:
         """Take the tokens of an output one by one, because a parser may end the answer after any of them."""

@@ -165,7 +165,7 @@ def test_the_cache_result_is_that_of_the_first_sample(tiny_model: Path) -> None:
     run(work())
 
 
-def test_every_step_reports_its_tokens_and_started_requests(tiny_model: Path) -> None:
+def test_every_step_reports_its_tokens(tiny_model: Path) -> None:
     async def work() -> None:
         steps: list[Stepped] = []
         async with client(tiny_model, backend="fake", max_chunk_tokens=16, on_step=steps.append) as engine:
@@ -174,9 +174,6 @@ def test_every_step_reports_its_tokens_and_started_requests(tiny_model: Path) ->
             await generation.result()
             assert sum(step.num_tokens for step in steps) == len(asked.prompt) + 7  # the last token is not computed
             assert len([step for step in steps if not step.outputs]) >= len(asked.prompt) // 16 - 1
-            begun = [one for step in steps for one in step.started]
-            assert [one.request_id for one in begun] == list(generation.request_ids)
-            assert begun[0].waited_s == generation.queued_s
             assert all(step.took_s > 0 for step in steps)
             assert (await stats(engine)).num_steps == len(steps)
 
@@ -314,8 +311,7 @@ def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
 
 def test_preemptions_are_counted_and_requests_start_once(tiny_model: Path) -> None:
     async def work() -> None:
-        steps: list[Stepped] = []
-        async with client(tiny_model, **SLOW, max_num_seqs=1, on_step=steps.append) as engine:
+        async with client(tiny_model, **SLOW, max_num_seqs=1) as engine:
             low = await engine.submit(request(engine, max_tokens=3000, priority=Priority.LOW))
             await until(lambda: bool(low.take()))
             waited_s = low.queued_s
@@ -325,7 +321,6 @@ def test_preemptions_are_counted_and_requests_start_once(tiny_model: Path) -> No
             await until(lambda: bool(low.take()))  # it resumes
             low.cancel()
             assert (await stats(engine)).num_preemptions == 1
-            assert [one.request_id for step in steps for one in step.started] == [*low.request_ids, *high.request_ids]
             assert low.queued_s == waited_s
 
     run(work())

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.core.values import FinishReason, SamplingParams
@@ -15,14 +17,18 @@ from quire.engine.generation import (
     GenerationParams,
     GenerationRequest,
     NewParser,
+    Sample,
     TokenLogprob,
 )
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.messages import Tool
+from quire.text.stream import Detokenizer, StopStrings
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
 from quire.weights.spec import GenerationDefaults
-from tests.text.vocabularies import byte_level_json
+from tests.text.vocabularies import byte_level_gguf, byte_level_json
+
+BYTES = Tokenizer.from_gguf(byte_level_gguf())
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +78,54 @@ def test_a_stop_string_ends_the_answer_in_the_middle_of_a_token_stream(tokenizer
     late = generation.push(0, output(5))  # was in flight
     assert late.text == ""
     assert generation.usage.completion_tokens == position
+
+
+def letters(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids = [tokenizer.token_to_id(letter) for letter in text]
+    return [token_id for token_id in ids if token_id is not None]
+
+
+def test_the_token_that_completes_the_stop_is_the_last(tokenizer: Tokenizer) -> None:
+    generation = make(tokenizer, stop=("END",))
+    first = generation.push(0, output(*letters(tokenizer, "abE")))
+    assert (first.text, len(first.token_ids), first.stop) == ("ab", 3, None)
+    last = generation.push(0, output(*letters(tokenizer, "NDxyz")))
+    assert (last.text, len(last.token_ids), last.stop) == ("", 2, "END")
+
+
+def test_the_stop_can_be_part_of_the_answer(tokenizer: Tokenizer) -> None:
+    generation = make(tokenizer, stop=("b",), include_stop=True)
+    assert generation.push(0, output(*letters(tokenizer, "abc"))).text == "ab"
+
+
+def test_an_incomplete_character_at_the_end_can_complete_a_stop(tokenizer: Tokenizer) -> None:
+    generation = make(tokenizer, stop=("\ufffd",))
+    end = generation.push(0, output(*tokenizer.encode("\U0001f9ff")[:-1], reason=FinishReason.LENGTH))
+    assert (end.text, end.stop, end.finish_reason) == ("", "\ufffd", FinishReason.STOP)
+
+
+@given(
+    st.text(alphabet="abcxyz é🎉<|im_end|>", max_size=40),
+    st.lists(st.sampled_from(["xy", "🎉", "é<", "zz"]), max_size=4),
+)
+@settings(max_examples=300, deadline=None)
+def test_tokens_account_for_the_text(text: str, stops: list[str]) -> None:
+    sample = Sample(Detokenizer(BYTES), StopStrings(stops))
+    shown = ""
+    for token_id in BYTES.encode_plain(text):
+        before = sample.num_read
+        released, offsets = sample.read([token_id])
+        assert offsets == [before]
+        shown += released
+        if sample.stop is not None:
+            break
+    else:
+        shown += sample.read_rest()
+    assert len(shown) <= sample.num_read
+    if sample.stop is None:
+        assert shown == text
+    else:
+        assert shown + sample.stop == text[: len(shown) + len(sample.stop)]
 
 
 def test_a_parser_can_end_the_turn(tokenizer: Tokenizer) -> None:

@@ -166,7 +166,7 @@ def test_only_outputs_of_one_token_and_nothing_else_are_sent_as_integers() -> No
         EngineOutput(7, (), FinishReason.ERROR, 0, None, (), None, "it broke"),
     ]
     plain = [EngineOutput(one, (one + 100,), None, 3, None, (), None, None) for one in (20, 21)]
-    message = stepped([plain[0], *others, plain[1]], (), 9, 0.5)
-    assert message == Stepped(tuple(others), (), 9, 0.5, (20, 21), (120, 121))
+    message = stepped([plain[0], *others, plain[1]], 9, 0.5)
+    assert message == Stepped(tuple(others), 9, 0.5, (20, 21), (120, 121))
     assert message.num_generated == 2 + 1 + 2 + 0 + 1 + 1 + 0
     assert from_worker.decode(pack(message)[4:]) == message

@@ -181,7 +181,6 @@ class Stepped(msgspec.Struct, tag="stepped", frozen=True):
     """
 
     outputs: tuple[EngineOutput, ...]
-    started: tuple[Started, ...] = ()  # requests started in this step, as in `Begun`
     num_tokens: int = 0  # computed in the step, prompts and answers
     took_s: float = 0.0
     # Requests with one new token and nothing else to report, and their tokens. Most outputs are of this kind: two lists
@@ -194,7 +193,7 @@ class Stepped(msgspec.Struct, tag="stepped", frozen=True):
         return len(self.token_ids) + sum(len(output.tokens) for output in self.outputs)
 
 
-def stepped(outputs: Sequence[EngineOutput], started: tuple[Started, ...], num_tokens: int, took_s: float) -> Stepped:
+def stepped(outputs: Sequence[EngineOutput], num_tokens: int, took_s: float) -> Stepped:
     others: list[EngineOutput] = []
     request_ids: list[int] = []
     token_ids: list[int] = []
@@ -206,7 +205,7 @@ def stepped(outputs: Sequence[EngineOutput], started: tuple[Started, ...], num_t
             token_ids.append(tokens[0])
         else:
             others.append(output)
-    return Stepped(tuple(others), started, num_tokens, took_s, tuple(request_ids), tuple(token_ids))
+    return Stepped(tuple(others), num_tokens, took_s, tuple(request_ids), tuple(token_ids))
 
 
 class Working(msgspec.Struct, tag="working", frozen=True):

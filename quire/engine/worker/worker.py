@@ -135,7 +135,6 @@ class Worker:
         self._estimator = StepEstimator()
         self._planned = NO_WORK  # work of the last plan
         self._running = NO_WORK  # enqueued by the previous call of `step`, if a step is in flight
-        self._started: tuple[Started, ...] = ()  # requests started in the current step
         self._is_read_announced = False  # since the last progress: how long reads may take
         self._num_steps = 0
         self._num_violations = 0
@@ -252,7 +251,7 @@ class Worker:
             return
         self._is_read_announced = False
         self._num_steps += 1
-        self._channel.send(stepped(outputs, self._started, done.num_tokens, took_s))
+        self._channel.send(stepped(outputs, done.num_tokens, took_s))
 
     def _announce_reads(self) -> None:
         """Report once how long the client should wait for a slow disk. If nothing follows, the worker is stuck."""
@@ -284,9 +283,8 @@ class Worker:
     def _announce(self, plan: StepPlan) -> None:
         """Before a step runs, report the requests it starts, and whether it will be long."""
         self._note(plan)
-        self._started = tuple(self._describe(event) for event in self._observer.pop_admitted())
-        if self._started:
-            self._channel.send(Begun(self._started))
+        if started := tuple(self._describe(event) for event in self._observer.pop_admitted()):
+            self._channel.send(Begun(started))
         self._announce_wait(self._estimator.predict_s(self._running) + self._estimator.predict_s(self._planned))
 
     def _announce_wait(self, predicted_s: float) -> None:

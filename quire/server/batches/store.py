@@ -24,13 +24,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from quire.batch.lines import ENDPOINTS
-from quire.server.decoding import build_decoders, decode
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key
 
@@ -196,7 +195,10 @@ class StoredBatch(msgspec.Struct):
         return self.batch.id.removeprefix("batch_")
 
 
-build_decoders(StoredFile, StoredBatch)  # they are read in a thread
+# Built at import, because they are used in a thread: see decision 0044.
+DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (StoredFile, StoredBatch)
+}
 
 S = TypeVar("S", StoredFile, StoredBatch)
 
@@ -489,7 +491,8 @@ def _read_all(folder: Path, kind: type[S]) -> dict[str, S]:
 
 def _read(path: Path, kind: type[S]) -> S | None:
     try:
-        return decode(path.read_bytes(), kind)
+        found: S = DECODERS[kind].decode(path.read_bytes())
+        return found
     except (OSError, msgspec.DecodeError) as error:
         log.error("%s cannot be read and is ignored: %s", path, error)
         return None

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.native.library import Engine, Floats
-from quire.backends.native.model import Batch, NativeModel, may_attend_in_halves
+from quire.backends.native.library import Floats
+from quire.backends.native.model import Batch, Engine, NativeModel, may_attend_in_halves
 from quire.backends.native.packing import pack_model
 from quire.backends.native.runner import NativeRunner
 from quire.weights.config import spec_from_config
