@@ -26,8 +26,8 @@ from quire.core.values import (
 )
 from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.text.grammar import Grammar, GrammarKind
-from quire.text.stream import AnswerParser, Detokenizer, StopStrings
-from quire.text.tokenizer import Tokenizer
+from quire.text.stream import AnswerParser, StopStrings
+from quire.text.tokenizer import Detokenizer, Tokenizer
 from quire.weights.spec import GenerationDefaults
 
 T = TypeVar("T", int, float)
@@ -79,26 +79,30 @@ class GenerationParams:
         for name in ("ignore_eos", "include_stop", "skip_special"):
             if type(getattr(self, name)) is not bool:
                 raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not true or false")
-        if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequest(f"logit_bias = {self.logit_bias!r:.80} is not a mapping of token ids to numbers")
-        if not isinstance(self.stop, str | list | tuple):
-            raise InvalidRequest(f"stop = {self.stop!r:.80} is not a string or a list of strings")
+        for name, kinds, what in (
+            ("logit_bias", Mapping, "a mapping of token ids to numbers"),
+            ("stop", str | list | tuple, "a string or a list of strings"),
+            ("prediction", str, "text"),
+        ):
+            if not isinstance(getattr(self, name), kinds):
+                raise InvalidRequest(f"{name} = {getattr(self, name)!r:.80} is not {what}")
         check_tokens("stop_token_ids", self.stop_token_ids)
-        if not isinstance(self.prediction, str):
-            raise InvalidRequest(f"prediction = {self.prediction!r:.80} is not text")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
                 raise InvalidRequest(f"{name} = {count!r} is not a whole number from 0 to {MAX_LOGPROBS}")
         if self.is_empty and self.min_tokens:
             raise InvalidRequest(f"min_tokens = {self.min_tokens!r} is more than max_tokens = 0")
-        if len(self.logit_bias) > MAX_BIASES:
-            raise InvalidRequest(f"logit_bias has {len(self.logit_bias)} entries, more than {MAX_BIASES}")
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise InvalidRequest(f"stop_token_ids has {len(self.stop_token_ids)} entries, more than {MAX_STOP_IDS}")
+        for name, entries, most in (
+            ("logit_bias", self.logit_bias, MAX_BIASES),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS),
+        ):
+            if len(entries) > most:
+                raise InvalidRequest(f"{name} has {len(entries)} entries, more than {most}")
         if self.grammar is not None and self.ignore_eos and self.grammar.kind is not GrammarKind.TOKENS:
             raise InvalidRequest("ignore_eos = True cannot be used with a grammar: the grammar ends the answer")
-        StopStrings(self.stops)  # refuses invalid stop strings
+        if self.stops:
+            StopStrings(self.stops)  # refuses invalid stop strings
         self.sampling(GenerationDefaults(), ())  # refuses invalid sampling parameters
 
     @property
@@ -306,7 +310,7 @@ class Sample:
     """One sample of a request. `Generation.push_token` adds tokens of plain text, `Generation.push` all others."""
 
     detokenizer: Detokenizer
-    stops: StopStrings
+    stops: StopStrings | None
     min_tokens: int = 0  # the text of the first tokens is not searched for stop strings
     parser: AnswerParser | None = None
     is_plain: bool = False  # the text of the next token does not depend on earlier ones, and is passed on as it is
@@ -332,7 +336,7 @@ class Sample:
             text = self.detokenizer.push((token,))
             offsets.append(self.num_read)
             self.num_read += len(text)
-            if len(self.token_ids) + len(offsets) <= self.min_tokens:
+            if self.stops is None or len(self.token_ids) + len(offsets) <= self.min_tokens:
                 shown.append(text)
                 continue
             match = self.stops.push(text)
@@ -346,6 +350,8 @@ class Sample:
         """Flush an incomplete character and held text at the end. This may still complete a stop string."""
         rest = self.detokenizer.finish()
         self.num_read += len(rest)
+        if self.stops is None:
+            return rest
         match = self.stops.push(rest)
         self.stop = match.stop
         return match.text + self.stops.finish()
@@ -419,7 +425,7 @@ class Generation:
         self.samples = [
             Sample(
                 Detokenizer(tokenizer, skip_special=request.skip_special, shown_special=request.shown_special),
-                StopStrings(request.stop, include_stop=request.include_stop),
+                StopStrings(request.stop, include_stop=request.include_stop) if request.stop else None,
                 request.sampling.min_tokens,
                 None if new_parser is None else new_parser(),
             )

@@ -14,8 +14,8 @@ from quire.text.grammar import Grammar, GrammarKind
 from quire.text.harmony import MARKERS, HarmonyParser
 from quire.text.messages import ChatRequest
 from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
-from quire.text.stream import AnswerParser, Detokenizer, PlainAnswer, Thought
-from quire.text.tokenizer import Tokenizer
+from quire.text.stream import AnswerParser, PlainAnswer, Thought
+from quire.text.tokenizer import Detokenizer, Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.text.tool_grammars import answer_grammar
 from quire.weights.checkpoint import TokenizerFiles

@@ -296,7 +296,7 @@ def test_an_invalid_message_ends_only_its_request(tiny_model: Path) -> None:
             forged = await engine.submit(request(engine, max_tokens=60))
             assert engine._connection is not None
             ids = list(forged.request_ids)
-            raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "prompt": ["x"]})
+            raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "request": {"prompt": ["x"]}})
             assert isinstance(engine._connection.process, WorkerProcess)
             engine._connection.process._writer.send(len(raw).to_bytes(4, "little") + raw)
             with pytest.raises(InvalidRequest):
@@ -674,13 +674,13 @@ def test_invalid_messages_are_refused() -> None:
         to_worker.decode(msgspec.msgpack.encode({"type": "add", "request_id": "x"}))
     with pytest.raises(msgspec.ValidationError):
         from_worker.decode(msgspec.msgpack.encode({"type": "exec", "code": "1"}))
-    fields = {"type": "add", "request_ids": [1], "priority": 1, "salt": ""}
     for sampling, words, problem in (
         ({"temperature": 1e9}, bytes(4), "temperature"),
         ({}, bytes(3), "prompt of 3 bytes"),
         ({}, b"", "prompt of 0 bytes"),
     ):
-        forged = {"sampling": sampling, "prompt": {"words": words, "largest": 0}, **fields}
+        request = {"sampling": sampling, "prompt": {"words": words, "largest": 0}}
+        forged = {"type": "add", "request_ids": [1], "request": request}
         with pytest.raises(msgspec.ValidationError, match=problem):
             to_worker.decode(msgspec.msgpack.encode(forged))
 

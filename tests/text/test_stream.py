@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest
-from quire.text.stream import Detokenizer, StopStrings
-from quire.text.tokenizer import Tokenizer
+from quire.text.stream import StopStrings
+from quire.text.tokenizer import Detokenizer, Tokenizer
 from tests.text.vocabularies import byte_level_gguf, library_tokenizer, sentencepiece_gguf
 
 _TOKENIZER = Tokenizer.from_gguf(byte_level_gguf())

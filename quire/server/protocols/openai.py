@@ -111,8 +111,8 @@ from quire.text.messages import (
     check_messages,
     check_parts,
 )
-from quire.text.stream import AnswerParser, CallArguments, CallStart, Detokenizer, Piece, PlainAnswer, Thought, Words
-from quire.text.tokenizer import Tokenizer
+from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
+from quire.text.tokenizer import Detokenizer, Tokenizer
 
 _FORMATS = ("text", "json_object", "json_schema")
 
