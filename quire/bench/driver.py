@@ -37,9 +37,8 @@ from quire.bench.report import (
 )
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.core.values import PackedPrompt, SamplingParams
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, StepEstimator, work_of
 from quire.engine.generation import GenerationRequest
-from quire.engine.worker.step_estimate import StepEstimator, work_of
 from quire.errors import InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:

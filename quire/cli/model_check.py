@@ -19,7 +19,7 @@ from quire.backends.machine import choose_threads
 from quire.backends.native.packing import MEMORY_SHARE
 from quire.backends.support import rope_notice, skip_notice, transformers_notice
 from quire.cli.fit import Fit, Memory, Weights, find_backend_problem, fit, free_disk_bytes, read_config, read_memory
-from quire.core.cache.block import BLOCK_SIZE
+from quire.core.cache.context import BLOCK_SIZE
 from quire.engine.composition import EngineConfig, choose_backend
 from quire.engine.model_text import make_tokenizer
 from quire.errors import InvalidRequest, QuireError

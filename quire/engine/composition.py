@@ -31,8 +31,7 @@ from quire.backends.base import (
 )
 from quire.backends.machine import has_nvidia, is_apple_silicon
 from quire.backends.support import mlx_reads, refuse_unsupported, skip_notice
-from quire.core.cache.block import BLOCK_SIZE
-from quire.core.cache.context import KEY_BYTES
+from quire.core.cache.context import BLOCK_SIZE, KEY_BYTES
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.levels import Levels

@@ -63,7 +63,7 @@ class ModelQuery(msgspec.Struct, frozen=True):
 
 
 class WindowStatsView(msgspec.Struct, frozen=True):
-    """Blocks of the layers with a window. `PoolStats` in `quire/core/cache/pool.py` documents each count."""
+    """Blocks of the layers with a window. `PoolStats` in `quire/core/cache/prefix.py` documents each count."""
 
     num_blocks: int
     num_free: Annotated[int, Meta(description="Blocks not in use, with or without cached content.")]
@@ -73,7 +73,7 @@ class WindowStatsView(msgspec.Struct, frozen=True):
 
 
 class StateStatsView(msgspec.Struct, frozen=True):
-    """Slots of recurrent states. `StateStats` in `quire/core/cache/pool.py` documents each count."""
+    """Slots of recurrent states. `StateStats` in `quire/core/cache/prefix.py` documents each count."""
 
     num_slots: int
     num_free: Annotated[int, Meta(description="Slots without content.")]

@@ -6,9 +6,8 @@ import pytest
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
-from quire.core.cache.block import KVCacheBlock, WindowBlock
-from quire.core.cache.pool import StatePool, WindowPool
-from quire.core.cache.prefix import StopReason
+from quire.core.cache.context import KVCacheBlock, WindowBlock
+from quire.core.cache.prefix import StatePool, StopReason, WindowPool
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import ALL_PLACES, Place, cached_window, place_points
 from quire.core.policy import Fair

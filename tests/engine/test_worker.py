@@ -20,12 +20,11 @@ from quire.backends.fake import FakeRunner
 from quire.core.kv_cache import KVCacheManager
 from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, StepEstimator, Work
 from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams, GenerationRequest
 from quire.engine.model_text import ModelText
 from quire.engine.worker.client import EngineClient, WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Gone, Stepped, Working, from_worker, pack, to_worker
-from quire.engine.worker.step_estimate import StepEstimator, Work
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 from tests.engine.serving import SLOW, client, collect, request, run, until, usage

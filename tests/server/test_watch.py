@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from starlette.responses import StreamingResponse
 
-from quire.core.cache.pool import PoolStats
+from quire.core.cache.prefix import PoolStats
 from quire.core.values import Priority
 from quire.engine.generation import EngineOutput
 from quire.engine.model_manager import ModelManager

@@ -6,8 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.block import KVCacheBlock, StateSlot, WindowBlock
-from quire.core.cache.context import BLOCKS_PER_BATCH, TokenChain
+from quire.core.cache.context import BLOCKS_PER_BATCH, KVCacheBlock, StateSlot, TokenChain, WindowBlock
 from quire.core.cache.prefix import PrefixHit, SortedBlocks, common_run
 from quire.core.memory import Held, Memory, cached_window
 from quire.core.step import Content, MemoryKind

@@ -27,7 +27,7 @@ from quire.core.request import Request
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
-from quire.engine.engine import Engine
+from quire.engine.engine import NO_WORK, Engine, StepEstimator, Work, work_of
 from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.process import calm_collector, setup_worker_log
@@ -68,7 +68,6 @@ from quire.engine.worker.protocol import (
     answered,
     stepped,
 )
-from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
 if TYPE_CHECKING:
