@@ -1,4 +1,4 @@
-"""Blocks, and the context of a request: its tokens, their chain keys, and the memory that holds keys, values and states.
+"""Blocks, and the context of a request: its tokens, their chain keys, and the memory of keys, values and states.
 
 Blocks of the three kinds of memory are linked in a free list, which is also the eviction order.
 
