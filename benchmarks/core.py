@@ -27,9 +27,10 @@ from quire.core.policy import Fair
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
-from quire.core.values import PackedPrompt, Priority, SamplingParams
+from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
+from quire.engine.generation import GenerationRequest
 from quire.engine.worker.protocol import Add, pack, to_worker
 
 CONTEXT = 2048
@@ -169,7 +170,7 @@ def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
 def admission_us(num_tokens: int, repeats: int) -> dict[str, float]:
     """Return microseconds a worker spends on a prompt: from its message to the queue, and to find it in the cache."""
     prompt = PackedPrompt.of(Random(4).choices(range(32_000), k=num_tokens))
-    frame = pack(Add((1,), prompt, SamplingParams(max_tokens=1), Priority.NORMAL, ""))[4:]
+    frame = pack(Add((1,), GenerationRequest(prompt, SamplingParams(max_tokens=1))))[4:]
     capacity = Capacity(num_tokens // 32 + 10, 32, 8, num_tokens + 100, 32_000)
     runner = FakeRunner(capacity)
     engine = Engine(runner, make_scheduler(runner, EngineConfig()))
@@ -180,7 +181,7 @@ def admission_us(num_tokens: int, repeats: int) -> dict[str, float]:
         message = to_worker.decode(frame)
         assert isinstance(message, Add)
         request_id = next(ids)
-        engine.add(request_id, message.prompt, message.sampling)
+        engine.add(request_id, message.request)
         requests.append(engine.scheduler.requests[request_id])
         return 1
 

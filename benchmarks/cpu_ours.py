@@ -12,10 +12,11 @@ from typing import Any
 import cpu_task
 from cpu_task import SLACK_TOKENS, Task
 
-from quire.core.cache.block import BLOCK_SIZE
+from quire.core.cache.context import BLOCK_SIZE
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
-from quire.engine.engine import Engine, EngineOutput
+from quire.engine.engine import Engine
+from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.process import calm_collector
 
 
@@ -66,7 +67,9 @@ class Machine:
 
     def _add(self, tokens: list[int], max_tokens: int) -> int:
         self._num_requests += 1
-        self.engine.add(self._num_requests, tokens, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+        self.engine.add(
+            self._num_requests, GenerationRequest.of(tokens, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+        )
         return self._num_requests
 
     def _step(self) -> list[EngineOutput]:

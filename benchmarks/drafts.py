@@ -29,10 +29,9 @@ from typing import Any, NamedTuple
 
 import harness
 
-from quire.engine.engine import EngineOutput
+from quire.engine.engine import NO_WORK, StepEstimator, work_of
+from quire.engine.generation import EngineOutput, GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
-from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, work_of
 from quire.text.grammar import Grammar, GrammarKind
 
 SIDES = ("plain", "drafted")

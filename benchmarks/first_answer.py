@@ -26,9 +26,8 @@ from first_examples import RIGHT, Example, distinct, examples
 
 from quire.backends.native.library import choose_kernels, kernels_available
 from quire.cli.serve import QUESTION
+from quire.engine.generation import Completion, GenerationOutput, GenerationParams, TokenLogprob
 from quire.engine.llm import LLM, as_chat
-from quire.engine.outputs import Completion, GenerationOutput, TokenLogprob
-from quire.engine.params import GenerationParams
 from quire.text.grammar import regex_grammar
 
 BAR = 0.95

@@ -41,6 +41,7 @@ def main(folder: str, device: str, max_num_seqs: str, max_model_len: str) -> Non
     from quire.core.values import SamplingParams
     from quire.engine.composition import EngineConfig, import_backend, make_engine, make_scheduler
     from quire.engine.engine import Engine
+    from quire.engine.generation import GenerationRequest
 
     config = EngineConfig(
         device=device,
@@ -54,12 +55,13 @@ def main(folder: str, device: str, max_num_seqs: str, max_model_len: str) -> Non
     engine = make_engine(Path(folder), config)
     say("loaded")
     spare = Engine(engine.runner, make_scheduler(engine.runner, config))
-    spare.add(0, (0,) * WARM_UP_TOKENS, SamplingParams(temperature=0, max_tokens=2))
+    spare.add(0, GenerationRequest.of((0,) * WARM_UP_TOKENS, SamplingParams(temperature=0, max_tokens=2)))
     while spare.has_work:
         spare.step()
     say("ready")
     num_tokens = min(PROMPT_TOKENS, int(max_model_len) // 2)
-    engine.add(1, [(7 * i) % 100 for i in range(num_tokens)], SamplingParams(temperature=0.6, seed=1, max_tokens=8))
+    sampling = SamplingParams(temperature=0.6, seed=1, max_tokens=8)
+    engine.add(1, GenerationRequest.of([(7 * i) % 100 for i in range(num_tokens)], sampling))
     while not any(output.tokens for output in engine.step()):
         pass
     say("first_token")

@@ -33,11 +33,10 @@ from typing import Any, NamedTuple
 import harness
 from harness import run_load, say
 
-from quire.bench.http_load import HttpStream
+from quire.bench.http_load import HttpStream, run_load
 from quire.cli.server_client import ServerProcess, serving
+from quire.engine.generation import Generation, GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.outputs import Answers
-from quire.engine.params import GenerationParams
 from quire.errors import QuireError
 from quire.weights.hub import resolve
 
@@ -77,13 +76,13 @@ def bare(llm: LLM, work: Work, prompts: list[list[int]]) -> Round:
     """Run at most so many requests at a time as over HTTP."""
     params = GenerationParams(temperature=0, max_tokens=work.tokens, ignore_eos=True)
     waiting = [llm.text.request(prompt, params) for prompt in prompts]
-    answers: dict[int, Answers] = {}
+    answers: dict[int, Generation] = {}
     begin_s = time.perf_counter()
     while waiting or answers:
         while waiting and len(answers) < work.clients:
             request, request_id = waiting.pop(), llm.next_id()
-            llm.engine.add(request_id, request.prompt, request.sampling)
-            answers[request_id] = Answers(request, llm.text.tokenizer)
+            llm.engine.add(request_id, request)
+            answers[request_id] = Generation(request, llm.text.tokenizer)
         for output in llm.engine.step():
             if answers[output.request_id].push(0, output).finish_reason is not None:
                 del answers[output.request_id]

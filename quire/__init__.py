@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 from quire.version import __version__
 
 if TYPE_CHECKING:
+    from quire.engine.generation import GenerationOutput, GenerationParams
     from quire.engine.llm import LLM
-    from quire.engine.outputs import GenerationOutput
-    from quire.engine.params import GenerationParams
 
 __all__ = ["LLM", "GenerationOutput", "GenerationParams", "__version__"]
 
 # Imported on first access, so `import quire` and `quire --help` do not load the engine.
 _PUBLIC = {
     "LLM": "quire.engine.llm",
-    "GenerationOutput": "quire.engine.outputs",
-    "GenerationParams": "quire.engine.params",
+    "GenerationOutput": "quire.engine.generation",
+    "GenerationParams": "quire.engine.generation",
 }
 
 

@@ -34,6 +34,7 @@ from quire.backends.torch.runner import TorchRunner
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_runner
+from quire.engine.generation import GenerationRequest
 from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
@@ -144,7 +145,7 @@ class Reference:
         """Greedy answers to all prompts, each up to its end or ANSWER_TOKENS."""
         sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, stop_token_ids=eos_token_ids)
         for number, prompt in enumerate(prompts):
-            self.engine.add(number, list(prompt), sampling)
+            self.engine.add(number, GenerationRequest.of(list(prompt), sampling))
         answers: list[list[int]] = [[] for _ in prompts]
         while self.engine.has_work:
             for output in self.engine.step():

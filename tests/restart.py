@@ -25,6 +25,7 @@ from quire.core.step import TokenLogprobs
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
+from quire.engine.generation import GenerationRequest
 from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
 
@@ -109,7 +110,10 @@ def answer_all(engine: Engine, cases: Sequence[Case], num_outputs: int = NUM_OUT
     found: dict[int, CacheExplanation] = {}
     for number, case in enumerate(cases):
         engine.add(
-            number, case.prompt, SamplingParams(temperature=0, max_tokens=num_outputs, logprobs=5), salt=case.salt
+            number,
+            GenerationRequest.of(
+                case.prompt, SamplingParams(temperature=0, max_tokens=num_outputs, logprobs=5), salt=case.salt
+            ),
         )
     while engine.has_work:
         for output in engine.step():

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import jsonschema_rs
 
+from quire.engine.generation import GenerationOutput, GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.outputs import GenerationOutput
-from quire.engine.params import GenerationParams
 from quire.text.grammar import json_schema_grammar
 
 MAX_SHOWN = 12

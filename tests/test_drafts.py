@@ -11,9 +11,8 @@ import pytest
 
 from quire.core.events import Preempted
 from quire.core.policy import StepCost
+from quire.engine.generation import GenerationOutput, GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.outputs import GenerationOutput
-from quire.engine.params import GenerationParams
 from quire.text.grammar import Grammar, GrammarKind
 
 DOCUMENT = (

@@ -46,10 +46,10 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # At most so many statements and files. A package that needs more raises its numbers in the same commit, which says why.
 # The aim of decision 0048 is 41,000 statements in 320 files.
 BUDGETS = {
-    "quire/backends": (11_760, 76), "quire/batch": (410, 2), "quire/bench": (640, 4), "quire/cli": (4_120, 15),
-    "quire/core": (4_550, 22), "quire/engine": (5_980, 27), "quire/scale": (1_480, 9), "quire/server": (7_640, 29),
-    "quire/sim": (700, 4), "quire/text": (4_170, 16), "quire/weights": (3_680, 20),
-    "benchmarks": (2_860, 25), "tests": (50_330, 381),
+    "quire/backends": (11_750, 75), "quire/batch": (410, 2), "quire/bench": (640, 4), "quire/cli": (4_120, 15),
+    "quire/core": (4_530, 19), "quire/engine": (5_950, 25), "quire/scale": (1_460, 9), "quire/server": (7_650, 28),
+    "quire/sim": (700, 4), "quire/text": (4_130, 16), "quire/weights": (3_680, 20),
+    "benchmarks": (2_870, 25), "tests": (50_320, 381),
 }  # fmt: skip
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.generation import GenerationParams
 from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText
-from quire.engine.params import GenerationParams
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.tensors import transformers_parameters

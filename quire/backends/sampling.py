@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from quire.backends.base import TokenMasks
 from quire.core.step import PromptLogprobs, SeqSlice, StepResult, TokenLogprobs, accepted
-from quire.core.values import SamplingParams
 
 _PACK = Struct("<QQQ").pack
 _MASK = 2**64 - 1
@@ -37,16 +36,6 @@ BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar
 NEVER = float("-inf")  # added to the logit of a token that is forbidden
 
 
-def is_penalised(piece: SeqSlice) -> bool:
-    return has_penalty(piece.sampling)
-
-
-def has_penalty(sampling: SamplingParams) -> bool:
-    return bool(
-        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
-    )
-
-
 def is_short(piece: SeqSlice) -> bool:
     """Return whether the answer is still below `min_tokens`."""
     num_answered = piece.start + piece.length - piece.num_prompt_tokens
@@ -56,7 +45,7 @@ def is_short(piece: SeqSlice) -> bool:
 def is_changed(piece: SeqSlice) -> bool:
     """Return whether something other than a grammar changes the logits of this row."""
     params = piece.sampling
-    return bool(params.logit_bias) or is_penalised(piece) or bool(params.min_tokens and is_short(piece))
+    return bool(params.logit_bias) or piece.sampling.has_penalty or bool(params.min_tokens and is_short(piece))
 
 
 def edits_of(piece: SeqSlice) -> dict[int, float]:

@@ -37,8 +37,8 @@ from quire.bench.report import (
 )
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.core.values import PackedPrompt, SamplingParams
-from quire.engine.engine import Engine
-from quire.engine.worker.step_estimate import StepEstimator, work_of
+from quire.engine.engine import Engine, StepEstimator, work_of
+from quire.engine.generation import GenerationRequest
 from quire.errors import InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Session:
         track = Track(self._next_id())
         if isinstance(sampling, int):
             sampling = SamplingParams(temperature=0.0, max_tokens=sampling)
-        self.engine.add(track.request_id, prompt, sampling, salt=salt, matcher=matcher)
+        self.engine.add(track.request_id, GenerationRequest.of(prompt, sampling, salt=salt), matcher=matcher)
         self.tracks[track.request_id] = track
         return track
 

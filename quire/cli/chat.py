@@ -34,7 +34,7 @@ from quire.cli.server_client import (
     printable,
 )
 from quire.cli.terminal import AnswerWriter, bytes_bar, download_bar, echo
-from quire.engine.params import GenerationParams
+from quire.engine.generation import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest, ModelNotFound, QuireError, RequestFailed, TemplateError
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 from quire.text.stream import AnswerParser, PlainAnswer, Thought, Words
@@ -42,8 +42,8 @@ from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 if TYPE_CHECKING:
     from quire.core.kv_cache import CacheStats
+    from quire.engine.generation import Delta, GenerationOutput, TokenLogprob
     from quire.engine.llm import LLM
-    from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob
 
 
 MAX_FILE_BYTES = 64 << 20

@@ -18,7 +18,7 @@ from quire.sizes import compared_sizes
 
 if TYPE_CHECKING:
     from quire.engine.composition import EngineConfig
-    from quire.engine.params import GenerationParams
+    from quire.engine.generation import GenerationParams
 
 Settings = dict[str, Any]  # of a group: name -> value
 # Fields that errors name, in commands that make a GenerationParams or load a model.

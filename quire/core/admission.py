@@ -12,13 +12,12 @@ from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
 
-from quire.core.cache.block import NULL_BLOCK_ID, Linked
+from quire.core.cache.context import NULL_BLOCK_ID, Linked
 from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
 from quire.core.events import Admitted, Observer, Preempted, PrefixLoaded, PrefixWaited
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import Memory, Pin
-from quire.core.policy import Policy
-from quire.core.queues import RunningSet, WaitingQueue
+from quire.core.policy import Policy, RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import BlockCopy, Content, SeqSlice
 from quire.core.values import Level, Priority

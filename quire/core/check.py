@@ -14,9 +14,8 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import NoReturn, TypeVar
 
-from quire.core.cache.block import NULL_BLOCK_ID, KVCacheBlock, Linked, StateSlot, WindowBlock
-from quire.core.cache.pool import Pool, StatePool
-from quire.core.cache.prefix import PrefixTree
+from quire.core.cache.context import NULL_BLOCK_ID, KVCacheBlock, Linked, StateSlot, WindowBlock
+from quire.core.cache.prefix import Pool, PrefixTree, StatePool
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.levels import Levels, PrefixRead, ReadState
 from quire.core.levels.lower_level import LowerLevel

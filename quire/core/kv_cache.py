@@ -9,10 +9,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from quire.core.cache.block import BLOCK_SIZE, check_block_size
-from quire.core.cache.context import Context, Digest, TokenChain, hash_block_tokens
-from quire.core.cache.pool import BlockPool, PoolStats, StateStats
-from quire.core.cache.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
+from quire.core.cache.context import BLOCK_SIZE, Context, Digest, TokenChain, check_block_size, hash_block_tokens
+from quire.core.cache.prefix import (
+    NO_HIT,
+    BlockPool,
+    CacheExplanation,
+    PoolStats,
+    PrefixHit,
+    PrefixTree,
+    StateStats,
+    StopReason,
+)
 from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.levels.levels import Levels, LevelStats
 from quire.core.levels.lower_level import LowerLevel, Reach, Search

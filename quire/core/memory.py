@@ -20,10 +20,25 @@ from enum import StrEnum
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-from quire.core.cache.block import EMPTY_SLOT, NULL_BLOCK_ID, KVCacheBlock, StateSlot, WindowBlock
-from quire.core.cache.context import Context, TokenChain
-from quire.core.cache.pool import BlockPool, Pool, StatePool, WindowPool
-from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, PrefixTree
+from quire.core.cache.context import (
+    EMPTY_SLOT,
+    NULL_BLOCK_ID,
+    Context,
+    KVCacheBlock,
+    StateSlot,
+    TokenChain,
+    WindowBlock,
+)
+from quire.core.cache.prefix import (
+    FROM_ZERO,
+    BlockPool,
+    Continuation,
+    Pool,
+    PrefixHit,
+    PrefixTree,
+    StatePool,
+    WindowPool,
+)
 from quire.core.events import Observer, PinYielded, ignore
 from quire.core.step import BlockCopy, SeqSlice, StateSnapshot
 from quire.errors import InvalidRequest

@@ -15,8 +15,7 @@ from quire.core.admission import Admission, GrowthRoom, Outcome, StepBuilder
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import NO_STATES
-from quire.core.policy import Ledger, Policy, TierWork, Turn
-from quire.core.queues import Key, RunningSet, WaitingQueue
+from quire.core.policy import Key, Ledger, Policy, RunningSet, TierWork, Turn, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import SeqSlice
 from quire.core.values import TIERS, Priority

@@ -14,8 +14,7 @@ from quire.core.cache.prefix import CacheExplanation
 from quire.core.events import Arrived, Finished, Observer, Refused, StaleResultDropped, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.planner import Planner
-from quire.core.policy import Policy
-from quire.core.queues import RunningSet, WaitingQueue
+from quire.core.policy import Policy, RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import Content, SeqSlice, StepPlan, StepResult, TokenUpdate
 from quire.core.values import FinishReason, Level

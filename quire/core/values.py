@@ -107,6 +107,11 @@ class SamplingParams:
         """
         return self.temperature < MIN_TEMPERATURE
 
+    @property
+    def has_penalty(self) -> bool:
+        """Whether earlier tokens change the logits of later ones."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
     def sample(self, index: int) -> SamplingParams:
         """Parameters for one of the n samples of a prompt.
 

@@ -31,8 +31,7 @@ from quire.backends.base import (
 )
 from quire.backends.machine import has_nvidia, is_apple_silicon
 from quire.backends.support import mlx_reads, refuse_unsupported, skip_notice
-from quire.core.cache.block import BLOCK_SIZE
-from quire.core.cache.context import KEY_BYTES
+from quire.core.cache.context import BLOCK_SIZE, KEY_BYTES
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.levels import Levels
@@ -44,6 +43,7 @@ from quire.core.step import Content, MemoryKind, MemoryRef
 from quire.core.values import Level, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.fingerprint import DIGESTS, Fingerprinting, describe, system_fingerprint, weights_digest
+from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
 from quire.engine.levels.cache_folder import Space, root_secret
 from quire.engine.levels.disk_store import DiskStore, reads_per_thread
@@ -82,7 +82,7 @@ def measure_prefill(make_engine: Callable[[int], Engine], max_tokens: int) -> in
 
 def _time_prompt(make_engine: Callable[[int], Engine], num_tokens: int) -> float:
     engine = make_engine(num_tokens)
-    engine.add(0, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=1))
+    engine.add(0, GenerationRequest.of((0,) * num_tokens, SamplingParams(temperature=0, max_tokens=1)))
     start_s = time.monotonic()
     while engine.has_work:
         engine.step()

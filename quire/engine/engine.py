@@ -2,26 +2,31 @@
 
 A step that raised is repeated in smaller parts, so that only the requests that fail alone end. One request can make the
 step of a whole batch raise. A batch can run out of memory although each of its halves fits.
+
+`StepEstimator` predicts the duration of a step from earlier steps: for the limit of a watchdog and, on a CPU, the
+scheduler's cost of a row. It is not thread-safe.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from quire.backends.base import Runner, TokenMasks
-from quire.core.cache.prefix import CacheExplanation
 from quire.core.memory import choose_boundaries
+from quire.core.policy import StepCost
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import BlockCopy, Load, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, TokenUpdate
-from quire.core.values import FinishReason, Level, PackedPrompt, Priority, SamplingParams
-from quire.engine.guesses import Predicted, Speculation, awaits_tokens
+from quire.core.values import FinishReason, Level, PackedPrompt
+from quire.engine.generation import EngineOutput, GenerationRequest, PinPrefix
+from quire.engine.guesses import Speculation, awaits_tokens
 from quire.engine.levels.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.engine.masks import GrammarFailed, GrammarMasks, Matcher
-from quire.engine.params import PinPrefix
 from quire.errors import CacheFolderError, InvalidRequest, InvariantViolation, QuireError
 
 MAX_REPEAT_S = 8.0
@@ -143,20 +148,6 @@ WAIT_S = 0.001  # for transfers, when there is nothing to compute; messages are 
 MAX_FAILED_STEPS = 3  # in a row; after that, the runner is considered broken, not the requests
 
 
-class EngineOutput(NamedTuple):
-    """New tokens of one request. `cache` is set in its first output only."""
-
-    request_id: int
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason | None
-    num_cached_tokens: int
-    cache: CacheExplanation | None
-    logprobs: tuple[TokenLogprobs, ...]
-    prompt_logprobs: PromptLogprobs | None
-    error: str | None
-    predicted: Predicted | None = None  # set if the request has a prediction that was used
-
-
 class BrokenRunner(QuireError):
     """Several steps in a row failed, with different requests. The engine should be replaced."""
 
@@ -215,48 +206,38 @@ class Engine:
     def add(
         self,
         request_id: int,
-        prompt: PackedPrompt | Sequence[int],
-        sampling: SamplingParams,
+        request: GenerationRequest,
         *,
-        priority: Priority = Priority.NORMAL,
-        salt: str = "",
-        tenant: str = "",
+        index: int = 0,
         parent_id: int | None = None,
-        pins: Sequence[PinPrefix] = (),
         matcher: Matcher | None = None,
-        boundaries: Sequence[int] = (),
-        prediction: PackedPrompt | None = None,
     ) -> None:
-        """Add a request, or raise and change nothing. It shares the KV of a running parent.
+        """Add sample `index` of a request, or raise and change nothing. It shares the KV of a running parent.
 
-        The tokens of a `PackedPrompt` are not checked again. `pins` are set when the prompt has been computed; if the
-        request ends before that, they are dropped. `matcher` restricts the tokens of the answer and must not be shared
-        between requests. Later requests are expected to continue from `boundaries`, positions in the prompt.
-        `prediction`: tokens that the answer is expected to contain.
+        `matcher` restricts the tokens of the answer and must not be shared between samples.
         """
-        prompt = self.check(prompt, sampling)
-        if prediction is not None:
-            self._check_vocabulary("prediction", prediction.largest)
-        parent = None if parent_id is None else self._requests.get(parent_id)
+        self.check(request)
+        pins = () if index else request.pins
         block_size = self.scheduler.cache.block_size
-        points = {*choose_boundaries(boundaries), *(pin.num_tokens // block_size * block_size for pin in pins)}
-        request = Request(
+        points = {*choose_boundaries(request.boundaries), *(pin.num_tokens // block_size * block_size for pin in pins)}
+        sample = Request(
             request_id,
-            prompt,
-            sampling,
-            priority=priority,
-            salt=salt,
-            tenant=tenant,
-            parent=parent,
+            request.prompt,
+            request.sampling.sample(index),
+            priority=request.priority,
+            salt=request.salt,
+            tenant=request.tenant,
+            parent=None if parent_id is None else self._requests.get(parent_id),
             boundaries=tuple(sorted(points)),
         )
-        self.scheduler.add(request, self.clock())
-        self._requests[request_id] = request
+        self.scheduler.add(sample, self.clock())
+        self._requests[request_id] = sample
         if pins:
             self._pins[request_id] = pins
         if matcher is not None:
             self._masking.add(request_id, matcher)
-        self.speculation.add(request, () if prediction is None or matcher is not None else prediction.tokens)
+        prediction = request.prediction if matcher is None else None
+        self.speculation.add(sample, () if prediction is None else prediction.tokens)
 
     def cancel(self, request_id: int) -> bool:
         """Free everything the request holds. It produces no further output. Returns whether it was unfinished."""
@@ -272,7 +253,7 @@ class Engine:
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
         self._pins.pop(request_id, None)
-        self._masking.remove(request_id)
+        self._masking.entries.pop(request_id, None)
         self.speculation.remove(request_id)
 
     def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, ttl_s: float) -> int:
@@ -303,7 +284,7 @@ class Engine:
             self.transfers.start(plan, is_busy=not plan.is_empty)
             if plan.is_empty and self._in_flight is None:
                 self.transfers.wait(WAIT_S)  # only loads are in flight
-        if self._masking.has_any(plan):
+        if self._masking.entries and self._masking.has_any(plan):
             return outputs + self._step_masked(plan)
         launched = None if plan.is_empty else self._launch(plan)
         if self.capacity.has_overlap:
@@ -466,7 +447,7 @@ class Engine:
         updates = self.scheduler.commit(step.plan, result)
         if result.is_poisoned:  # other requests must not reuse what such a request left in the cache
             self.drop_cache()
-        if self._masking:
+        if self._masking.entries:
             updates = [self._match(update) for update in updates]
         if self.speculation.is_on:
             self._speculate(step.plan, updates)
@@ -557,21 +538,124 @@ class Engine:
         for pin in pins if update.tokens else ():
             self.scheduler.cache.pin_prompt(pin.pin_id, request, pin.num_tokens, self._deadline_ns(pin.ttl_s))
 
-    def check(self, prompt: PackedPrompt | Sequence[int], sampling: SamplingParams) -> PackedPrompt:
+    def check(self, request: GenerationRequest) -> None:
         """Raise if the request can never run: too long, or token ids outside the vocabulary.
 
-        Such ids would make the whole batch fail. Returns the checked prompt, which `add` does not check again.
+        Such ids would make the whole batch fail.
         """
-        prompt = PackedPrompt.of(prompt)
-        self.scheduler.cache.check_fits(len(prompt), self.scheduler.max_model_len)
+        self.scheduler.cache.check_fits(len(request.prompt), self.scheduler.max_model_len)
         for name, largest in (
-            ("prompt", prompt.largest),
-            ("logit_bias", max(sampling.logit_bias, default=0)),
-            ("stop_token_ids", max(sampling.stop_token_ids, default=0)),
+            ("prompt", request.prompt.largest),
+            ("logit_bias", max(request.sampling.logit_bias, default=0)),
+            ("stop_token_ids", max(request.sampling.stop_token_ids, default=0)),
+            ("prediction", 0 if request.prediction is None else request.prediction.largest),
         ):
-            self._check_vocabulary(name, largest)
-        return prompt
+            if largest >= self.capacity.vocab_size:
+                size = self.capacity.vocab_size
+                raise InvalidRequest(f"{name}: token id {largest} is outside the vocabulary of {size}")
 
-    def _check_vocabulary(self, name: str, largest: int) -> None:
-        if largest >= self.capacity.vocab_size:
-            raise InvalidRequest(f"{name}: token id {largest} is outside the vocabulary of {self.capacity.vocab_size}")
+
+KEPT = 9  # steps per size: the median is used, so that an outlier does not matter
+# Cost of attention relative to the rest of a token. Both depend on model and machine. The middle of the measured range
+# is good enough for a limit of ten times the prediction.
+CONTEXT_PER_TOKEN = 300  # keys read from the cache: 70 to 1,000
+PAIRS_PER_TOKEN = 8000  # pairs of a query and a key in a prompt: 4,000 (135M) to 30,000 (8B)
+MAX_BATCH = 512  # in tokens of effort: larger steps do not show the cost of another row
+MEMORY_BOUND = 64  # tokens that may take no longer than one: the step is limited by reading the weights
+
+
+class Work(NamedTuple):
+    """The amount of work of a step."""
+
+    num_tokens: int
+    effort: float  # in tokens, attention included
+
+
+NO_WORK = Work(0, 0.0)
+
+
+def work_of(plan: StepPlan) -> Work:
+    num_tokens, pairs = plan.num_tokens, 0
+    context = num_tokens + sum([piece.start for piece in plan.slices])
+    if num_tokens > len(plan.slices):  # not only decodes
+        pairs = sum([piece.length * (2 * piece.start + piece.length) for piece in plan.slices if piece.length > 1]) // 2
+    return Work(num_tokens, num_tokens + context / CONTEXT_PER_TOKEN + pairs / PAIRS_PER_TOKEN)
+
+
+class _Size:
+    """The last steps of about one size: their efforts are within a factor of two."""
+
+    __slots__ = ("_last", "median")
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float]] = deque(maxlen=KEPT)  # seconds and effort
+        self.median = 0.0, 0.0  # of two steps, the shorter one: the first of a kind is often slow
+
+    def take(self, took_s: float, effort: float) -> None:
+        self._last.append((took_s, effort))
+        self.median = sorted(self._last)[(len(self._last) - 1) // 2]
+
+
+class StepEstimator:
+    """Interpolates between the medians of the sizes seen, and extrapolates beyond the largest.
+
+    A step has a fixed cost and a cost per token. One size alone does not separate the two, so a decode does not show
+    the cost of a prompt. Beyond the largest step seen, each further token costs the duration of that step divided by
+    its number of tokens, which is taken as at least `MEMORY_BOUND`. Each size keeps its own last steps, so that a
+    thousand decodes do not displace the durations of prompts.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}  # keyed by the bit length of the effort
+        self._batches: dict[int, _Size] = {}  # the same, without single-token steps
+        self._single = _Size()  # single-token steps only
+
+    def learn(self, work: Work, took_s: float) -> None:
+        if work.num_tokens:
+            size = self._sizes.setdefault(int(work.effort).bit_length(), _Size())
+            size.take(took_s, work.effort)
+            if work.num_tokens == 1:
+                self._single.take(took_s, work.effort)
+            else:
+                batch = self._batches.setdefault(int(work.effort).bit_length(), _Size())
+                batch.take(took_s, work.effort)
+
+    def cost(self) -> StepCost | None:
+        """The fixed cost of a step and the cost of a token in a batch. None: too few steps were seen.
+
+        A single-token step may be faster than predicted from larger ones: backends have a special path for it.
+        """
+        batches = [size.median for bits, size in self._batches.items() if 1 << bits <= 2 * MAX_BATCH]
+        seen = batches if len(batches) > 1 else [*batches, self._single.median]
+        seen = [step for step in seen if step[1]]
+        if len(seen) < 2:
+            return None
+        (least_s, least), (most_s, most) = min(seen, key=_effort), max(seen, key=_effort)
+        slope_s = max(0.0, most_s - least_s) / (most - least)
+        base_s = max(0.0, least_s - slope_s * least)
+        single_s, single = self._single.median
+        saved_s = max(0.0, base_s + slope_s * single - single_s) if single else 0.0
+        token_ns = max(1, round(slope_s * 1e9))
+        return StepCost(round(base_s * 1e9), token_ns, token_ns // CONTEXT_PER_TOKEN, round(saved_s * 1e9))
+
+    def predict_s(self, work: Work) -> float:
+        """The predicted duration. 0: no steps were seen, or there is no work."""
+        if not self._sizes or not work.num_tokens:
+            return 0.0
+        seen = [self._sizes[bits].median for bits in sorted(self._sizes)]
+        base_s, least = seen[0]
+        if work.effort <= least:
+            return base_s
+        for (low_s, low), (high_s, high) in pairwise(seen):
+            if work.effort <= high:
+                return low_s + (high_s - low_s) * (work.effort - low) / (high - low)
+        most_s, most = seen[-1]
+        token_s = most_s / max(most, MEMORY_BOUND)
+        if most > least:
+            token_s = max(token_s, (most_s - base_s) / (most - least))
+        token_s = min(token_s, *(took_s / effort for took_s, effort in seen))  # no token takes longer than its step
+        return most_s + token_s * (work.effort - most)
+
+
+def _effort(step: tuple[float, float]) -> float:
+    return step[1]

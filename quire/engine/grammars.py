@@ -609,15 +609,15 @@ class GrammarQueue:
         A full queue refuses a request with which its tenant would have more than an equal part of the queue.
         """
         num_all = len(self)
-        compiling = [one.message.tenant for one in self._compiling]
-        num_tenants = len({message.tenant, *self._lines, *compiling})
-        num_own = len(self._lines.get(message.tenant, ())) + compiling.count(message.tenant)
+        tenant, compiling = message.request.tenant, [one.message.request.tenant for one in self._compiling]
+        num_tenants = len({tenant, *self._lines, *compiling})
+        num_own = len(self._lines.get(tenant, ())) + compiling.count(tenant)
         is_greedy = (num_own + 1) * num_tenants > MAX_COMPILING
         if num_all >= MAX_COMPILING and (is_greedy or num_all >= HARD_FACTOR * MAX_COMPILING):
             raise QueueFull(f"{num_all} requests wait for their grammars to be compiled, which is the limit")
         if not num_all:
             self._last_sign_s = time.monotonic()
-        self._lines.setdefault(message.tenant, deque()).append(message)
+        self._lines.setdefault(tenant, deque()).append(message)
         self._begin()
 
     def _begin(self) -> None:
@@ -634,16 +634,19 @@ class GrammarQueue:
 
     def _next_tenant(self) -> str | None:
         """The tenant whose turn it is. None: no thread is free for any of them."""
-        running = Counter(one.message.tenant for one in (*self._compiling, *self._abandoned) if not one.job.done())
+        running = Counter(
+            one.message.request.tenant for one in (*self._compiling, *self._abandoned) if not one.job.done()
+        )
         if running.total() >= NUM_THREADS:
             return None
         return next((tenant for tenant in self._lines if running[tenant] < MAX_OF_TENANT), None)
 
     def _job(self, message: Add) -> Future[Compiled]:
-        assert message.grammar is not None
-        compiled = self._grammars.find(message.grammar, message.tenant)  # compiled for an earlier request
+        grammar, tenant = message.request.grammar, message.request.tenant
+        assert grammar is not None
+        compiled = self._grammars.find(grammar, tenant)  # compiled for an earlier request
         if compiled is None:
-            return self._grammars.submit(message.grammar, message.tenant)
+            return self._grammars.submit(grammar, tenant)
         job: Future[Compiled] = Future()
         job.set_result(compiled)
         return job

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from quire.backends.base import Capacity
-from quire.backends.sampling import has_penalty
 from quire.core.policy import StepCost
 from quire.core.request import Request
+from quire.engine.generation import Predicted
 from quire.engine.masks import GrammarMasks
 
 INDEX_PER_CALL = 2048  # tokens of a prompt that are indexed at once: this takes half a millisecond
@@ -211,13 +211,6 @@ NUM_SKIPPED = 3  # a lookup takes 1 % of the step of a small model
 REACH = 4  # guessed tokens for each token that matches, where a few more rows cost almost nothing
 
 
-class Predicted(NamedTuple):
-    """Tokens of a prediction that were verified so far."""
-
-    num_right: int = 0
-    num_wrong: int = 0
-
-
 class _Entry:
     __slots__ = (
         *("drafter", "expected", "is_forced", "is_predicted", "num_misses", "num_to_skip", "predicted", "request"),
@@ -252,7 +245,7 @@ class Speculation:
     def add(self, request: Request, prediction: Sequence[int] = ()) -> None:
         """Make drafts for a request, if its parameters allow that."""
         sampling = request.sampling
-        if not self.is_on or sampling.prompt_logprobs is not None or has_penalty(sampling):
+        if not self.is_on or sampling.prompt_logprobs is not None or sampling.has_penalty:
             return
         if self._capacity.has_costly_rows:
             drafter = Drafter(MIN_COSTLY_MATCH, prediction)
@@ -312,7 +305,7 @@ class Speculation:
         self._active.discard(request_id)
         if most < 1:
             return
-        has_grammar = request_id in masking
+        has_grammar = request_id in masking.entries
         forced = masking.forced(request_id) if has_grammar else ()
         guess = NO_GUESS if forced else entry.drafter.guess(request.tokens, request.num_prompt_tokens, most)
         entry.is_forced, entry.is_predicted = bool(forced), guess.is_predicted

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,11 +22,16 @@ from quire.backends.base import Progress
 from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason
 from quire.engine.composition import EngineConfig, check_cache_folders, check_supported, make_engine
-from quire.engine.engine import EngineOutput
+from quire.engine.generation import (
+    Delta,
+    EngineOutput,
+    Generation,
+    GenerationOutput,
+    GenerationParams,
+    GenerationRequest,
+)
 from quire.engine.grammars import Compiled, Grammars
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers, Delta, GenerationOutput
-from quire.engine.params import GenerationParams, GenerationRequest
 from quire.errors import InvalidRequest, ModelNotFound, QueueFull
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
@@ -83,6 +89,7 @@ Prompt = str | Sequence[int]
 Conversation = ChatRequest | Sequence[Mapping[str, str]] | str
 MAX_SAVE_S = 10.0  # for cached content that is not on disk when an LLM is closed
 OnOutput = Callable[[int, Delta], None]  # index of the prompt, and its new text
+Asked = tuple[GenerationRequest, ChatRequest | None]  # a request, and the conversation that it was made of
 
 
 class LLM:
@@ -110,7 +117,7 @@ class LLM:
         self.max_model_len = self.engine.scheduler.max_model_len
         vocabulary = self.text.tokenizer, self.text.eos_token_ids
         self.grammars = Grammars(lambda: vocabulary, self.engine.capacity.vocab_size)
-        self._num_requests = 0
+        self.next_id = count(1).__next__
         self.owners: dict[int, _Run] = {}  # request id -> its run: calls may be nested, streams interleaved
         self.lock = threading.RLock()  # protects the engine
         self._is_closed = False
@@ -130,8 +137,10 @@ class LLM:
         if not isinstance(prompts, str | list | tuple):
             raise InvalidRequest(f"prompts = {prompts!r:.80} is not text, token ids or a list of them")
         todo: list[Prompt] = [prompts] if isinstance(prompts, str) or _are_ids(prompts) else list(prompts)
-        requests = [self.text.request(self._encode(prompt), one) for prompt, one in _pair(todo, params)]
-        return self._run(requests, on_output, has_bar=progress and len(requests) > 1)
+        asked: list[Asked] = [
+            (self.text.request(self._encode(prompt), one), None) for prompt, one in _pair(todo, params)
+        ]
+        return self._run(asked, on_output, has_bar=progress and len(asked) > 1)
 
     def chat(
         self,
@@ -146,15 +155,15 @@ class LLM:
         `progress`: show a bar on a terminal while there are several conversations.
         """
         todo: list[Any] = [conversations] if _is_conversation(conversations) else list(conversations)  # type: ignore[arg-type]
-        requests = [
-            self.text.request(self.text.encode_chat(chat, self.max_model_len), chosen, chat=chat)
+        asked: list[Asked] = [
+            (self.text.request(self.text.encode_chat(chat, self.max_model_len), chosen, chat=chat), chat)
             for chat, chosen in ((as_chat(one), chosen) for one, chosen in _pair(todo, params))
         ]
-        return self._run(requests, on_output, has_bar=progress and len(requests) > 1)
+        return self._run(asked, on_output, has_bar=progress and len(asked) > 1)
 
-    def stream(self, request: GenerationRequest) -> Generator[Delta, None, None]:
-        """Yield the deltas of one request. Closing the generator early cancels it."""
-        run = _Run(self, [request])
+    def stream(self, request: GenerationRequest, chat: ChatRequest | None = None) -> Generator[Delta, None, None]:
+        """Yield the deltas of one request, made of `chat` if given. Closing the generator early cancels it."""
+        run = _Run(self, [(request, chat)])
         try:
             while not run.is_finished:
                 yield from (delta for _, delta in run.step())
@@ -187,10 +196,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def next_id(self) -> int:
-        self._num_requests += 1
-        return self._num_requests
-
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             return self.text.encode(prompt, self.max_model_len)
@@ -198,12 +203,10 @@ class LLM:
             raise InvalidRequest(f"prompt = {prompt!r:.80} is not text or a list of token ids")
         return tuple(prompt)
 
-    def _run(
-        self, requests: Sequence[GenerationRequest], on_output: OnOutput | None, *, has_bar: bool
-    ) -> list[GenerationOutput]:
-        run = _Run(self, requests)
+    def _run(self, asked: Sequence[Asked], on_output: OnOutput | None, *, has_bar: bool) -> list[GenerationOutput]:
+        run = _Run(self, asked)
         try:
-            with progress_bar([request.n for request in requests]) if has_bar else nullcontext() as bar:
+            with progress_bar([request.n for request, _ in asked]) if has_bar else nullcontext() as bar:
                 while not run.is_finished:
                     for number, delta in run.step():
                         if bar is not None:
@@ -212,28 +215,30 @@ class LLM:
                             run.call_back(on_output, number, delta)
         finally:
             run.close()
-        return [answers.output() for answers in run.answers]
+        return [generation.output() for generation in run.generations]
 
 
 class _Run:
     """The requests of one call, run on the engine in this thread."""
 
-    def __init__(self, llm: LLM, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(self, llm: LLM, asked: Sequence[Asked]) -> None:
         llm.check_open()
         self._llm = llm
         self._engine = llm.engine
         self._compiled: list[Compiled | None] = []  # the grammar of each request
-        for number, request in enumerate(requests):
+        self.generations: list[Generation] = []
+        for number, (request, chat) in enumerate(asked):
             try:
-                self._engine.check(request.packed, request.sampling)
+                self._engine.check(request)
                 self._compiled.append(None if request.grammar is None else llm.grammars.compile(request.grammar))
             except InvalidRequest as error:
-                if len(requests) == 1:
+                if len(asked) == 1:
                     raise
                 raise type(error)(f"prompts[{number}]: {error}") from None
-        self.answers = [Answers(request, llm.text.tokenizer) for request in requests]
-        self._todo = deque((number, index) for number, request in enumerate(requests) for index in range(request.n))
-        self._parents: dict[int, int] = {}  # number of a request -> id of its first sample
+            ids = tuple(llm.next_id() for _ in range(request.n))
+            new_parser = llm.text.turn_parser(chat, request.prompt.tokens)
+            self.generations.append(Generation(request, llm.text.tokenizer, ids, new_parser=new_parser))
+        self._todo = deque((number, index) for number, (request, _) in enumerate(asked) for index in range(request.n))
         self._alive: dict[int, tuple[int, int]] = {}  # request id -> number of the request, index of the sample
         self._deltas: list[tuple[int, Delta]] = []  # not returned yet
         self._failed_callbacks: set[int] = set()  # request numbers whose callback raised
@@ -258,13 +263,13 @@ class _Run:
 
     def take(self, output: EngineOutput) -> None:
         number, index = self._alive[output.request_id]
-        answers = self.answers[number]
+        generation = self.generations[number]
         try:
-            delta = answers.push(index, output)
+            delta = generation.push(index, output)
         except Exception as error:  # ends this sample only
-            delta = answers.fail(index, f"the answer could not be read: {type(error).__name__}: {error}")
+            delta = generation.fail_sample(index, f"the answer could not be read: {type(error).__name__}: {error}")
         if delta.finish_reason is not None:
-            self._end(output.request_id, output.finish_reason, answers.num_tokens(index))
+            self._end(output.request_id, output.finish_reason, generation.num_tokens(index))
         self._deltas.append((number, delta))
 
     def call_back(self, on_output: OnOutput, number: int, delta: Delta) -> None:
@@ -277,7 +282,8 @@ class _Run:
             self._failed_callbacks.add(number)
             message = f"the callback raised {type(error).__name__}: {error}"
             with self._llm.lock:
-                self.answers[number].fail_all(message)
+                for sample in self.generations[number].samples:  # finished ones included
+                    sample.finish_reason, sample.error = FinishReason.ERROR, message
                 for request_id, (other, _) in list(self._alive.items()):
                     if other == number:
                         self._end(request_id, None, None)
@@ -297,29 +303,16 @@ class _Run:
         """Add requests until the queue is full: a call may have more prompts than the queue can hold."""
         while self._todo:
             number, index = self._todo[0]
-            request = self.answers[number].request
-            request_id = self._llm.next_id()
-            compiled = self._compiled[number]
+            generation, compiled = self.generations[number], self._compiled[number]
+            request_id, parent_id = generation.request_ids[index], generation.request_ids[0]
+            matcher = None if compiled is None else compiled.matcher()
             try:
-                self._engine.add(
-                    request_id,
-                    request.packed,
-                    request.sampling.sample(index),
-                    priority=request.priority,
-                    salt=request.salt,
-                    tenant=request.tenant,
-                    parent_id=self._parents.get(number),
-                    pins=() if index else request.pins,
-                    matcher=None if compiled is None else compiled.matcher(),
-                    boundaries=request.boundaries,
-                    prediction=request.prediction,
-                )
+                self._engine.add(request_id, generation.request, index=index, parent_id=parent_id, matcher=matcher)
             except QueueFull:
                 return
             self._todo.popleft()
             self._alive[request_id] = (number, index)
             self._llm.owners[request_id] = self
-            self._parents.setdefault(number, request_id)
 
     def _end(self, request_id: int, engine_reason: FinishReason | None, num_tokens: int | None) -> None:
         del self._alive[request_id], self._llm.owners[request_id]

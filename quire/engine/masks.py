@@ -76,44 +76,35 @@ class GrammarMasks:
     """The matchers of the running requests."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}  # by request id
+        self.entries: dict[int, _Entry] = {}  # by request id
         self._num_threads = min(MAX_THREADS, usable_cores())
         self._pool: ThreadPoolExecutor | None = None
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def add(self, request_id: int, matcher: Matcher) -> None:
-        self._entries[request_id] = _Entry(matcher)
-
-    def remove(self, request_id: int) -> None:
-        self._entries.pop(request_id, None)
-
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._entries
+        self.entries[request_id] = _Entry(matcher)
 
     def forced(self, request_id: int) -> Sequence[int]:
         """Tokens that must follow. None if the matcher fails."""
         try:
-            return self._entries[request_id].matcher.forced()
+            return self.entries[request_id].matcher.forced()
         except Exception:  # the next mask reports why
             return ()
 
     def num_valid(self, request_id: int, tokens: Sequence[int]) -> int:
         """How many of these tokens the grammar of a request allows one after the other."""
         try:
-            return self._entries[request_id].matcher.num_valid(tokens)
+            return self.entries[request_id].matcher.num_valid(tokens)
         except Exception:  # the next mask reports why
             return 0
 
     def has_any(self, plan: StepPlan) -> bool:
         """Whether this step needs a mask before it can be sampled."""
-        entries = self._entries
-        return bool(entries) and any(piece.wants_token and piece.request_id in entries for piece in plan.slices)
+        entries = self.entries
+        return any(piece.wants_token and piece.request_id in entries for piece in plan.slices)
 
     def consume(self, request_id: int, token: int) -> bool:
         """Advance a request by a committed token. Returns True if its answer is complete. Raises GrammarFailed."""
-        entry = self._entries.get(request_id)
+        entry = self.entries.get(request_id)
         if entry is None:
             return False
         start_s = time.thread_time()
@@ -131,7 +122,7 @@ class GrammarMasks:
 
     def _share_out(self, plan: StepPlan) -> list[list[_Row]]:
         """The rows of each thread. The largest families are assigned first."""
-        entries, families = self._entries, defaultdict[int, list[_Row]](list)
+        entries, families = self.entries, defaultdict[int, list[_Row]](list)
         for piece in plan.slices:
             if piece.wants_token and (entry := entries.get(piece.request_id)) is not None:
                 families[id(entry.matcher.family)].append((piece, entry))
@@ -147,7 +138,7 @@ class GrammarMasks:
         return self._pool.submit(_compute, rows)
 
     def close(self) -> None:
-        self._entries.clear()
+        self.entries.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

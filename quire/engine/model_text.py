@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from quire.core.values import PackedPrompt, Priority
-from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
+from quire.engine.generation import GenerationParams, GenerationRequest, NewParser, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.chat_template import ChatTemplate, find_boundaries
 from quire.text.grammar import Grammar, GrammarKind
 from quire.text.messages import ChatRequest
 from quire.text.reasoning import MARKERS, HarmonyParser, Opening, ReasoningFormat, ThoughtParser, find_opening
-from quire.text.stream import AnswerParser, Detokenizer, PlainAnswer, Thought
-from quire.text.tokenizer import Tokenizer
+from quire.text.stream import AnswerParser, PlainAnswer, Thought
+from quire.text.tokenizer import Detokenizer, Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.text.tool_grammars import answer_grammar
 from quire.weights.checkpoint import TokenizerFiles
@@ -119,10 +119,9 @@ class ModelText:
         pins: Sequence[PinPrefix] = (),
         chat: ChatRequest | None = None,
     ) -> GenerationRequest:
-        """Make a request. `chat`: the conversation of the prompt; its tools constrain the answer and may end it."""
-        has_calls = chat is not None and bool(chat.callable_tools)
+        """Make a request. `chat`: the conversation of the prompt; its tools constrain the answer, see `turn_parser`."""
         return GenerationRequest(
-            prompt=tuple(prompt),
+            prompt=PackedPrompt.of(prompt),
             sampling=params.sampling(self.defaults, self.eos_token_ids),
             n=params.n,
             stop=params.stops,
@@ -137,7 +136,6 @@ class ModelText:
             prediction=self._encode_prediction(params.prediction) if params.prediction else None,
             boundaries=self.boundaries(prompt) if chat is not None and self._has_points else (),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
-            new_parser=partial(self.new_parser, chat, tuple(prompt)) if has_calls else None,
         )
 
     def _encode_prediction(self, text: str) -> PackedPrompt | None:
@@ -157,6 +155,10 @@ class ModelText:
             parser = CallParser(self.template.tool_format, tools)
         thought = self._thought(chat, prompt)
         return parser if thought is None else ThoughtParser(*thought, parser)
+
+    def turn_parser(self, chat: ChatRequest | None, prompt: Sequence[int]) -> NewParser | None:
+        """Makes parsers that may end a turn, for a `Generation`. None: without tools the model ends it."""
+        return partial(self.new_parser, chat, prompt) if chat is not None and chat.callable_tools else None
 
     def num_thought_tokens(self, chat: ChatRequest | None, prompt: Sequence[int], answer: Sequence[int]) -> int:
         """The number of reasoning tokens in an answer, markers included."""

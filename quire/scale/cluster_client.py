@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,18 +22,10 @@ import msgspec
 from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
 from quire.core.kv_cache import CacheStats
 from quire.engine.composition import EngineConfig, Scheduling
+from quire.engine.generation import Generation, GenerationRequest
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers
-from quire.engine.params import GenerationRequest
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.client import (
-    HANG_LIMIT_S,
-    Generation,
-    HeldRanges,
-    ModelClient,
-    SafeCallback,
-    WorkerConnection,
-)
+from quire.engine.worker.client import HANG_LIMIT_S, HeldRanges, ModelClient, SafeCallback, WorkerConnection
 from quire.engine.worker.kv_events import CacheReport
 from quire.engine.worker.protocol import (
     Blocks,
@@ -166,7 +157,7 @@ class ClusterClient(ModelClient):
         """Leave the cluster. Unfinished requests fail; the replicas stay."""
         self._is_closed = True
         for generation in tuple(self._routing):
-            _fail(generation, LostBeforeStart(CLOSED))
+            generation.fail(LostBeforeStart(CLOSED))
         self._is_ready.set()
         self._note_open()  # wakes requests that wait for a replica
         for task in tuple(self._tasks):
@@ -179,27 +170,15 @@ class ClusterClient(ModelClient):
 
     # Requests
 
-    async def submit(
-        self,
-        request: GenerationRequest,
-        *,
-        updated: asyncio.Event | None = None,
-        on_start: Callable[[Generation], None] | None = None,
-    ) -> Generation:
-        """Send a request to a replica. Waits while there is none."""
-        request_ids = tuple(next(self._ids) for _ in range(request.n))
-        generation = Generation(Answers(request, self.text.tokenizer), request_ids, self._cancel, updated, on_start)
-        await self._route(generation)
-        return generation
-
-    async def _route(self, generation: Generation) -> None:
+    async def send(self, generation: Generation) -> None:
         """Send a request to the best replica. Waits while there is none.
 
         From then on the connection is responsible for it: it reports the request to `_move` if the replica ends.
         """
+        generation.on_cancel = self._cancel
         self._routing.add(generation)
         try:
-            while not generation.answers.is_finished:  # it may be cancelled
+            while not generation.is_finished:  # it may be cancelled
                 await self._has_open.wait()
                 if self._is_closed:
                     raise LostBeforeStart(CLOSED)
@@ -207,9 +186,9 @@ class ClusterClient(ModelClient):
                     raise Draining(
                         f"{self.text.name} is being replaced; if this does not end, run `quire deploy` again"
                     )
-                cached = await self._cached_tokens(generation.answers.request)
-                if self._open and not generation.answers.is_finished:
-                    self._send(generation, cached)
+                cached = await self._cached_tokens(generation.request)
+                if self._open and not generation.is_finished:
+                    self._pass_on(generation, cached)
                     return
                 await asyncio.sleep(0)  # the end of a replica is about to be reported
         finally:
@@ -228,8 +207,8 @@ class ClusterClient(ModelClient):
             cached |= self._router.cached_tokens(keys_of_secret)
         return cached
 
-    def _send(self, generation: Generation, cached: Mapping[ReplicaView, int]) -> None:
-        request = generation.answers.request
+    def _pass_on(self, generation: Generation, cached: Mapping[ReplicaView, int]) -> None:
+        request = generation.request
         num_tokens = len(request.prompt)
         num_out = min(request.sampling.max_tokens or EXPECTED_ANSWER, EXPECTED_ANSWER)
         prompt = Prompt(num_tokens, request.priority, -(-(num_tokens + num_out) // self._config.block_size))
@@ -237,7 +216,7 @@ class ClusterClient(ModelClient):
         session = f"{request.salt}/{request.session}" if request.session else ""
         loads = {view: view.load() for view in self._open}
         view = self._router.choose(prompt, cached, loads, session, time.monotonic_ns())
-        view.connection.submit(request, generation)
+        view.connection.submit(generation)
         view.note(generation, num_tokens - cached.get(view, 0))
 
     @property
@@ -257,30 +236,28 @@ class ClusterClient(ModelClient):
         """End a request, wherever it is."""
         for view in self._replicas.values():
             view.connection.cancel(generation)
-        if not generation.answers.is_finished:  # it is being routed: it will not be sent
-            for index in range(len(generation.request_ids)):
-                generation.answers.cancel(index)
-            generation.wake()
+        if not generation.is_finished:  # it is being routed: it will not be sent
+            generation.note_cancelled()
 
     def _move(self, generation: Generation) -> None:
         """Send a request again whose replica has ended before it started."""
         generation.num_moves += 1
         if self._is_closed:
-            _fail(generation, LostBeforeStart(CLOSED))
+            generation.fail(LostBeforeStart(CLOSED))
         elif generation.num_moves > MAX_MOVES:
             text = f"{generation.num_moves} replicas of {self.text.name} ended before the request began"
-            _fail(generation, LostBeforeStart(text))
-        elif not generation.answers.is_finished:
+            generation.fail(LostBeforeStart(text))
+        elif not generation.is_finished:
             self._spawn(self._resend(generation))
 
     async def _resend(self, generation: Generation) -> None:
         try:
-            await self._route(generation)
+            await self.send(generation)
         except QuireError as error:
-            _fail(generation, error)
+            generation.fail(error)
         except Exception as error:
             log.exception("a request could not be sent again")
-            _fail(generation, RequestFailed(f"the request could not be sent again: {type(error).__name__}"))
+            generation.fail(RequestFailed(f"the request could not be sent again: {type(error).__name__}"))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task, which `close` cancels."""
@@ -439,17 +416,11 @@ class ClusterClient(ModelClient):
             view.connection.drop_blocks()
 
 
-def _fail(generation: Generation, error: QuireError) -> None:
-    for index in range(len(generation.request_ids)):
-        generation.answers.fail(index, str(error))
-    generation.fail(error)
-
-
 def _chain_keys(secrets: Sequence[bytes], request: GenerationRequest, block_size: int) -> list[list[bytes]]:
     """The keys of the whole blocks of a prompt that may be cached, for each secret."""
     keys = []
     for secret in secrets:
-        chain = TokenChain(root_key(secret, request.salt), array("I", request.prompt), block_size, hash_block_tokens)
+        chain = TokenChain(root_key(secret, request.salt), request.prompt.tokens, block_size, hash_block_tokens)
         keys.append([chain.key(index) for index in range((len(request.prompt) - 1) // block_size)])
     return keys
 
@@ -602,7 +573,7 @@ class ReplicaView:
             del self._sent[generation]
         queued = [0, 0, 0]
         for generation, num_tokens in self._sent.items():
-            queued[generation.answers.request.priority] += num_tokens
+            queued[generation.request.priority] += num_tokens
         return ReplicaLoad(
             (queued[0], queued[1], queued[2]),
             num_requests=self.connection.num_requests,
@@ -614,4 +585,4 @@ class ReplicaView:
 
 def _has_begun(generation: Generation) -> bool:
     """Whether its prompt is computed, or it has ended."""
-    return generation.first_s is not None or generation.error is not None or generation.answers.is_finished
+    return generation.first_s is not None or generation.error is not None or generation.is_finished

@@ -335,7 +335,6 @@ def _part(message: Stepped, front: int) -> Stepped:
     own = [at for at, request_id in enumerate(message.request_ids) if request_id >> FRONT_BITS == front]
     return Stepped(
         tuple(output for output in message.outputs if output.request_id >> FRONT_BITS == front),
-        tuple(started for started in message.started if started.request_id >> FRONT_BITS == front),
         message.num_tokens,
         message.took_s,
         tuple(message.request_ids[at] for at in own),

@@ -20,16 +20,15 @@ from quire.server import admin, cache, catalog, web
 from quire.server import tokenization as tokens
 from quire.server.batches import endpoints as batches
 from quire.server.batches import service as stored
-from quire.server.config import is_loopback
-from quire.server.decoding import build_decoders
+from quire.server.batches import store as stored
 from quire.server.errors import ApiError, Dialect, Kind
-from quire.server.limits import KeyRing, presented
+from quire.server.limits import KeyRing, is_loopback, presented
 from quire.server.protocols import anthropic, ollama, openai, responses
 from quire.server.protocols import openai_types as openai_bodies
 from quire.server.protocols.anthropic import ANTHROPIC
 from quire.server.protocols.ollama import OLLAMA
 from quire.server.protocols.openai import OPENAI
-from quire.server.request_context import Handler, RequestContext, Served, answer
+from quire.server.request_context import Handler, RequestContext, Served, answer, build_decoders
 from quire.server.routes import Access, Endpoint, advice, find_meant, openapi_document, why_unserved
 from quire.server.watch import BlocksAnswer, HeldAnswer, WatchSnapshot
 from quire.version import __version__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import ssl
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 
 from quire.core.values import MAX_TOKEN_ID, Priority
@@ -20,6 +19,7 @@ from quire.engine.worker.kv_events import (
     parse_endpoint,
 )
 from quire.errors import InvalidRequest
+from quire.server.limits import is_loopback
 from quire.text.tool_formats import named_tool_format
 
 COMPAT = ("vllm",)
@@ -31,14 +31,6 @@ DEFAULT_MAX_TOKENS = 4096
 def _check_seconds(name: str, value: float, low_s: float = 0.01) -> None:
     if not math.isfinite(value) or not low_s <= value <= 86_400:
         raise InvalidRequest(f"{name} = {value!r} is not a number of seconds above 0 and at most 86400 (one day)")
-
-
-def is_loopback(name: str) -> bool:
-    """Whether a host name or address is that of this machine."""
-    try:
-        return name == "localhost" or ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True)

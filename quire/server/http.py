@@ -38,7 +38,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire.engine.outputs import Delta
+from quire.engine.generation import Delta
 from quire.errors import InvalidRequest, QuireError
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.models import ActiveRequest, ClientGone

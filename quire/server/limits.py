@@ -16,6 +16,7 @@ from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -108,6 +109,14 @@ class KeyRing:
         """The key with this owner name; None if it is no longer in use."""
         keys = [key for _, key in self._keys] if self._keys else [LOCAL]
         return next((key for key in keys if key.owner == owner), None)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host name or address is that of this machine."""
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:

@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from quire.core.cache.pool import StateStats
+from quire.core.cache.prefix import StateStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.client import ModelClient

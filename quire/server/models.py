@@ -33,11 +33,18 @@ from quire.backends.machine import has_nvidia
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.values import FinishReason, Priority
 from quire.engine.composition import EngineConfig, check_supported
+from quire.engine.generation import (
+    Delta,
+    Generation,
+    GenerationOutput,
+    GenerationParams,
+    GenerationRequest,
+    PinPrefix,
+    Usage,
+)
 from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.engine.model_text import TOO_LONG_HINT, ModelText
-from quire.engine.outputs import Delta, GenerationOutput, Usage
-from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
-from quire.engine.worker.client import HANG_LIMIT_S, EngineClient, Generation, ModelClient
+from quire.engine.worker.client import HANG_LIMIT_S, EngineClient, ModelClient
 from quire.engine.worker.protocol import Ready
 from quire.errors import (
     ContextTooLong,
@@ -230,12 +237,11 @@ class ActiveRequest:
     @property
     def usage(self) -> Usage:
         """Token counts of all prompts so far."""
-        parts = [generation.answers.usage for generation in self.generations]
-        cached = sum(generation.num_cached_tokens for generation in self.generations)
+        parts = [generation.usage for generation in self.generations]
         return Usage(
             self.num_prompt_tokens,
             sum(part.completion_tokens for part in parts),
-            cached,
+            sum(part.cached_tokens for part in parts),
             sum(part.accepted_prediction_tokens for part in parts),
             sum(part.rejected_prediction_tokens for part in parts),
         )
@@ -258,30 +264,34 @@ class ActiveRequest:
     def cache_text(self) -> Excerpt | None:
         """The text of the first prompt where its match with the cache ended."""
         cache = self.cache
-        return None if cache is None else stopped_text(self.service.text.tokenizer, self.requests[0].prompt, cache)
+        return None if cache is None else stopped_text(self.service.text.tokenizer, self.prompt, cache)
 
     @property
     def num_thought_tokens(self) -> int:
         """Reasoning tokens in the answers to the first prompt so far."""
         if not self.generations:
             return 0
-        answers = self.generations[0].answers.output().completions
         count = self.service.text.num_thought_tokens
-        return sum(count(self._chat, self.requests[0].prompt, one.token_ids) for one in answers)
+        return sum(count(self.chat, self.prompt, one.token_ids) for one in self.generations[0].samples)
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer to the first prompt."""
-        return self.service.text.new_parser(self._chat, self.requests[0].prompt)
+        return self.service.text.new_parser(self.chat, self.prompt)
 
     @property
-    def _chat(self) -> ChatRequest | None:
+    def prompt(self) -> Sequence[int]:
+        """The tokens of the first prompt."""
+        return self.requests[0].prompt.tokens
+
+    @property
+    def chat(self) -> ChatRequest | None:
         first = self.request.prompts[0]
         return first if isinstance(first, ChatRequest) else None
 
     @property
     def ignored(self) -> list[str]:
         """Names of the chat template arguments that this model's template does not use."""
-        chat = self._chat
+        chat = self.chat
         if chat is None:
             return []
         template = self.service.text.template
@@ -350,7 +360,7 @@ class ActiveRequest:
             first = self.generations[0]
             if first.error is not None:
                 raise first.error
-            if first.is_started or first.answers.is_finished:
+            if first.is_started or first.is_finished:
                 return
             await self.updated.wait()
 
@@ -383,7 +393,7 @@ class ActiveRequest:
             generation.sink = _IgnoringSink()
         async for _ in self.batches():
             pass
-        return [generation.answers.result() for generation in self.generations]
+        return [generation.whole() for generation in self.generations]
 
     def close(self, error: Exception | None = None) -> None:
         if self.is_closed:
@@ -444,8 +454,8 @@ class ActiveRequest:
             case QuireError():
                 return "error", from_quire(error).reason
             case None:
-                reasons = {one.finish_reason for part in self.generations for one in part.answers.output().completions}
-                if FinishReason.CANCELLED in reasons:
+                reasons = {one.finish_reason for part in self.generations for one in part.samples}
+                if reasons & {FinishReason.CANCELLED, None}:
                     return "cancelled", None
                 return (FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP).value, None
             case _:
@@ -544,7 +554,11 @@ class ModelService:
         try:
             async with asyncio.timeout(limit_s):
                 for request in active.requests:
-                    active.add(await self.client.submit(request, updated=active.updated, on_start=started))
+                    parser = self.text.turn_parser(active.chat, request.prompt.tokens)
+                    generation = await self.client.submit(
+                        request, new_parser=parser, updated=active.updated, on_start=started
+                    )
+                    active.add(generation)
         except TimeoutError:
             raise self._too_late("the model is still loading", active.priority) from None
 

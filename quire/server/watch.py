@@ -18,12 +18,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from quire.core.cache.pool import PoolStats, StateStats
+from quire.core.cache.prefix import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.values import Priority
+from quire.engine.generation import Generation
 from quire.engine.model_manager import ModelManager, ModelState
 from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
-from quire.engine.worker.client import Generation
 from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
@@ -246,7 +246,7 @@ def _tier(waiting: Sequence[tuple[ActiveRequest, Generation]]) -> TierStats:
     now_s = time.monotonic()
     return TierStats(
         sum(len(one.request_ids) for _, one in waiting),
-        sum(len(one.request_ids) * one.answers.usage.prompt_tokens for _, one in waiting),
+        sum(len(one.request_ids) * one.usage.prompt_tokens for _, one in waiting),
         max((now_s - active.caller.arrived_s for active, _ in waiting), default=0.0),
     )
 

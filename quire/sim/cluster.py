@@ -13,8 +13,7 @@ from hashlib import blake2b
 from itertools import count
 from random import Random
 
-from quire.core.cache.block import BLOCK_SIZE
-from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
+from quire.core.cache.context import BLOCK_SIZE, TokenChain, hash_block_tokens, root_key
 from quire.core.policy import NS_PER_S
 from quire.engine.worker.kv_events import CacheReporter
 from quire.scale.routing import DEFAULT_MAX_BLOCKS, PrefixRouter, Prompt, ReplicaLoad

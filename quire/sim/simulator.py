@@ -19,7 +19,7 @@ from itertools import accumulate, count
 from math import ceil
 from random import Random
 
-from quire.core.cache.block import BLOCK_SIZE
+from quire.core.cache.context import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import CacheStats, KVCacheManager
 from quire.core.memory import Place, choose_boundaries

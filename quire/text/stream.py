@@ -1,69 +1,13 @@
-"""The text of one answer as it is generated: tokens to text, stop strings, and its parts (`Piece`).
-
-The caller owns the stream and its request: when a delta has a `stop`, the caller must finish the request in the engine
-with `num_tokens` tokens. Tokens already in flight may still be pushed; they are dropped.
-"""
+"""The text of one answer as it is generated: stop strings, and its parts (`Piece`)."""
 
 from __future__ import annotations
 
-import codecs
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from quire.errors import InvalidRequest
 from quire.text.tokenizer import check_text
-
-if TYPE_CHECKING:
-    from quire.text.tokenizer import Tokenizer
-
-
-_Utf8 = codecs.getincrementaldecoder("utf-8")
-
-
-class Detokenizer:
-    """Converts the tokens of one answer to text as they arrive. Constant work per token.
-
-    Returned text is final: the bytes of an incomplete character are held back until it is complete. The concatenated
-    texts equal `Tokenizer.decode` of all tokens. Some models write a space before every word; the first one is removed,
-    except with `keep_prefix_space`, for text that continues a prompt.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special: bool = True,
-        shown_special: frozenset[int] = frozenset(),
-        keep_prefix_space: bool = False,
-    ) -> None:
-        """`shown_special`: special tokens to keep in the text even with `skip_special`."""
-        self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids - shown_special if skip_special else frozenset[int]()
-        self._strips_next = tokenizer.strip_prefix_space and not keep_prefix_space
-        self._decoder = _Utf8("replace")
-        # Nothing is held back or to be removed: the text of the next token is its entry in `Tokenizer.plain_texts`,
-        # if that is not empty, and pushing such a token would change nothing here.
-        self.is_clean = not self._strips_next
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became final with these tokens."""
-        hidden, token_bytes = self._hidden, self._tokenizer.token_bytes
-        data = b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in hidden])
-        text = self._strip(self._decoder.decode(data))
-        self.is_clean = not self._strips_next and not self._decoder.getstate()[0]
-        return text
-
-    def finish(self) -> str:
-        """Flush at the end of the answer: an incomplete character becomes U+FFFD."""
-        return self._strip(self._decoder.decode(b"", final=True))
-
-    def _strip(self, text: str) -> str:
-        if not self._strips_next or not text:
-            return text
-        self._strips_next = False
-        return text.removeprefix(" ")
-
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -136,73 +80,6 @@ def _check(stops: Sequence[str]) -> None:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise InvalidRequest(f"stop[{i}] has {len(stop)} characters, not 1 to {MAX_STOP_CHARS}")
         check_text(stop, name=f"stop[{i}]")
-
-
-class TokenText(NamedTuple):
-    """The text of one token of the answer, for log probabilities."""
-
-    token_id: int
-    text: str  # became final with this token; "" while a character is incomplete, or for a hidden token
-    offset: int  # characters of the answer before it; text held back for a stop string counts
-
-
-class TextDelta(NamedTuple):
-    text: str  # text to show now
-    num_tokens: int  # pushed tokens that belong to the answer: all, or up to the one that completed `stop`
-    stop: str | None = None  # the stop string that ended the answer in this push
-    tokens: tuple[TokenText, ...] = ()  # one for each of num_tokens
-
-
-class TextStream:
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stops: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special: bool = True,
-        shown_special: frozenset[int] = frozenset(),
-        keep_prefix_space: bool = False,
-        min_tokens: int = 0,
-    ) -> None:
-        """`min_tokens`: minimum length of the answer. Text of the first tokens is not searched for stop strings."""
-        self.detokenizer = Detokenizer(
-            tokenizer, skip_special=skip_special, shown_special=shown_special, keep_prefix_space=keep_prefix_space
-        )
-        self._stops = StopStrings(stops, include_stop=include_stop)
-        self._min_tokens = min_tokens
-        self.num_tokens = 0  # of the whole answer, so far
-        self.num_chars = 0  # of the whole answer so far, released or held back
-        self.stop: str | None = None
-
-    def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Push the next tokens. A final EOS token need not be pushed; if it is, it is hidden."""
-        shown: list[str] = []
-        tokens: list[TokenText] = []
-        for token_id in token_ids:
-            if self.stop is not None:
-                break
-            text = self.detokenizer.push((token_id,))
-            tokens.append(TokenText(token_id, text, self.num_chars))
-            self.num_chars += len(text)
-            self.num_tokens += 1
-            if self.num_tokens <= self._min_tokens:
-                shown.append(text)
-                continue
-            match = self._stops.push(text)
-            shown.append(match.text)
-            self.stop = match.stop
-        return TextDelta("".join(shown), len(tokens), self.stop if tokens else None, tuple(tokens))
-
-    def finish(self) -> TextDelta:
-        """Flush an incomplete character and held text at the end. This may still complete a stop string."""
-        if self.stop is not None:
-            return TextDelta("", 0)
-        rest = self.detokenizer.finish()
-        self.num_chars += len(rest)
-        match = self._stops.push(rest)
-        self.stop = match.stop
-        return TextDelta(match.text + self._stops.finish(), 0, match.stop)
 
 
 class Thought(NamedTuple):

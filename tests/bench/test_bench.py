@@ -29,6 +29,7 @@ from quire.bench.report import (
 )
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
+from quire.engine.generation import GenerationRequest
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest
 
@@ -221,7 +222,7 @@ def test_requests_that_would_wait_or_be_preempted_are_refused(llm: LLM, changes:
 
 def test_an_engine_with_other_work_is_refused(llm: LLM) -> None:
     request_id = llm.next_id()
-    llm.engine.add(request_id, [1, 2, 3], SamplingParams(max_tokens=4), priority=Priority.LOW)
+    llm.engine.add(request_id, GenerationRequest.of([1, 2, 3], SamplingParams(max_tokens=4), priority=Priority.LOW))
     try:
         with pytest.raises(InvalidRequest, match="needs an idle engine"):
             run_bench(llm, SMALL)

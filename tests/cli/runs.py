@@ -18,8 +18,7 @@ from typing import Any
 
 from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason
-from quire.engine.outputs import Completion, Delta, GenerationOutput, Usage
-from quire.engine.params import GenerationParams
+from quire.engine.generation import Completion, Delta, GenerationOutput, GenerationParams, Usage
 from quire.errors import ContextTooLong
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import PlainAnswer

@@ -19,7 +19,7 @@ from quire.cli import server_client
 from quire.cli.chat import request_body
 from quire.cli.main import app
 from quire.cli.server_client import parse_url, read_events
-from quire.engine.params import GenerationParams
+from quire.engine.generation import GenerationParams
 from quire.errors import InvalidRequest, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 from tests.cli.runs import LIMIT_S, EchoLLM, Terminal, quire

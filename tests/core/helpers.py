@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
-from quire.core.cache.block import KVCacheBlock
-from quire.core.cache.pool import BlockPool
-from quire.core.cache.prefix import NO_HIT
+from quire.core.cache.context import KVCacheBlock
+from quire.core.cache.prefix import NO_HIT, BlockPool
 from quire.core.events import Event
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fair, Policy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.core.cache.block import BLOCK_SIZE, FreeKVCacheBlockQueue, KVCacheBlock, check_block_size
+from quire.core.cache.context import BLOCK_SIZE, FreeKVCacheBlockQueue, KVCacheBlock, check_block_size
 from quire.errors import InvalidRequest
 
 

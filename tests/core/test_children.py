@@ -2,8 +2,7 @@
 
 from random import Random
 
-from quire.core.cache.block import KVCacheBlock
-from quire.core.cache.context import pack_tokens
+from quire.core.cache.context import KVCacheBlock, pack_tokens
 from quire.core.cache.prefix import SortedBlocks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.cache.block import KVCacheBlock
+from quire.core.cache.context import KVCacheBlock
 from quire.core.check import check_cache
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import MAX_PINS

@@ -2,10 +2,8 @@
 
 import pytest
 
-from quire.core.cache.block import KVCacheBlock
-from quire.core.cache.context import hash_block_tokens, pack_tokens
-from quire.core.cache.pool import BlockPool, PoolStats
-from quire.core.cache.prefix import PrefixTree
+from quire.core.cache.context import KVCacheBlock, hash_block_tokens, pack_tokens
+from quire.core.cache.prefix import BlockPool, PoolStats, PrefixTree
 from quire.core.events import Event, Evicted
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import free_ids, ids

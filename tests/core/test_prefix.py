@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from quire.core.cache.block import KVCacheBlock
-from quire.core.cache.context import KEY_BYTES, TokenChain, hash_block_tokens, pack_tokens, root_key
+from quire.core.cache.context import KEY_BYTES, KVCacheBlock, TokenChain, hash_block_tokens, pack_tokens, root_key
 from quire.core.cache.prefix import PrefixTree, StopReason, common_run
 
 

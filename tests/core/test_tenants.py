@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from quire.core.queues import MIN_SWEEP, TenantClock, TenantLane
+from quire.core.policy import MIN_SWEEP, TenantClock, TenantLane
 from quire.core.request import Request
 
 

@@ -4,8 +4,7 @@ from random import Random
 
 import pytest
 
-from quire.core.policy import Aging
-from quire.core.queues import ArrivalLane, WaitingQueue
+from quire.core.policy import Aging, ArrivalLane, WaitingQueue
 from quire.core.request import Request
 from quire.core.values import Priority
 from quire.errors import QueueFull

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.engine.composition import EngineConfig
+from quire.engine.generation import Delta, GenerationParams, GenerationRequest
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Delta
-from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.protocol import Stats
 from tests.waiting import HANG_S

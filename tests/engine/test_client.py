@@ -13,9 +13,8 @@ import pytest
 from quire.backends.fake import run_alone
 from quire.core.cache.prefix import StopReason
 from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Delta
-from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
-from quire.engine.worker.client import EngineClient, Generation
+from quire.engine.generation import Delta, Generation, GenerationParams, GenerationRequest, PinPrefix
+from quire.engine.worker.client import EngineClient
 from quire.engine.worker.protocol import Stepped
 from quire.errors import InvalidRequest, QueueFull, RequestFailed
 from tests.engine.serving import SLOW, client, request, run, stats, until, usage
@@ -156,18 +155,17 @@ def test_the_cache_result_is_that_of_the_first_sample(tiny_model: Path) -> None:
             asked = request(engine, LONG, n=3, temperature=1.0)
             fresh = await engine.submit(asked)
             await fresh.result()
-            assert fresh.num_cached_tokens == fresh.answers.usage.cached_tokens == 0  # the others share its KV
+            assert fresh.num_cached_tokens == fresh.usage.cached_tokens == 0  # the others share its KV
             again = await engine.submit(asked)
             await again.result()
-            assert again.num_cached_tokens == again.answers.usage.cached_tokens == len(asked.prompt) - 1
-            assert again.cache == again.answers.cache
+            assert again.num_cached_tokens == again.usage.cached_tokens == len(asked.prompt) - 1
             assert again.cache is not None
             assert again.cache.reason is StopReason.COMPLETE
 
     run(work())
 
 
-def test_every_step_reports_its_tokens_and_started_requests(tiny_model: Path) -> None:
+def test_every_step_reports_its_tokens(tiny_model: Path) -> None:
     async def work() -> None:
         steps: list[Stepped] = []
         async with client(tiny_model, backend="fake", max_chunk_tokens=16, on_step=steps.append) as engine:
@@ -176,9 +174,6 @@ def test_every_step_reports_its_tokens_and_started_requests(tiny_model: Path) ->
             await generation.result()
             assert sum(step.num_tokens for step in steps) == len(asked.prompt) + 7  # the last token is not computed
             assert len([step for step in steps if not step.outputs]) >= len(asked.prompt) // 16 - 1
-            begun = [one for step in steps for one in step.started]
-            assert [one.request_id for one in begun] == list(generation.request_ids)
-            assert begun[0].waited_s == generation.queued_s
             assert all(step.took_s > 0 for step in steps)
             assert (await stats(engine)).num_steps == len(steps)
 
@@ -236,7 +231,7 @@ def test_generations_that_share_an_event_all_finish(tiny_model: Path) -> None:
             generations = [await engine.submit(one, updated=updated) for one in asked]
             seen = await serve_all(generations, updated)
             for one, generation, deltas in zip(asked, generations, seen, strict=True):
-                completion = generation.answers.output().completions[0]
+                completion = generation.output().completions[0]
                 assert "".join(delta.text for delta in deltas if delta.index == 0) == completion.text
                 assert len(completion.token_ids) == one.sampling.max_tokens
             updated.clear()
@@ -244,7 +239,7 @@ def test_generations_that_share_an_event_all_finish(tiny_model: Path) -> None:
                 generation.cancel()  # no effect after the end
                 assert generation.is_over
             assert not updated.is_set()
-            assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].answers.output().completions)
+            assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].output().completions)
             assert await usage(engine) == (0, 0, 0)
 
     run(work())
@@ -298,7 +293,7 @@ def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
             ]
             found = await stats(engine)
             assert [tier.num_waiting for tier in found.tiers] == [0, 2, 2]
-            sizes = [len(other.answers.request.prompt) for other in others]
+            sizes = [len(other.request.prompt) for other in others]
             assert [tier.num_tokens for tier in found.tiers] == [0, sizes[0] + sizes[2], sizes[1] + sizes[3]]
             later = await stats(engine)
             assert later.tiers[0].oldest_age_s == 0
@@ -316,8 +311,7 @@ def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
 
 def test_preemptions_are_counted_and_requests_start_once(tiny_model: Path) -> None:
     async def work() -> None:
-        steps: list[Stepped] = []
-        async with client(tiny_model, **SLOW, max_num_seqs=1, on_step=steps.append) as engine:
+        async with client(tiny_model, **SLOW, max_num_seqs=1) as engine:
             low = await engine.submit(request(engine, max_tokens=3000, priority=Priority.LOW))
             await until(lambda: bool(low.take()))
             waited_s = low.queued_s
@@ -327,7 +321,6 @@ def test_preemptions_are_counted_and_requests_start_once(tiny_model: Path) -> No
             await until(lambda: bool(low.take()))  # it resumes
             low.cancel()
             assert (await stats(engine)).num_preemptions == 1
-            assert [one.request_id for step in steps for one in step.started] == [*low.request_ids, *high.request_ids]
             assert low.queued_s == waited_s
 
     run(work())

@@ -19,8 +19,8 @@ from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, PackedPrompt, SamplingParams
 from quire.engine import engine as engine_module
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
-from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
-from quire.engine.params import PinPrefix
+from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine
+from quire.engine.generation import EngineOutput, GenerationRequest, PinPrefix
 from quire.errors import InvalidRequest
 
 CAPACITY = Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50)
@@ -93,7 +93,7 @@ def test_answers_are_those_of_each_request_alone(is_late: bool, has_overlap: boo
     engine = make(FakeRunner(replace(CAPACITY, has_overlap=has_overlap), is_late=is_late))
     prompts = {i: [i, i + 1, i + 2] * (i + 1) for i in range(1, 8)}
     for request_id, prompt in prompts.items():
-        engine.add(request_id, prompt, GREEDY)
+        engine.add(request_id, GenerationRequest.of(prompt, GREEDY))
     outputs = drain(engine)
     for request_id, prompt in prompts.items():
         assert tokens(outputs[request_id]) == alone(prompt)
@@ -102,10 +102,10 @@ def test_answers_are_those_of_each_request_alone(is_late: bool, has_overlap: boo
 
 def test_without_overlap_a_step_returns_its_own_tokens() -> None:
     engine = make(FakeRunner(replace(CAPACITY, has_overlap=False)))
-    engine.add(1, [1, 2, 3], GREEDY)
+    engine.add(1, GenerationRequest.of([1, 2, 3], GREEDY))
     assert len(engine.step()) == 1
     with_overlap = make(FakeRunner(CAPACITY))
-    with_overlap.add(1, [1, 2, 3], GREEDY)
+    with_overlap.add(1, GenerationRequest.of([1, 2, 3], GREEDY))
     assert with_overlap.step() == []
     assert len(with_overlap.step()) == 1
 
@@ -115,8 +115,8 @@ def test_without_overlap_a_step_returns_its_own_tokens() -> None:
 def test_a_step_that_raises_ends_its_requests_and_no_others(place: str, has_overlap: bool) -> None:
     runner = FaultyRunner(replace(CAPACITY, has_overlap=has_overlap))
     engine = make(runner)
-    engine.add(1, [1, 2, 3], GREEDY)
-    engine.add(2, [4, 5, 6], GREEDY)
+    engine.add(1, GenerationRequest.of([1, 2, 3], GREEDY))
+    engine.add(2, GenerationRequest.of([4, 5, 6], GREEDY))
     num_calls = 0
     is_mended = False
 
@@ -146,7 +146,7 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(place: str, has_over
         assert "device lost" in (last.error or "")
         assert tokens(outputs[request_id]) == alone([1, 2, 3] if request_id == 1 else [4, 5, 6])[:3]
     is_mended = True
-    engine.add(3, [7, 8, 9], GREEDY)
+    engine.add(3, GenerationRequest.of([7, 8, 9], GREEDY))
     assert tokens(drain(engine)[3]) == alone([7, 8, 9])
 
 
@@ -174,7 +174,7 @@ def test_a_step_that_runs_out_of_memory_once_ends_no_request(num_requests: int, 
         engine = make(runner)
         prompts = {i: [1, 2, 3, 4, 5, 6, i] for i in range(num_requests)}
         for request_id, prompt in prompts.items():
-            engine.add(request_id, prompt, GREEDY)
+            engine.add(request_id, GenerationRequest.of(prompt, GREEDY))
         outputs = drain(engine)
         assert num_calls > at
         for request_id, prompt in prompts.items():
@@ -193,7 +193,7 @@ def test_a_request_that_makes_its_step_raise_ends_alone(has_overlap: bool) -> No
 
     runner.in_forward = fail
     for request_id in range(4):
-        engine.add(request_id, [request_id + 1] * 5, GREEDY)
+        engine.add(request_id, GenerationRequest.of([request_id + 1] * 5, GREEDY))
     outputs = drain(engine)
     assert outputs[bad][-1].error == "the step failed: RuntimeError: no such row"
     assert tokens(outputs[bad]) == alone([bad + 1] * 5)[:3]
@@ -213,7 +213,7 @@ def test_a_repetition_that_takes_long_ends_the_part_that_fails(monkeypatch: pyte
 
     runner.in_forward = fail
     for request_id in range(4):
-        engine.add(request_id, [request_id + 1] * 5, GREEDY)
+        engine.add(request_id, GenerationRequest.of([request_id + 1] * 5, GREEDY))
     outputs = drain(engine)
     assert [outputs[request_id][-1].error is None for request_id in range(4)] == [True, True, False, False]
 
@@ -222,7 +222,7 @@ def test_one_failed_row_ends_one_request() -> None:
     runner = FaultyRunner()
     engine = make(runner)
     for request_id in (1, 2, 3):
-        engine.add(request_id, [request_id] * 5, GREEDY)
+        engine.add(request_id, GenerationRequest.of([request_id] * 5, GREEDY))
 
     def fail_two(plan: StepPlan, result: StepResult) -> StepResult:
         rows = [i for i, piece in enumerate(plan.slices) if piece.request_id == 2 and piece.start == 7]
@@ -240,13 +240,13 @@ def test_poisoned_content_is_not_found_again() -> None:
     runner = FaultyRunner()
     engine = make(runner)
     prompt = list(range(1, 30))
-    engine.add(1, prompt, GREEDY)
+    engine.add(1, GenerationRequest.of(prompt, GREEDY))
     drain(engine)
-    engine.add(2, prompt, GREEDY)
+    engine.add(2, GenerationRequest.of(prompt, GREEDY))
     runner.change = lambda _, result: result._replace(failures={0: "NaN"}, is_poisoned=True)
     assert drain(engine)[2][-1].num_cached_tokens > 0
     runner.change = lambda _, result: result
-    engine.add(3, prompt, GREEDY)
+    engine.add(3, GenerationRequest.of(prompt, GREEDY))
     assert drain(engine)[3][-1].num_cached_tokens == 0
 
 
@@ -259,19 +259,19 @@ def test_a_runner_that_keeps_failing_ends_the_engine() -> None:
 
     runner.in_forward = fail
     for request_id in range(1, MAX_FAILED_STEPS):
-        engine.add(request_id, [1, 2], GREEDY)
+        engine.add(request_id, GenerationRequest.of([1, 2], GREEDY))
         (output,) = engine.step()
         assert output.finish_reason is FinishReason.ERROR
-    engine.add(9, [1, 2], GREEDY)
+    engine.add(9, GenerationRequest.of([1, 2], GREEDY))
     with pytest.raises(BrokenRunner, match="device lost"):
         engine.step()
     check_scheduler(engine.scheduler)  # the engine can still be used: nothing is held
     assert not engine.has_work
     runner.in_forward = lambda _: None
-    engine.add(10, [1, 2], GREEDY)
+    engine.add(10, GenerationRequest.of([1, 2], GREEDY))
     assert tokens(drain(engine)[10]) == alone([1, 2])
     runner.in_forward = fail  # the count starts again
-    engine.add(11, [1, 2], GREEDY)
+    engine.add(11, GenerationRequest.of([1, 2], GREEDY))
     assert engine.step()[0].finish_reason is FinishReason.ERROR
 
 
@@ -289,7 +289,7 @@ def test_requests_that_would_break_a_batch_are_refused(
 ) -> None:
     engine = make(FakeRunner(CAPACITY))
     with pytest.raises(InvalidRequest, match=problem):
-        engine.add(1, prompt, sampling)
+        engine.add(1, GenerationRequest.of(prompt, sampling))
     assert not engine.has_work
 
 
@@ -302,8 +302,8 @@ def test_the_tokens_of_a_packed_prompt_are_not_checked_again(monkeypatch: pytest
     monkeypatch.setattr("quire.core.request.check_tokens", refuse)
     engine = Engine(FakeRunner(CAPACITY), Scheduler(KVCacheManager(40, 4, digest=refuse), Fcfs()))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="prompt: token id 50 is outside the vocabulary of 50"):
-        engine.add(1, outside, GREEDY)
-    engine.add(1, packed, GREEDY)
+        engine.add(1, GenerationRequest.of(outside, GREEDY))
+    engine.add(1, GenerationRequest.of(packed, GREEDY))
     assert engine.has_work
 
 
@@ -311,7 +311,9 @@ def test_the_tokens_of_a_packed_prompt_are_not_checked_again(monkeypatch: pytest
 def test_pins_are_set_when_the_prompt_is_computed(has_overlap: bool) -> None:
     engine = make(FakeRunner(replace(CAPACITY, has_overlap=has_overlap)), max_chunk_tokens=8)
     pins = engine.scheduler.cache.pins
-    engine.add(1, list(range(20)), GREEDY, pins=(PinPrefix("head", 9, 60.0), PinPrefix("all", 20, 60.0)))
+    engine.add(
+        1, GenerationRequest.of(list(range(20)), GREEDY, pins=(PinPrefix("head", 9, 60.0), PinPrefix("all", 20, 60.0)))
+    )
     seen: list[EngineOutput] = []
     while not seen:
         assert len(pins) == 0
@@ -327,7 +329,7 @@ def test_pins_are_set_when_the_prompt_is_computed(has_overlap: bool) -> None:
 def test_a_request_that_ends_before_its_prompt_is_computed_pins_nothing(end: str) -> None:
     runner = FaultyRunner(replace(CAPACITY, has_overlap=False))
     engine = make(runner, max_chunk_tokens=8)
-    engine.add(1, list(range(20)), GREEDY, pins=(PinPrefix("all", 20, 60.0),))
+    engine.add(1, GenerationRequest.of(list(range(20)), GREEDY, pins=(PinPrefix("all", 20, 60.0),)))
     assert engine.step() == []
     if end == "cancel":
         engine.cancel(1)
@@ -337,7 +339,7 @@ def test_a_request_that_ends_before_its_prompt_is_computed_pins_nothing(end: str
         runner.change = lambda _, result: result._replace(failures={0: "NaN"})
         assert engine.step()[0].error == "NaN"
         runner.change = lambda _, result: result
-    engine.add(1, list(range(20)), GREEDY)  # the same id, and no pins
+    engine.add(1, GenerationRequest.of(list(range(20)), GREEDY))  # the same id, and no pins
     drain(engine)
     assert len(engine.scheduler.cache.pins) == 0
 

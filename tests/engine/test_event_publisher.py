@@ -23,9 +23,10 @@ from quire.backends.fake import FakeRunner
 from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
-from quire.core.values import Level, PackedPrompt, Priority, SamplingParams
+from quire.core.values import Level, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
+from quire.engine.generation import GenerationRequest
 from quire.engine.worker import event_publisher
 from quire.engine.worker.event_publisher import EventPublisher, ReplayBuffer
 from quire.engine.worker.kv_events import KvEventsConfig
@@ -319,7 +320,7 @@ def traffic(random: Random, num_messages: int) -> Iterator[ToWorker]:
         ids = tuple(range(request_id, request_id + random.choice((1, 1, 3))))
         request_id = ids[-1] + 1
         sampling = SamplingParams(temperature=0, max_tokens=random.randint(1, 30))
-        yield Add(ids, PackedPrompt.of(prompt), sampling, Priority.NORMAL, salt)
+        yield Add(ids, GenerationRequest.of(prompt, sampling, salt=salt))
         if random.random() < 0.1:
             yield Cancel(random.choice(ids))
         if number % 80 == 40:

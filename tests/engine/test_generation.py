@@ -9,14 +9,10 @@ import pytest
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import FinishReason
-from quire.engine.engine import EngineOutput
+from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers, Delta
-from quire.engine.params import GenerationParams
-from quire.engine.worker.client import Generation
-from quire.engine.worker.protocol import Started
 from quire.errors import RequestFailed, WorkerDied
-from tests.engine.serving import collect, run
+from tests.engine.serving import run
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +27,14 @@ class Feed:
 
     def __init__(self, text: ModelText, updated: asyncio.Event | None = None) -> None:
         self.cancelled: list[Generation] = []
-        answers = Answers(text.request((5, 6), GenerationParams()), text.tokenizer)
-        self.generation = Generation(answers, (1,), self.cancelled.append, updated)
+        request = text.request((5, 6), GenerationParams())
+        self.generation = Generation(request, text.tokenizer, (1,), updated=updated)
+        self.generation.on_cancel = self.cancelled.append
 
     def push(self, *tokens: int, reason: FinishReason | None = None) -> Delta:
-        output = EngineOutput(1, tokens, reason, 0, None, (), None, None)
-        delta = self.generation.answers.push(0, output)
-        self.generation.push(delta)
+        output = EngineOutput(1, tokens, reason, self.generation.num_cached_tokens, None, (), None, None)
+        delta = self.generation.push(0, output)
+        self.generation.deliver(delta)
         return delta
 
 
@@ -80,7 +77,7 @@ def test_every_change_sets_the_event(text: ModelText) -> None:
         feed = Feed(text, updated)
         explanation = CacheExplanation(1, 0, 1, StopReason.DIVERGED)
         for happen in (
-            lambda: feed.generation.start(Started(1, 0.0, 1, explanation)),
+            lambda: feed.generation.start(0.0, 1, explanation),
             lambda: feed.push(70),
             lambda: feed.generation.fail(RequestFailed("x")),
             feed.generation.wake,
@@ -91,21 +88,6 @@ def test_every_change_sets_the_event(text: ModelText) -> None:
         assert feed.generation.is_started  # even with a wait of 0 s
         assert (feed.generation.queued_s, feed.generation.num_cached_tokens) == (0.0, 1)
         assert feed.generation.cache == explanation
-
-    run(work())
-
-
-def test_iterating_does_not_clear_the_shared_event(text: ModelText) -> None:
-    async def work() -> None:
-        updated = asyncio.Event()
-        one, other = Feed(text, updated), Feed(text, updated)
-        reading = asyncio.create_task(collect(one.generation.deltas()))
-        await asyncio.sleep(0)  # it waits now
-        other.push(70)
-        one.push(71, reason=FinishReason.LENGTH)
-        assert len(await reading) == 1
-        assert updated.is_set()
-        assert one.cancelled == [one.generation]  # the connection ignores it: the generation has ended
 
     run(work())
 

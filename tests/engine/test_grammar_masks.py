@@ -12,11 +12,10 @@ import pytest
 
 from quire.core.values import FinishReason
 from quire.engine import grammars as grammars_module
+from quire.engine.generation import MAX_LOGPROBS, Completion, GenerationParams
 from quire.engine.grammars import Grammars
 from quire.engine.llm import LLM
 from quire.engine.masks import Matcher
-from quire.engine.outputs import Completion
-from quire.engine.params import MAX_LOGPROBS, GenerationParams
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import Tool, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, Opening

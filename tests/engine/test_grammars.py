@@ -16,12 +16,11 @@ from typing import Any, cast
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from quire.core.values import FinishReason, PackedPrompt, Priority, SamplingParams
+from quire.core.values import FinishReason, SamplingParams
 from quire.engine import grammars as grammars_module
+from quire.engine.generation import GenerationOutput, GenerationParams, GenerationRequest
 from quire.engine.grammars import Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.llm import LLM
-from quire.engine.outputs import GenerationOutput
-from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.protocol import Add
 from quire.errors import InvalidRequest, QueueFull
@@ -244,8 +243,7 @@ def test_the_grammar_queue_is_bounded(grammars: Grammars, monkeypatch: pytest.Mo
     monkeypatch.setattr("quire.engine.grammars.MAX_COMPILING", 2)
     waiting = GrammarQueue(grammars, lambda: None)
     for number in (1, 2, 3):
-        prompt, grammar = PackedPrompt.of((1,)), regex_grammar(f"w{number}")
-        add = Add((number,), prompt, SamplingParams(), Priority.NORMAL, "", (), grammar)
+        add = add_of(number, f"w{number}", "")
         if number < 3:
             waiting.add(add)
         else:
@@ -257,7 +255,7 @@ def test_the_grammar_queue_is_bounded(grammars: Grammars, monkeypatch: pytest.Mo
 
 def add_of(number: int, pattern: str, tenant: str) -> Add:
     grammar = regex_grammar(pattern)
-    return Add((number,), PackedPrompt.of((1,)), SamplingParams(), Priority.NORMAL, "", (), grammar, tenant)
+    return Add((number,), GenerationRequest.of((1,), SamplingParams(), grammar=grammar, tenant=tenant))
 
 
 class ManualGrammars(Grammars):

@@ -13,10 +13,8 @@ import pytest
 
 from quire.core.check import check_scheduler
 from quire.core.values import FinishReason
-from quire.engine.engine import EngineOutput
+from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams
 from quire.engine.llm import LLM, Conversation, Prompt
-from quire.engine.outputs import Answers, Delta
-from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest, ModelNotFound
 
 SHORT = GenerationParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -95,11 +93,11 @@ def test_a_failing_callback_ends_only_its_prompt(llm: LLM) -> None:
 
 
 def test_an_answer_that_cannot_be_decoded_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Answers] = []
+    made: list[Generation] = []
 
-    class Fragile(Answers):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+    class Fragile(Generation):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             made.append(self)
 
         def push(self, index: int, output: Any) -> Delta:
@@ -107,7 +105,7 @@ def test_an_answer_that_cannot_be_decoded_ends_alone(llm: LLM, monkeypatch: pyte
                 raise UnicodeError("broken")
             return super().push(index, output)
 
-    monkeypatch.setattr("quire.engine.llm.Answers", Fragile)
+    monkeypatch.setattr("quire.engine.llm.Generation", Fragile)
     outputs = llm.generate(["The", "dog", "does"], SHORT)
     assert [output.completions[0].error is None for output in outputs] == [True, False, True]
     assert outputs[2].usage.completion_tokens == 6

@@ -27,7 +27,8 @@ from quire.core.policy import Aging, Fair, Fcfs
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, Priority, SamplingParams
-from quire.engine.engine import Engine, EngineOutput
+from quire.engine.engine import Engine
+from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.errors import ContextTooLong, QueueFull
 
 BLOCK_SIZE, VOCAB_SIZE, MAX_WAITING = 4, 4, 6
@@ -120,7 +121,11 @@ class EngineMachine(RuleBasedStateMachine):
                 max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids,
             )  # fmt: skip
             try:
-                self.engine.add(number, prompt, own, priority=priority, salt=salt, tenant=tenant, parent_id=parent_id)
+                self.engine.add(
+                    number,
+                    GenerationRequest.of(prompt, own, priority=priority, salt=salt, tenant=tenant),
+                    parent_id=parent_id,
+                )
             except ContextTooLong:
                 assert len(prompt) >= self.max_model_len
                 return

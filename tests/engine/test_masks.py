@@ -14,7 +14,8 @@ from quire.backends.fake import FakeRunner, Fold, choose_token, digest
 from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
-from quire.engine.engine import Engine, EngineOutput
+from quire.engine.engine import Engine
+from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.masks import GrammarFailed, GrammarMasks
 
 VOCAB_SIZE = 200
@@ -175,7 +176,7 @@ def test_answers_do_not_depend_on_batching(seed: int, max_drafts: int, has_overl
         )
         toy = (Looking if max_drafts else Toy)(request_id, rng.randrange(1, 30))
         has_toy = rng.random() < 0.7
-        engine.add(request_id, prompt, sampling, matcher=toy if has_toy else None)
+        engine.add(request_id, GenerationRequest.of(prompt, sampling), matcher=toy if has_toy else None)
         if has_toy:
             toys[request_id] = toy
             wanted[request_id] = alone(prompt, sampling, toy, max_tokens)
@@ -194,7 +195,7 @@ def test_answers_do_not_depend_on_batching(seed: int, max_drafts: int, has_overl
             continue
         assert found_tokens == tokens
         assert outputs[request_id][-1].finish_reason is reason
-    assert len(engine._masking) == 0  # no matchers of finished requests are left
+    assert not engine._masking.entries  # no matchers of finished requests are left
     assert bool(engine.scheduler.num_accepted) == bool(max_drafts)
     assert not engine.speculation.has_active
 
@@ -204,7 +205,7 @@ def test_the_setup_above_causes_preemptions() -> None:
     engine = make(num_blocks=18)
     for request_id in range(1, 8):
         sampling = SamplingParams(seed=request_id, max_tokens=24, stop_token_ids=(EOS,))
-        engine.add(request_id, list(range(1, 12)), sampling, matcher=Toy(request_id, 30))
+        engine.add(request_id, GenerationRequest.of(list(range(1, 12)), sampling), matcher=Toy(request_id, 30))
     requests = [engine.scheduler.get(request_id) for request_id in range(1, 8)]
     drain(engine)
     assert sum(request.num_preemptions for request in requests if request is not None) > 0
@@ -216,7 +217,7 @@ def test_a_matcher_that_fails_ends_its_own_request(has_overlap: bool, is_late: b
     sampling = SamplingParams(seed=3, max_tokens=12, stop_token_ids=())
     toys = {1: Toy(1, 9), 2: Endless(2, 9, fails_at=4), 3: Toy(3, 9)}
     for number, toy in toys.items():
-        engine.add(number, [5, 6, number], sampling, matcher=toy)
+        engine.add(number, GenerationRequest.of([5, 6, number], sampling), matcher=toy)
     outputs = drain(engine)
     assert outputs[2][-1].finish_reason is FinishReason.ERROR
     assert outputs[2][-1].error == "grammar: too many states"
@@ -234,8 +235,8 @@ def test_a_token_that_the_matcher_refuses_ends_only_its_request() -> None:
             raise RuntimeError("a bug")
 
     engine = make()
-    engine.add(1, [1, 2], SamplingParams(max_tokens=5), matcher=Refusing(1, 9))
-    engine.add(2, [1, 2], SamplingParams(max_tokens=5))
+    engine.add(1, GenerationRequest.of([1, 2], SamplingParams(max_tokens=5)), matcher=Refusing(1, 9))
+    engine.add(2, GenerationRequest.of([1, 2], SamplingParams(max_tokens=5)))
     outputs = drain(engine)
     assert (outputs[1][-1].finish_reason, outputs[1][-1].error) == (FinishReason.ERROR, "grammar: a bug")
     assert tokens_of(outputs[1]) == []
@@ -244,7 +245,7 @@ def test_a_token_that_the_matcher_refuses_ends_only_its_request() -> None:
 
 def test_a_grammar_that_completes_at_max_tokens_ends_with_stop() -> None:
     engine = make()
-    engine.add(1, [1, 2], SamplingParams(seed=1, max_tokens=3), matcher=Toy(2, 3))
+    engine.add(1, GenerationRequest.of([1, 2], SamplingParams(seed=1, max_tokens=3)), matcher=Toy(2, 3))
     (*_, last) = drain(engine)[1]
     assert last.finish_reason is FinishReason.STOP
     assert last.tokens
@@ -263,11 +264,11 @@ def test_masks_work_after_a_failed_step() -> None:
 
     runner = Failing(Capacity(60, BLOCK_SIZE, 8, 200, VOCAB_SIZE))
     engine = Engine(runner, make_scheduler(runner, EngineConfig()))
-    engine.add(1, [1, 2], SamplingParams(max_tokens=3), matcher=Toy(1, 9))
+    engine.add(1, GenerationRequest.of([1, 2], SamplingParams(max_tokens=3)), matcher=Toy(1, 9))
     outputs = drain(engine)
     assert outputs[1][-1].error == "the step failed: RuntimeError: sampling failed"
     runner.is_failing = False
-    engine.add(2, [1, 2], SamplingParams(max_tokens=3), matcher=Toy(1, 2))
+    engine.add(2, GenerationRequest.of([1, 2], SamplingParams(max_tokens=3)), matcher=Toy(1, 2))
     assert drain(engine)[2][-1].finish_reason is FinishReason.STOP
 
 
@@ -294,12 +295,12 @@ class Watched(FakeRunner):
 def test_a_step_is_forwarded_before_the_tokens_its_masks_need_are_collected() -> None:
     runner = Watched(Capacity(60, BLOCK_SIZE, 8, 200, VOCAB_SIZE))
     engine = Engine(runner, make_scheduler(runner, EngineConfig()))
-    engine.add(1, [1, 2], SamplingParams(max_tokens=3), matcher=Toy(1, 9))
+    engine.add(1, GenerationRequest.of([1, 2], SamplingParams(max_tokens=3)), matcher=Toy(1, 9))
     drain(engine)
     masked = ["forward", "collect", "sample with masks"]
     assert runner.calls == ["forward", "sample with masks", *masked, *masked, "collect"]
     runner.calls.clear()
-    engine.add(2, [1, 2], SamplingParams(max_tokens=3))
+    engine.add(2, GenerationRequest.of([1, 2], SamplingParams(max_tokens=3)))
     drain(engine)
     plain = ["forward", "sample", "collect"]
     assert runner.calls == ["forward", "sample", *plain, *plain, "collect"]
@@ -309,7 +310,7 @@ def test_a_step_is_forwarded_before_the_tokens_its_masks_need_are_collected() ->
 def test_a_few_masks_use_no_other_thread(has_overlap: bool) -> None:
     toy = Toy(1, 9)
     engine = make(has_overlap=has_overlap)
-    engine.add(1, [1, 2], SamplingParams(max_tokens=3), matcher=toy)
+    engine.add(1, GenerationRequest.of([1, 2], SamplingParams(max_tokens=3)), matcher=toy)
     drain(engine)
     assert toy.threads == {threading.current_thread().name}
 
@@ -318,7 +319,7 @@ def test_a_grammar_with_slow_masks_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     times = iter(range(1000))
     monkeypatch.setattr("quire.engine.masks.time.thread_time", lambda: next(times) * 0.15)
     engine = make()
-    engine.add(1, [1, 2], SamplingParams(max_tokens=20), matcher=Toy(1, 30))
+    engine.add(1, GenerationRequest.of([1, 2], SamplingParams(max_tokens=20)), matcher=Toy(1, 30))
     (*_, last) = drain(engine)[1]
     assert last.finish_reason is FinishReason.ERROR
     assert last.error == "grammar is too complex: its tokens take more than 20 ms to choose"
@@ -329,7 +330,7 @@ def test_a_family_of_matchers_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -
     masking, engine = GrammarMasks(), make(num_blocks=100)
     toys = {number: Toy(number, 9) for number in range(1, 9)}
     for number, toy in toys.items():
-        engine.add(number, [1, number], SamplingParams(max_tokens=3))
+        engine.add(number, GenerationRequest.of([1, number], SamplingParams(max_tokens=3)))
         toy.family = "odd" if number % 2 else f"even {number % 4}"
         masking.add(number, toy)
     assert len(masking.compute(engine.scheduler.schedule(0)).by_batch_index) == len(toys)

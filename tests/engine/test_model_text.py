@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.engine import EngineOutput
+from quire.engine.generation import EngineOutput, Generation, GenerationParams
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers
-from quire.engine.params import GenerationParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import json_object_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolChoice, ToolMode
@@ -72,11 +70,11 @@ def prompt_of(text: ModelText, chat: ChatRequest) -> tuple[int, ...]:
 def pieces_of(text: ModelText, chat: ChatRequest, answer: Sequence[int]) -> list[object]:
     """Parse an answer token by token, as a server does."""
     request = text.request(prompt_of(text, chat), GenerationParams(), chat=chat)
-    answers = Answers(request, text.tokenizer)
-    parser = text.new_parser(chat, request.prompt)
+    generation = Generation(request, text.tokenizer)
+    parser = text.new_parser(chat, request.prompt.tokens)
     pieces: list[object] = []
     for token in answer:
-        pieces += parser.push(answers.push(0, EngineOutput(0, (token,), None, 0, None, (), None, None)).text)
+        pieces += parser.push(generation.push(0, EngineOutput(0, (token,), None, 0, None, (), None, None)).text)
     return [*pieces, *parser.finish()]
 
 
@@ -99,7 +97,7 @@ def test_tools_add_a_parser_and_a_grammar(make: Made) -> None:
     text = make(PLAIN)
     chat = ChatRequest(HI, tools=TOOLS)
     request = text.request(prompt_of(text, chat), GenerationParams(), chat=chat)
-    assert isinstance(text.new_parser(chat, request.prompt), CallParser)
+    assert isinstance(text.new_parser(chat, request.prompt.tokens), CallParser)
     assert request.grammar is not None
     assert "<[" in request.grammar.source  # <tool_call> is a token of this vocabulary, so its id is used
     assert f"<[{text.tokenizer.added['<tool_call>']}]>" in request.grammar.source

@@ -1,4 +1,4 @@
-"""Answers: deltas, stop strings, usage and logprobs from token ids."""
+"""Generation: deltas, stop strings, usage and logprobs from token ids."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.core.values import FinishReason, SamplingParams
-from quire.engine.engine import EngineOutput
-from quire.engine.outputs import Answers, TokenLogprob
-from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.generation import (
+    EngineOutput,
+    Generation,
+    GenerationParams,
+    GenerationRequest,
+    NewParser,
+    Sample,
+    TokenLogprob,
+)
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.messages import Tool
-from quire.text.tokenizer import Tokenizer
+from quire.text.stream import StopStrings
+from quire.text.tokenizer import Detokenizer, Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
 from quire.weights.spec import GenerationDefaults
-from tests.text.vocabularies import byte_level_json
+from tests.text.vocabularies import byte_level_gguf, byte_level_json
+
+BYTES = Tokenizer.from_gguf(byte_level_gguf())
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +41,20 @@ def output(*tokens: int, reason: FinishReason | None = None, **fields: Any) -> E
     return base._replace(**fields)
 
 
-def make(tokenizer: Tokenizer, **fields: Any) -> Answers:
-    return Answers(GenerationRequest((1, 2, 3), fields.pop("sampling", SamplingParams()), **fields), tokenizer)
+def make(tokenizer: Tokenizer, new_parser: NewParser | None = None, **fields: Any) -> Generation:
+    request = GenerationRequest.of((1, 2, 3), fields.pop("sampling", SamplingParams()), **fields)
+    return Generation(request, tokenizer, new_parser=new_parser)
 
 
 def test_deltas_join_to_the_text_and_usage_counts_every_token(tokenizer: Tokenizer) -> None:
-    answers = make(tokenizer)
+    generation = make(tokenizer)
     text = "The dog does not mind 🎉👩‍💻 ü."
     ids = tokenizer.encode(text)
-    deltas = [answers.push(0, output(token, num_cached_tokens=2)) for token in ids]
-    deltas.append(answers.push(0, output(2, reason=FinishReason.STOP)))  # <|im_end|> is hidden but counted
+    deltas = [generation.push(0, output(token, num_cached_tokens=2)) for token in ids]
+    deltas.append(generation.push(0, output(2, reason=FinishReason.STOP)))  # <|im_end|> is hidden but counted
     assert "".join(delta.text for delta in deltas) == text
-    assert answers.is_finished
-    result = answers.result()
+    assert generation.is_finished
+    result = generation.whole()
     assert result.text == text
     assert result.completions[0].token_ids == (*ids, 2)
     assert result.usage.completion_tokens == len(ids) + 1
@@ -50,11 +62,11 @@ def test_deltas_join_to_the_text_and_usage_counts_every_token(tokenizer: Tokeniz
 
 
 def test_a_stop_string_ends_the_answer_in_the_middle_of_a_token_stream(tokenizer: Tokenizer) -> None:
-    answers = make(tokenizer, stop=("lazy dog",))
+    generation = make(tokenizer, stop=("lazy dog",))
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. The dog does not mind.")
     shown, position = "", 0
     while True:
-        delta = answers.push(0, output(ids[position]))
+        delta = generation.push(0, output(ids[position]))
         position += 1
         shown += delta.text
         if delta.finish_reason is not None:
@@ -62,24 +74,74 @@ def test_a_stop_string_ends_the_answer_in_the_middle_of_a_token_stream(tokenizer
     assert shown == "The quick brown fox jumps over the "
     assert delta.stop == "lazy dog"
     assert delta.finish_reason is FinishReason.STOP
-    assert answers.num_tokens(0) == position
-    late = answers.push(0, output(5))  # was in flight
+    assert generation.num_tokens(0) == position
+    late = generation.push(0, output(5))  # was in flight
     assert late.text == ""
-    assert answers.usage.completion_tokens == position
+    assert generation.usage.completion_tokens == position
+
+
+def letters(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids = [tokenizer.token_to_id(letter) for letter in text]
+    return [token_id for token_id in ids if token_id is not None]
+
+
+def test_the_token_that_completes_the_stop_is_the_last(tokenizer: Tokenizer) -> None:
+    generation = make(tokenizer, stop=("END",))
+    first = generation.push(0, output(*letters(tokenizer, "abE")))
+    assert (first.text, len(first.token_ids), first.stop) == ("ab", 3, None)
+    last = generation.push(0, output(*letters(tokenizer, "NDxyz")))
+    assert (last.text, len(last.token_ids), last.stop) == ("", 2, "END")
+
+
+def test_the_stop_can_be_part_of_the_answer(tokenizer: Tokenizer) -> None:
+    generation = make(tokenizer, stop=("b",), include_stop=True)
+    assert generation.push(0, output(*letters(tokenizer, "abc"))).text == "ab"
+
+
+def test_an_incomplete_character_at_the_end_can_complete_a_stop(tokenizer: Tokenizer) -> None:
+    generation = make(tokenizer, stop=("\ufffd",))
+    end = generation.push(0, output(*tokenizer.encode("\U0001f9ff")[:-1], reason=FinishReason.LENGTH))
+    assert (end.text, end.stop, end.finish_reason) == ("", "\ufffd", FinishReason.STOP)
+
+
+@given(
+    st.text(alphabet="abcxyz é🎉<|im_end|>", max_size=40),
+    st.lists(st.sampled_from(["xy", "🎉", "é<", "zz"]), max_size=4),
+)
+@settings(max_examples=300, deadline=None)
+def test_tokens_account_for_the_text(text: str, stops: list[str]) -> None:
+    sample = Sample(Detokenizer(BYTES), StopStrings(stops))
+    shown = ""
+    for token_id in BYTES.encode_plain(text):
+        before = sample.num_read
+        released, offsets = sample.read([token_id])
+        assert offsets == [before]
+        shown += released
+        if sample.stop is not None:
+            break
+    else:
+        shown += sample.read_rest()
+    assert len(shown) <= sample.num_read
+    if sample.stop is None:
+        assert shown == text
+    else:
+        assert shown + sample.stop == text[: len(shown) + len(sample.stop)]
 
 
 def test_a_parser_can_end_the_turn(tokenizer: Tokenizer) -> None:
     call = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>\n'
-    answers = make(tokenizer, new_parser=lambda: CallParser(PROMPTED, (Tool("get"),)), n=2)
+    generation = make(tokenizer, new_parser=lambda: CallParser(PROMPTED, (Tool("get"),)), n=2)
     ids = tokenizer.encode(call * 4)
     position = 0
-    while (delta := answers.push(0, output(ids[position]))).finish_reason is None:
+    while (delta := generation.push(0, output(ids[position]))).finish_reason is None:
         position += 1
     assert delta.finish_reason is FinishReason.STOP  # the caller must end it in the engine
     assert delta.stop is None
     assert tokenizer.decode(ids[: position + 1]).count('{"a": 1}}') == 2  # no third call was read
-    assert answers.num_tokens(0) == position + 1 == answers.usage.completion_tokens  # the repeated call is counted
-    assert not answers.is_finished  # the other sample continues
+    assert (
+        generation.num_tokens(0) == position + 1 == generation.usage.completion_tokens
+    )  # the repeated call is counted
+    assert not generation.is_finished  # the other sample continues
 
 
 def test_a_parser_ends_the_turn_within_an_output_of_several_tokens(tokenizer: Tokenizer) -> None:
@@ -88,11 +150,11 @@ def test_a_parser_ends_the_turn_within_an_output_of_several_tokens(tokenizer: To
     tokens = tokenizer.encode_plain(f"{call}\n{call}\n and more", at_start=False)
     found = []
     for size in (1, 3, 7, len(tokens)):
-        answers = make(tokenizer, new_parser=lambda: CallParser(PROMPTED, (Tool("get"),)))
+        generation = make(tokenizer, new_parser=lambda: CallParser(PROMPTED, (Tool("get"),)))
         parts = [output(*tokens[first : first + size]) for first in range(0, len(tokens), size)]
-        while answers.push(0, parts.pop(0)).finish_reason is None:
+        while generation.push(0, parts.pop(0)).finish_reason is None:
             pass
-        sample = answers.samples[0]
+        sample = generation.samples[0]
         found.append((sample.token_ids, "".join(sample.text), sample.finish_reason))
     assert found[0][2] is FinishReason.STOP
     assert len(found[0][0]) < len(tokens)
@@ -100,34 +162,34 @@ def test_a_parser_ends_the_turn_within_an_output_of_several_tokens(tokenizer: To
 
 
 def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
-    answers = make(tokenizer, stop=("dog!",))
+    generation = make(tokenizer, stop=("dog!",))
     ids = tokenizer.encode("the dog")
-    deltas = [answers.push(0, output(token)) for token in ids[:-1]]
-    deltas.append(answers.push(0, output(ids[-1], reason=FinishReason.LENGTH)))
+    deltas = [generation.push(0, output(token)) for token in ids[:-1]]
+    deltas.append(generation.push(0, output(ids[-1], reason=FinishReason.LENGTH)))
     assert "".join(delta.text for delta in deltas) == "the dog"
-    assert answers.result().completions[0].finish_reason is FinishReason.LENGTH
+    assert generation.whole().completions[0].finish_reason is FinishReason.LENGTH
 
 
 def test_an_incomplete_character_at_the_end_is_replaced(tokenizer: Tokenizer) -> None:
-    answers = make(tokenizer)
+    generation = make(tokenizer)
     ids = tokenizer.encode("🦀")
     assert len(ids) > 1
-    first = answers.push(0, output(ids[0]))
+    first = generation.push(0, output(ids[0]))
     assert first.text == ""
-    last = answers.push(0, output(ids[1], reason=FinishReason.LENGTH))
+    last = generation.push(0, output(ids[1], reason=FinishReason.LENGTH))
     assert set(last.text) == {"\ufffd"}
 
 
 def test_samples_are_kept_apart(tokenizer: Tokenizer) -> None:
-    answers = make(tokenizer, n=2)
+    generation = make(tokenizer, n=2)
     a, b = tokenizer.encode("The fox"), tokenizer.encode("lazy dog")
-    answers.push(0, output(*a[:1], num_cached_tokens=1))
-    answers.push(1, output(*b, reason=FinishReason.LENGTH, num_cached_tokens=3))
-    assert not answers.is_finished
-    answers.push(0, output(*a[1:], reason=FinishReason.LENGTH, num_cached_tokens=1))
-    assert [one.text for one in answers.result().completions] == ["The fox", "lazy dog"]
-    assert answers.usage.cached_tokens == 1  # of the first sample; the others share its KV
-    assert answers.usage.prompt_tokens == 3
+    generation.push(0, output(*a[:1], num_cached_tokens=1))
+    generation.push(1, output(*b, reason=FinishReason.LENGTH, num_cached_tokens=3))
+    assert not generation.is_finished
+    generation.push(0, output(*a[1:], reason=FinishReason.LENGTH, num_cached_tokens=1))
+    assert [one.text for one in generation.whole().completions] == ["The fox", "lazy dog"]
+    assert generation.usage.cached_tokens == 1  # of the first sample; the others share its KV
+    assert generation.usage.prompt_tokens == 3
 
 
 def scored(token: int) -> tuple[TokenLogprobs, ...]:
@@ -139,20 +201,20 @@ def test_logprobs_come_with_the_text_of_their_tokens_and_end_with_it(tokenizer: 
     ids = tokenizer.encode("The lazy 🎉 dog. The")
     pieces = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
     for stop in ("dog.", "never", "z"):
-        answers = make(tokenizer, sampling=SamplingParams(logprobs=0), stop=(stop,))
+        generation = make(tokenizer, sampling=SamplingParams(logprobs=0), stop=(stop,))
         shown = ""
         entries: list[TokenLogprob] = []
         for token in ids:
             is_last = token == ids[-1]
             reason = FinishReason.LENGTH if is_last else None
-            delta = answers.push(0, output(token, reason=reason, logprobs=scored(token)))
+            delta = generation.push(0, output(token, reason=reason, logprobs=scored(token)))
             shown += delta.text
             entries += delta.logprobs
             assert all(entry.offset < len(shown) for entry in delta.logprobs)  # not before its text
             if delta.finish_reason is not None:
                 break
         assert shown == "The lazy 🎉 dog. The".partition(stop)[0]
-        assert tuple(entries) == answers.result().completions[0].logprobs
+        assert tuple(entries) == generation.whole().completions[0].logprobs
         assert [entry.text for entry in entries] == pieces[: len(entries)]
         assert entries[-1].offset < len(shown) <= entries[-1].offset + max(1, len(entries[-1].text))
         for entry in entries:
@@ -162,11 +224,11 @@ def test_logprobs_come_with_the_text_of_their_tokens_and_end_with_it(tokenizer: 
 
 def test_control_tokens_that_are_not_shown_have_no_width(tokenizer: Tokenizer) -> None:
     a, b = (tokenizer.encode(text)[0] for text in ("The", " dog"))
-    answers = make(tokenizer, sampling=SamplingParams(logprobs=0, stop_token_ids=(2,)))
+    generation = make(tokenizer, sampling=SamplingParams(logprobs=0, stop_token_ids=(2,)))
     for token in (a, 1, b):  # 1: <|im_start|>
-        answers.push(0, output(token, logprobs=scored(token)))
-    answers.push(0, output(2, reason=FinishReason.STOP, logprobs=scored(2)))
-    one = answers.result().completions[0]
+        generation.push(0, output(token, logprobs=scored(token)))
+    generation.push(0, output(2, reason=FinishReason.STOP, logprobs=scored(2)))
+    one = generation.whole().completions[0]
     size = len(tokenizer.decode([a]))
     assert [entry.offset for entry in one.logprobs or ()] == [0, size, size, len(one.text)]
 
@@ -174,25 +236,25 @@ def test_control_tokens_that_are_not_shown_have_no_width(tokenizer: Tokenizer) -
 def test_an_answer_of_max_tokens_0_is_hidden(tokenizer: Tokenizer) -> None:
     params = GenerationParams(max_tokens=0, logprobs=1, prompt_logprobs=1)
     assert params.sampling(GenerationDefaults(), ()).max_tokens == 1
-    answers = make(tokenizer, sampling=params.sampling(GenerationDefaults(), (2,)), hides_answer=True)
+    generation = make(tokenizer, sampling=params.sampling(GenerationDefaults(), (2,)), hides_answer=True)
     prompt = PromptLogprobs(1, (TokenLogprobs(2, -1.0, 3, ()), TokenLogprobs(3, -2.0, 4, ())))
-    delta = answers.push(
+    delta = generation.push(
         0, output(2, reason=FinishReason.STOP, logprobs=scored(2), prompt_logprobs=prompt, num_cached_tokens=1)
     )
     assert (delta.text, delta.token_ids, delta.logprobs, delta.finish_reason) == ("", (), (), FinishReason.LENGTH)
-    result = answers.result()
+    result = generation.whole()
     assert (result.usage.completion_tokens, result.usage.total_tokens) == (0, 3)
     assert result.completions[0].logprobs == ()
     assert [entry and entry.logprob for entry in result.prompt_logprobs or ()] == [None, -1.0, -2.0]
 
 
 def test_logprobs_name_their_tokens(tokenizer: Tokenizer) -> None:
-    answers = make(tokenizer, sampling=SamplingParams(logprobs=1, prompt_logprobs=0))
+    generation = make(tokenizer, sampling=SamplingParams(logprobs=1, prompt_logprobs=0))
     token = tokenizer.encode("🎉")[0]
     entry = TokenLogprobs(token, -0.5, 0, ((token, -0.5),))
     prompt = PromptLogprobs(1, (TokenLogprobs(2, -1.0, 3, ()), TokenLogprobs(3, -2.0, 4, ())))
-    answers.push(0, output(token, reason=FinishReason.LENGTH, logprobs=(entry,), prompt_logprobs=prompt))
-    result = answers.result()
+    generation.push(0, output(token, reason=FinishReason.LENGTH, logprobs=(entry,), prompt_logprobs=prompt))
+    result = generation.whole()
     assert result.completions[0].logprobs is not None
     (found,) = result.completions[0].logprobs
     assert (found.logprob, found.rank, found.data) == (-0.5, 0, tokenizer.token_bytes(token))
@@ -202,11 +264,11 @@ def test_logprobs_name_their_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_result_raises_for_a_failed_sample_and_output_does_not(tokenizer: Tokenizer) -> None:
-    answers = make(tokenizer)
-    answers.push(0, output(reason=FinishReason.ERROR, error="NaN"))
+    generation = make(tokenizer)
+    generation.push(0, output(reason=FinishReason.ERROR, error="NaN"))
     with pytest.raises(RequestFailed, match="NaN"):
-        answers.result()
-    assert answers.output().completions[0].error == "NaN"
+        generation.whole()
+    assert generation.output().completions[0].error == "NaN"
 
 
 @pytest.mark.parametrize(

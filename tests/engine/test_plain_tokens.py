@@ -1,8 +1,7 @@
-"""The short path of a token, `Generation.push_token`, gives the same text as `Answers.push`."""
+"""The short path of a token, `Generation.push_token`, gives the same text as `Generation.push`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -12,11 +11,8 @@ import pytest
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.step import TokenLogprobs
 from quire.core.values import FinishReason, SamplingParams
-from quire.engine.engine import EngineOutput
+from quire.engine.generation import Delta, EngineOutput, Generation, GenerationRequest
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers, Delta
-from quire.engine.params import GenerationRequest
-from quire.engine.worker.client import Generation
 from quire.engine.worker.protocol import Stepped, from_worker, pack, stepped
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level_gguf, sentencepiece_gguf
@@ -29,15 +25,14 @@ def output(*tokens: int, reason: FinishReason | None = None) -> EngineOutput:
 
 
 def submitted(tokenizer: Tokenizer, **fields: object) -> Generation:
-    request = GenerationRequest((5, 6), SamplingParams(), **fields)  # type: ignore[arg-type]
-    return Generation(Answers(request, tokenizer), (1,), lambda _: None, asyncio.Event())
+    return Generation(GenerationRequest.of((5, 6), SamplingParams(), **fields), tokenizer, (1,))
 
 
 def by_short_path(generation: Generation, tokens: Sequence[int]) -> list[str]:
     """Push each token like a `WorkerConnection`, and return the text that each released."""
     for token in tokens:
         if not generation.push_token(0, token, 1.0, {}):
-            generation.push(generation.answers.push(0, output(token)))
+            generation.deliver(generation.push(0, output(token)))
     return [delta.text for delta in generation.take()]
 
 
@@ -64,12 +59,12 @@ def check_equal(tokenizer: Tokenizer, seeds: range) -> None:
         for skip_special in (True, False):
             tokens = random_tokens(tokenizer, seed)
             short = submitted(tokenizer, skip_special=skip_special)
-            exact = Answers(short.answers.request, tokenizer)
+            exact = Generation(short.request, tokenizer)
             expected = [exact.push(0, output(token)).text for token in tokens]
             assert by_short_path(short, tokens) == expected, f"{seed = } {skip_special = }"
             end = output(reason=FinishReason.LENGTH)
-            assert short.answers.push(0, end) == exact.push(0, end)
-            assert short.answers.result() == exact.result()
+            assert short.push(0, end) == exact.push(0, end)
+            assert short.whole() == exact.whole()
             num_short += sum(bool(tokenizer.plain_texts[token]) for token in tokens)
     assert num_short > 10 * len(seeds)  # the short path was used
 
@@ -93,12 +88,12 @@ def test_texts_are_equal_for_the_default_tokenizer(default_model: Path) -> None:
 )
 def test_requests_with_more_work_per_token_do_not_use_the_short_path(fields: dict[str, object]) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
-    request = GenerationRequest(**{"prompt": (5, 6), "sampling": SamplingParams(), **fields})  # type: ignore[arg-type]
-    generation = Generation(Answers(request, tokenizer), (1,), lambda _: None)
+    request = GenerationRequest.of(**{"prompt": (5, 6), "sampling": SamplingParams(), **fields})  # type: ignore[arg-type]
+    generation = Generation(request, tokenizer, (1,))
     token = tokenizer.encode_plain("a")[-1]
-    generation.answers.push(0, output(token))
+    generation.push(0, output(token))
     assert not generation.push_token(0, token, 1.0, {})
-    assert generation.answers.num_tokens(0) == (0 if request.hides_answer else 1)
+    assert generation.num_tokens(0) == (0 if request.hides_answer else 1)
 
 
 class Sink:
@@ -127,7 +122,7 @@ def test_a_sink_gets_text_in_order_and_only_while_nothing_is_queued() -> None:
 
     def push(token: int) -> None:
         if not generation.push_token(0, token, 1.0, {}):
-            generation.push(generation.answers.push(0, output(token)))
+            generation.deliver(generation.push(0, output(token)))
 
     push(letters[0])
     sink.is_open = False
@@ -139,7 +134,7 @@ def test_a_sink_gets_text_in_order_and_only_while_nothing_is_queued() -> None:
     push(last_byte)
     assert "".join(sink.taken[:1] + queued + sink.taken[1:]) == tokenizer.decode([*letters, first_byte, last_byte])
     assert (len(sink.taken[:1]), len(queued)) == (1, 2)
-    generation.push(generation.answers.push(0, output(reason=FinishReason.LENGTH)))
+    generation.deliver(generation.push(0, output(reason=FinishReason.LENGTH)))
     (last,) = generation.take()  # the end is always queued, for the task of the reader
     assert last.finish_reason is FinishReason.LENGTH
 
@@ -149,7 +144,7 @@ def test_equal_gaps_are_counted_together() -> None:
     token = tokenizer.encode_plain("a")[-1]
     generations = [submitted(tokenizer) for _ in range(3)]
     for generation in generations:
-        generation.answers.push(0, output(token))
+        generation.push(0, output(token))
         generation.note_tokens(0, 1.0)
     generations[2].note_tokens(0, 1.5)
     previous: dict[float | None, int] = {}
@@ -171,7 +166,7 @@ def test_only_outputs_of_one_token_and_nothing_else_are_sent_as_integers() -> No
         EngineOutput(7, (), FinishReason.ERROR, 0, None, (), None, "it broke"),
     ]
     plain = [EngineOutput(one, (one + 100,), None, 3, None, (), None, None) for one in (20, 21)]
-    message = stepped([plain[0], *others, plain[1]], (), 9, 0.5)
-    assert message == Stepped(tuple(others), (), 9, 0.5, (20, 21), (120, 121))
+    message = stepped([plain[0], *others, plain[1]], 9, 0.5)
+    assert message == Stepped(tuple(others), 9, 0.5, (20, 21), (120, 121))
     assert message.num_generated == 2 + 1 + 2 + 0 + 1 + 1 + 0
     assert from_worker.decode(pack(message)[4:]) == message

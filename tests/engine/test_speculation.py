@@ -17,7 +17,8 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan
 from quire.core.values import PackedPrompt, SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.guesses import NUM_MISSES, NUM_SKIPPED, Drafter, Guess, Predicted
+from quire.engine.generation import GenerationRequest, Predicted
+from quire.engine.guesses import NUM_MISSES, NUM_SKIPPED, Drafter, Guess
 from quire.errors import InvalidRequest
 
 BLOCK_SIZE, VOCAB_SIZE = 4, 50
@@ -62,7 +63,9 @@ def test_a_prediction_saves_steps_and_changes_nothing(has_overlap: bool, num_sta
     prompt = [3, 1, 4, 1, 5, 9]
     expected = alone(prompt, 60, has_states=num_states > 0)
     wrong = [*expected[:20], 1, 2, 3, *expected[23:]]
-    engine.add(1, prompt, SamplingParams(temperature=0, max_tokens=60), prediction=PackedPrompt.of(wrong))
+    engine.add(
+        1, GenerationRequest.of(prompt, SamplingParams(temperature=0, max_tokens=60), prediction=PackedPrompt.of(wrong))
+    )
     tokens, predicted, num_steps = run(engine)
     assert tokens[1] == expected
     found = predicted[1]
@@ -78,7 +81,7 @@ def test_a_prediction_outside_the_vocabulary_is_refused() -> None:
     engine = make(has_overlap=False)
     prediction = PackedPrompt.of([1, VOCAB_SIZE])
     with pytest.raises(InvalidRequest, match="prediction: token id 50 is outside the vocabulary of 50"):
-        engine.add(1, [1, 2], SamplingParams(temperature=0, max_tokens=6), prediction=prediction)
+        engine.add(1, GenerationRequest.of([1, 2], SamplingParams(temperature=0, max_tokens=6), prediction=prediction))
     assert not engine.has_work
 
 
@@ -89,7 +92,12 @@ def test_every_call_plans_a_step_while_drafts_are_verified() -> None:
     expected = alone(prompt, 60)
     plans: list[StepPlan] = []
     engine.on_plan = plans.append
-    engine.add(1, prompt, SamplingParams(temperature=0, max_tokens=60), prediction=PackedPrompt.of(expected))
+    engine.add(
+        1,
+        GenerationRequest.of(
+            prompt, SamplingParams(temperature=0, max_tokens=60), prediction=PackedPrompt.of(expected)
+        ),
+    )
     num_calls = 0
     while engine.has_work:
         engine.step()
@@ -104,9 +112,9 @@ def test_requests_without_drafts_go_on_beside_one_that_is_held() -> None:
     prompts = [[number, 1, 4, 1, 5, 9] for number in range(4)]
     expected = alone(prompts[0], 40)
     plain = SamplingParams(temperature=0, max_tokens=40)
-    engine.add(0, prompts[0], plain, prediction=PackedPrompt.of(expected))
+    engine.add(0, GenerationRequest.of(prompts[0], plain, prediction=PackedPrompt.of(expected)))
     for number, prompt in enumerate(prompts[1:], 1):
-        engine.add(number, prompt, plain)
+        engine.add(number, GenerationRequest.of(prompt, plain))
     widths: list[tuple[int, bool]] = []
     engine.on_plan = lambda plan: widths.append((len(plan.slices), bool(engine.scheduler.in_flight[:-1])))
     while engine.has_work:
@@ -120,7 +128,7 @@ def test_a_wait_in_vain_is_a_failure_and_ends() -> None:
     engine = make(has_overlap=True)
     cycle = [6, 7, 8, 9]
     prompt = [number for turn in range(10, 40) for number in (*cycle, turn)]
-    engine.add(1, [*prompt, *cycle], SamplingParams(temperature=0, max_tokens=40))
+    engine.add(1, GenerationRequest.of([*prompt, *cycle], SamplingParams(temperature=0, max_tokens=40)))
     entry = engine.speculation._entries[1]
     request = entry.request
     engine.step()
@@ -140,7 +148,7 @@ def test_a_wait_in_vain_is_a_failure_and_ends() -> None:
 
 def test_text_that_repeats_nothing_is_looked_up_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(has_overlap=False)
-    engine.add(1, [1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=300))
+    engine.add(1, GenerationRequest.of([1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=300)))
     entry = engine.speculation._entries[1]
     looked_up: list[int] = []
     guess = Drafter.guess
@@ -172,7 +180,7 @@ def test_requests_that_have_no_drafts() -> None:
     prediction = PackedPrompt.of(alone(prompt, 20))
     plain = SamplingParams(temperature=0, max_tokens=20)
     for number, sampling in enumerate((replace(plain, repetition_penalty=1.1), replace(plain, prompt_logprobs=0))):
-        engine.add(number, prompt, sampling, prediction=prediction)
+        engine.add(number, GenerationRequest.of(prompt, sampling, prediction=prediction))
     run(engine)
     assert engine.scheduler.num_drafted == 0
 
@@ -182,7 +190,9 @@ def test_no_drafts_in_a_large_batch() -> None:
     prompts = [[number, 1, 4, 1, 5, 9] for number in range(48)]
     for number, prompt in enumerate(prompts):
         prediction = PackedPrompt.of(alone(prompt, 40))
-        engine.add(number, prompt, SamplingParams(temperature=0, max_tokens=40), prediction=prediction)
+        engine.add(
+            number, GenerationRequest.of(prompt, SamplingParams(temperature=0, max_tokens=40), prediction=prediction)
+        )
     run(engine)
     # The first step of a request may have drafts: at that time few requests run.
     assert engine.scheduler.num_drafted < 48 * 8

@@ -10,7 +10,7 @@ import pytest
 
 from quire.core.step import SeqSlice, StepPlan
 from quire.core.values import SamplingParams
-from quire.engine.worker.step_estimate import KEPT, NO_WORK, StepEstimator, work_of
+from quire.engine.engine import KEPT, NO_WORK, StepEstimator, work_of
 
 Slices = Sequence[tuple[int, int]]  # start and number of tokens of each
 

@@ -73,7 +73,7 @@ def test_running_requests_get_worker_died_and_waiting_ones_lost_before_start(tin
                 await waiting.result()
             assert not isinstance(died.value, LostBeforeStart)
             assert updated.is_set()
-            assert (await engine.generate(waiting.answers.request)).usage.completion_tokens == 8
+            assert (await engine.generate(waiting.request)).usage.completion_tokens == 8
 
     run(work())
 

@@ -18,14 +18,13 @@ import pytest
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.kv_cache import KVCacheManager
-from quire.core.values import FinishReason, PackedPrompt, Priority, SamplingParams
+from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, StepEstimator, Work
+from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams, GenerationRequest
 from quire.engine.model_text import ModelText
-from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import EngineClient, WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Gone, Stepped, Working, from_worker, pack, to_worker
-from quire.engine.worker.step_estimate import StepEstimator, Work
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 from tests.engine.serving import SLOW, client, collect, request, run, until, usage
@@ -55,7 +54,7 @@ def test_deltas_stream_and_the_cache_is_counted(tiny_model: Path) -> None:
             texts = ["", ""]
             async for delta in generation.deltas():
                 texts[delta.index] += delta.text
-            output = generation.answers.result()
+            output = generation.whole()
             assert [one.text for one in output.completions] == texts
             again = await engine.generate(asked)
             assert [one.text for one in again.completions] == texts
@@ -93,7 +92,7 @@ def test_a_refused_request_does_not_affect_others(tiny_model: Path) -> None:
             with pytest.raises(InvalidRequest, match="outside the vocabulary"):
                 await engine.generate(request(engine, logit_bias={vocabulary: 1.0}))
             with pytest.raises(ContextTooLong, match="4096"):
-                await engine.generate(GenerationRequest((1,) * 5000, request(engine).sampling))
+                await engine.generate(GenerationRequest.of((1,) * 5000, request(engine).sampling))
             assert (await running).usage.completion_tokens == 200
 
     run(work())
@@ -152,10 +151,14 @@ def test_text_that_cannot_be_decoded_ends_only_its_request(tiny_model: Path, mon
             good = await engine.submit(request(engine, max_tokens=100))
             bad = await engine.submit(request(engine, "Ein kleiner Text", max_tokens=100))
 
-            def fail(*_: object) -> None:
-                raise RuntimeError("detokeniser")
+            push = Generation.push
 
-            monkeypatch.setattr(bad.answers, "push", fail)
+            def fail(self: Generation, index: int, output: EngineOutput) -> Delta:
+                if self is bad:
+                    raise RuntimeError("detokeniser")
+                return push(self, index, output)
+
+            monkeypatch.setattr(Generation, "push", fail)
             with pytest.raises(RequestFailed, match="detokeniser"):
                 await bad.result()
             assert (await good.result()).usage.completion_tokens == 100
@@ -282,7 +285,7 @@ def test_invalid_prompts_are_refused_before_they_reach_a_worker(tiny_model: Path
         text.request(prompt, GenerationParams())
     text.close()
     with pytest.raises(InvalidRequest, match="priority = 7"):
-        GenerationRequest((1,), SamplingParams(), priority=7)  # type: ignore[arg-type]
+        GenerationRequest.of((1,), SamplingParams(), priority=7)
 
 
 def test_an_invalid_message_ends_only_its_request(tiny_model: Path) -> None:
@@ -292,7 +295,7 @@ def test_an_invalid_message_ends_only_its_request(tiny_model: Path) -> None:
             forged = await engine.submit(request(engine, max_tokens=60))
             assert engine._connection is not None
             ids = list(forged.request_ids)
-            raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "prompt": ["x"]})
+            raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "request": {"prompt": ["x"]}})
             assert isinstance(engine._connection.process, WorkerProcess)
             engine._connection.process._writer.send(len(raw).to_bytes(4, "little") + raw)
             with pytest.raises(InvalidRequest):
@@ -306,7 +309,7 @@ def test_too_much_unread_data_is_refused(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model) as engine:
             innocent = await engine.submit(request(engine, max_tokens=30))
-            large = GenerationRequest((70_000,) * 3_000_000, request(engine).sampling)
+            large = GenerationRequest.of((70_000,) * 3_000_000, request(engine).sampling)
             with pytest.raises((QueueFull, ContextTooLong)) as caught:
                 await asyncio.gather(*[engine.generate(large) for _ in range(8)])
             assert caught.type in (QueueFull, ContextTooLong)
@@ -457,7 +460,7 @@ def test_a_step_predicted_to_be_long_is_announced() -> None:
     worker._estimator = StepEstimator()
     worker._estimator.learn(Work(1, 1.0), 0.1)
     worker._estimator.learn(Work(100, 100.0), 10.0)
-    engine.add(1, [1] * 50, SamplingParams(temperature=0, max_tokens=1))
+    engine.add(1, GenerationRequest.of([1] * 50, SamplingParams(temperature=0, max_tokens=1)))
     worker._step()
     (limit_s,) = announced(channel)
     assert 50 < limit_s < 60  # ten times the prediction
@@ -468,7 +471,7 @@ def test_announcements_are_capped() -> None:
     worker, engine, channel = watched(has_overlap=False)
     worker._estimator = StepEstimator()
     worker._estimator.learn(Work(1, 1.0), 100.0)
-    engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=1))
+    engine.add(1, GenerationRequest.of([1] * 20, SamplingParams(temperature=0, max_tokens=1)))
     worker._step()
     assert announced(channel) == [MAX_PATIENCE_S]
 
@@ -479,7 +482,7 @@ def test_a_long_step_in_flight_is_announced_until_it_is_collected() -> None:
     worker._estimator = StepEstimator()
     worker._estimator.learn(Work(1, 1.0), 0.001)
     worker._estimator.learn(Work(100, 100.0), 10.0)
-    engine.add(1, [1] * 100, SamplingParams(temperature=0, max_tokens=2))
+    engine.add(1, GenerationRequest.of([1] * 100, SamplingParams(temperature=0, max_tokens=2)))
     worker._step()  # enqueues the prompt
     worker._step()  # enqueues a decode, waits for the prompt
     assert len(announced(channel)) == 2
@@ -491,7 +494,7 @@ def test_durations_are_attributed_to_the_step_in_flight(monkeypatch: pytest.Monk
     worker, engine, _ = watched(has_overlap=True)
     learned: list[int] = []
     monkeypatch.setattr(worker._estimator, "learn", lambda work, _: learned.append(work.num_tokens))
-    engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=3))
+    engine.add(1, GenerationRequest.of([1] * 20, SamplingParams(temperature=0, max_tokens=3)))
     planned: list[int] = []
     while engine.has_work:
         worker._step()
@@ -625,7 +628,7 @@ def serve_script(runner: _Preparing, channel: _Script) -> list[int]:
 
 def ask(request_id: int) -> Add:
     sampling = SamplingParams(temperature=0, max_tokens=5)
-    return Add((request_id,), PackedPrompt.of((1, 2, 3)), sampling, Priority.NORMAL, "")
+    return Add((request_id,), GenerationRequest.of((1, 2, 3), sampling))
 
 
 def test_a_runner_prepares_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -670,19 +673,19 @@ def test_invalid_messages_are_refused() -> None:
         to_worker.decode(msgspec.msgpack.encode({"type": "add", "request_id": "x"}))
     with pytest.raises(msgspec.ValidationError):
         from_worker.decode(msgspec.msgpack.encode({"type": "exec", "code": "1"}))
-    fields = {"type": "add", "request_ids": [1], "priority": 1, "salt": ""}
     for sampling, words, problem in (
         ({"temperature": 1e9}, bytes(4), "temperature"),
         ({}, bytes(3), "prompt of 3 bytes"),
         ({}, b"", "prompt of 0 bytes"),
     ):
-        forged = {"sampling": sampling, "prompt": {"words": words, "largest": 0}, **fields}
+        request = {"sampling": sampling, "prompt": {"words": words, "largest": 0}}
+        forged = {"type": "add", "request_ids": [1], "request": request}
         with pytest.raises(msgspec.ValidationError, match=problem):
             to_worker.decode(msgspec.msgpack.encode(forged))
 
 
 def test_messages_round_trip() -> None:
     sampling = SamplingParams(logit_bias={5: 1.5}, seed=2**63 - 1, logprobs=2)
-    message = Add((1, 2), PackedPrompt.of((1, 2)), sampling, Priority.LOW, "salt")
+    message = Add((1, 2), GenerationRequest.of((1, 2), sampling, priority=Priority.LOW, salt="salt"))
     assert to_worker.decode(pack(message)[4:]) == message
     assert from_worker.decode(pack(Stepped(()))[4:]) == Stepped(())

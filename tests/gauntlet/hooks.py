@@ -122,29 +122,29 @@ def _break_worker() -> None:
     def make(self: Engine, runner: Any, *values: Any, **named: Any) -> None:
         initialise(self, _FaultyRunner(runner), *values, **named)
 
-    def add_faulty(self: Engine, request_id: int, prompt: Any, sampling: Any, **named: Any) -> None:
-        if sampling.seed == GRAMMAR and named.get("matcher") is not None:
+    def add_faulty(self: Engine, request_id: int, request: Any, **named: Any) -> None:
+        if request.sampling.seed == GRAMMAR and named.get("matcher") is not None:
             named["matcher"] = _BadMatcher(named["matcher"])
-        add(self, request_id, prompt, sampling, **named)
+        add(self, request_id, request, **named)
 
     Engine.__init__ = make  # type: ignore[method-assign]
     Engine.add = add_faulty  # type: ignore[method-assign]
 
 
 def _break_server() -> None:
-    from quire.engine.worker.client import Generation
+    from quire.engine.generation import Generation
     from quire.text.chat_template import Renderer
 
     def seed_of(generation: Any) -> int | None:
-        found: int | None = generation.answers.request.sampling.seed
+        found: int | None = generation.request.sampling.seed
         return found
 
     def is_late(generation: Any) -> bool:
-        return len(generation.answers.samples[0].token_ids) >= 3
+        return len(generation.samples[0].token_ids) >= 3
 
     _raise_in(Generation, "start", lambda one: seed_of(one) == START)
     _raise_in(Generation, "push_token", lambda one: seed_of(one) == DETOKENISER and is_late(one))
-    _raise_in(Generation, "push", lambda one: seed_of(one) == SINK)
+    _raise_in(Generation, "deliver", lambda one: seed_of(one) == SINK)
     render = Renderer.render
 
     def render_faulty(self: Renderer, variables: Any) -> str:

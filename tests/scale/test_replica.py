@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from quire.engine.composition import EngineConfig
+from quire.engine.generation import Generation, GenerationParams, GenerationRequest
 from quire.engine.model_text import ModelText
-from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.worker.client import HANG_LIMIT_S, Generation
+from quire.engine.worker.client import HANG_LIMIT_S
 from quire.engine.worker.protocol import (
     Add,
     Ask,

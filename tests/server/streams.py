@@ -11,7 +11,7 @@ import msgspec
 
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.values import Priority
-from quire.engine.outputs import Completion, Delta, GenerationOutput, Usage
+from quire.engine.generation import Completion, Delta, GenerationOutput, Usage
 from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest
 from quire.server.protocols.support import AnswerEncoder

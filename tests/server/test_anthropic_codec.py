@@ -19,8 +19,7 @@ from pydantic import TypeAdapter
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Completion, Delta
-from quire.engine.params import GenerationParams
+from quire.engine.generation import Completion, Delta, GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.server import cache
 from quire.server.errors import ApiError, Kind

@@ -17,9 +17,8 @@ import msgspec
 import pytest
 from uvicorn.server import ServerState
 
-from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Delta, Usage
-from quire.engine.worker.client import Generation
+from quire.core.values import FinishReason, Priority, SamplingParams
+from quire.engine.generation import Delta, Generation, GenerationRequest, Usage
 from quire.errors import InvalidRequest
 from quire.server import http
 from quire.server.errors import ApiError, Kind
@@ -54,6 +53,8 @@ from quire.server.protocols.openai_types import ChatCompletionRequest, Completio
 from quire.server.protocols.responses import ResponsesRequest
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import AnswerParser, PlainAnswer
+from quire.text.tokenizer import Tokenizer
+from tests.text.vocabularies import byte_level_gguf
 
 HEAD = {
     "id": "chatcmpl-req_1",
@@ -348,13 +349,10 @@ def closed_request() -> weakref.ref[ActiveRequest]:
     caller = SimpleNamespace(request_id="req_1", endpoint="/x", arrived_s=0.0, key=SimpleNamespace(name="k"))
     model = SimpleNamespace(name="m")
     active = ActiveRequest(cast(Any, model), parsed, cast(Any, caller), cast(Any, Ticket()))
-    answers: Any = SimpleNamespace(
-        samples=(),
-        tokenizer=SimpleNamespace(plain_texts={}),
-        usage=Usage(1, 0, 0),
-        output=lambda: SimpleNamespace(completions=()),
-    )
-    generation = Generation(answers, (1,), lambda _: None, active.updated, lambda _: active.start(0.0))
+    tokenizer = Tokenizer.from_gguf(byte_level_gguf())
+    request = GenerationRequest.of((1,), SamplingParams())
+    generation = Generation(request, tokenizer, (1,), updated=active.updated, on_start=lambda _: active.start(0.0))
+    generation.on_cancel = lambda _: None
     writer = cast(BodyWriter, SimpleNamespace(flow=None, write_frame=None))
     generation.sink = TokenWriter(0, active, completions(active), writer)
     active.generations.append(generation)

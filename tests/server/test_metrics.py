@@ -17,10 +17,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.backends.base import Capacity, RunnerFacts
-from quire.core.cache.pool import PoolStats, StateStats
+from quire.core.cache.prefix import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, Priority
-from quire.engine.engine import EngineOutput
+from quire.engine.generation import EngineOutput
 from quire.engine.worker.protocol import Ready, Stats, Stepped, TierStats
 from quire.server.admin import _take_metrics
 from quire.server.errors import ApiError, Kind

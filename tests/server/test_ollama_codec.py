@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Completion, Delta, TokenLogprob
-from quire.engine.params import GenerationParams
+from quire.engine.generation import Completion, Delta, GenerationParams, TokenLogprob
 from quire.errors import DownloadFailed, InvalidRequest
 from quire.server import catalog
 from quire.server.catalog import API_VERSION, NEVER

@@ -20,8 +20,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Priority
-from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob, Usage
-from quire.engine.params import GenerationParams
+from quire.engine.generation import Completion, Delta, GenerationOutput, GenerationParams, TokenLogprob, Usage
 from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest

@@ -17,8 +17,7 @@ from pydantic import TypeAdapter
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Priority, SamplingParams
-from quire.engine.outputs import Delta, TokenLogprob, Usage
-from quire.engine.params import GenerationParams
+from quire.engine.generation import Delta, GenerationParams, TokenLogprob, Usage
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.http import api_error

@@ -46,7 +46,7 @@ MUTANTS = (
     ),
     _mutant(
         "evicted block left in the index",
-        "core/cache/pool.py",
+        "core/cache/prefix.py",
         "descendants = self._tree.remove(block)",
         "descendants: list[KVCacheBlock] = []",
     ),
@@ -91,7 +91,7 @@ MUTANTS = (
         "copy source reused",
         (
             Edit(
-                "core/cache/pool.py",
+                "core/cache/prefix.py",
                 "        self.share((source,))\n        return self.take(1)[0]",
                 "        return self.take(1)[0]",
             ),
@@ -120,7 +120,7 @@ MUTANTS = (
         "request is None or request.epoch != piece.epoch:",
         "request is None:",
     ),
-    _mutant("preemption keeps the epoch", "core/queues.py", "        request.epoch += 1\n", ""),
+    _mutant("preemption keeps the epoch", "core/policy.py", "        request.epoch += 1\n", ""),
     _mutant(
         "position dropped while a twin is held",
         "core/cache/prefix.py",
@@ -142,7 +142,7 @@ MUTANTS = (
     ),
     _mutant(
         "waiter of a cancelled owner stuck",
-        "core/queues.py",
+        "core/policy.py",
         "self.prefix_waiters.pop(group, owner.num_computed if is_owner else None)",
         "self.prefix_waiters.pop(group, owner.num_computed)",
     ),
@@ -154,7 +154,7 @@ MUTANTS = (
     ),
     _mutant(
         "null block handed out",
-        "core/cache/pool.py",
+        "core/cache/prefix.py",
         "self.blocks[NULL_BLOCK_ID + 1 :]",
         "self.blocks[NULL_BLOCK_ID:]",
     ),
@@ -425,14 +425,14 @@ MUTANTS = (
     ),
     _mutant(
         "head released before tail",
-        "core/cache/pool.py",
+        "core/cache/prefix.py",
         "for block in reversed(blocks):",
         "for block in blocks:",
         "tests/core/test_pool.py",
     ),
     _mutant(
         "the map misses blocks that lost their content",
-        "core/cache/pool.py",
+        "core/cache/prefix.py",
         "            self.num_cached -= 1\n            self.free.prepend(block)\n            self._note((block,))\n",
         "            self.num_cached -= 1\n            self.free.prepend(block)\n",
         "tests/engine/test_block_map.py",
@@ -445,7 +445,7 @@ MUTANTS = (
     ),
     _mutant(
         "unpublished blocks evicted last",
-        "core/cache/pool.py",
+        "core/cache/prefix.py",
         "self.free.prepend(block)\n                else:",
         "self.free.append(block)\n                else:",
         "tests/core/test_pool.py",
@@ -514,7 +514,7 @@ MUTANTS = (
         "        if num_wanted <= 0:\n            return True\n",
         "        if num_wanted <= 0 or (num_wanted > 1 and step.allotted.get(request.request_id, 1) == 1):\n            return True\n",
     ),
-    _mutant("released batch_indices not reported", "core/queues.py", "return tuple(released)", "return ()"),
+    _mutant("released batch_indices not reported", "core/policy.py", "return tuple(released)", "return ()"),
     _mutant(
         "fork waits for the first chunk only",
         "core/admission.py",
@@ -538,7 +538,7 @@ MUTANTS = (
     ),
     _mutant(
         "both twins stay cached",
-        "core/cache/pool.py",
+        "core/cache/prefix.py",
         "if block.parent_key is not None and self._tree.is_redundant(block):",
         "if False:",
     ),
@@ -585,7 +585,7 @@ MUTANTS = (
     ),
     _mutant(
         "later requests overtake a preempted one",
-        "core/queues.py",
+        "core/policy.py",
         "return self._by_key.first()[0], self._by_arrival.first()[1]",
         "return self._by_key.first()",
     ),
@@ -871,7 +871,7 @@ MUTANTS = (
     ),
     _mutant(
         "content is saved after it was evicted",
-        "core/cache/pool.py",
+        "core/cache/prefix.py",
         "        if self.on_eviction is not None:\n            self.on_eviction(block)\n        num_tokens = block.num_tokens\n        key = block.key\n        self.num_cached -= 1\n        self.num_evictions += 1\n        descendants = self._tree.remove(block)\n",
         "        num_tokens = block.num_tokens\n        key = block.key\n        self.num_cached -= 1\n        self.num_evictions += 1\n        descendants = self._tree.remove(block)\n        if self.on_eviction is not None:\n            self.on_eviction(block)\n",
         first_world=FIRST_TIERED,

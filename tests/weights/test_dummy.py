@@ -8,9 +8,9 @@ import pytest
 
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
+from quire.engine.generation import GenerationParams, GenerationRequest
 from quire.engine.llm import LLM
 from quire.engine.model_text import ModelText
-from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, ModelFileError, ModelNotFound
 from quire.weights.opening import open_checkpoint
 from quire.weights.tensors import check_tensors, expected_tensors
@@ -63,7 +63,7 @@ def test_an_unknown_format_is_refused() -> None:
 @pytest.mark.parametrize("backend", ["fake", "torch"])
 def test_an_engine_needs_no_tokenizer(bare: Path, backend: str) -> None:
     engine = make_engine(bare, EngineConfig(backend=backend, load_format="dummy", num_blocks=8, threads=1))
-    engine.add(1, [3, 4, 5], SamplingParams(temperature=0, max_tokens=6))
+    engine.add(1, GenerationRequest.of([3, 4, 5], SamplingParams(temperature=0, max_tokens=6)))
     tokens: list[int] = []
     while engine.has_work:
         for output in engine.step():

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from quire.engine.generation import GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, ModelFileError
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import dequantize, fp8_values

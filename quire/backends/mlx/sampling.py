@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from quire.backends.base import TokenMasks
-from quire.backends.sampling import NEVER, Ranks, TokenCounter, draw_of, edits_of, is_changed, is_penalised
+from quire.backends.sampling import NEVER, Ranks, TokenCounter, draw_of, edits_of, is_changed
 from quire.core.step import SeqSlice
 
 # S rows that sample, V vocabulary
@@ -57,7 +57,7 @@ class Penalties:
 
     def apply(self, logits: mx.array, rows: Sequence[SeqSlice], last_tokens: mx.array) -> None:
         """Change logits in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
-        chosen = [index for index, piece in enumerate(rows) if is_penalised(piece)]
+        chosen = [index for index, piece in enumerate(rows) if piece.sampling.has_penalty]
         if not chosen:
             return
         counts = [self._count(rows[index], last_tokens[index]) for index in chosen]

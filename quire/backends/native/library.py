@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.backends.machine import is_apple_silicon
-from quire.errors import InvalidRequest, InvariantViolation, QuireError, install_command
+from quire.errors import QuireError, install_command
 
 ABI = 8
 GROUP = 32  # inputs of a matrix that share a scale
@@ -228,40 +228,3 @@ def kernels_available() -> list[str]:
 def choose_kernels(name: str) -> None:
     if load_library().quire_choose_kernels(name.encode()):
         raise NativeUnavailable(f"kernels = {name!r} is not one of those this machine runs: {kernels_available()}")
-
-
-class Engine:
-    """The library's threads and working memory."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.library = load_library()
-        self._handle: int | None = self.library.quire_open(_checked(num_threads))
-        if not self._handle:
-            raise MemoryError("no memory for the threads of the native backend")
-        self.num_threads = self._count_threads()
-
-    @property
-    def handle(self) -> int:
-        if self._handle is None:
-            raise InvariantViolation("the native backend is closed")
-        return self._handle
-
-    def use_threads(self, num_threads: int) -> None:
-        if self.library.quire_use_threads(self.handle, _checked(num_threads)):
-            raise MemoryError(f"no memory for {num_threads} threads")
-        self.num_threads = self._count_threads()
-
-    def close(self) -> None:
-        if self._handle is not None:
-            self.library.quire_close(self._handle)
-            self._handle = None
-
-    def _count_threads(self) -> int:
-        """Return how many threads were started: the operating system may refuse some."""
-        return int(self.library.quire_num_threads(self.handle))
-
-
-def _checked(num_threads: int) -> int:
-    if num_threads < 1:
-        raise InvalidRequest(f"{num_threads = } is not at least 1")
-    return min(num_threads, MAX_THREADS)

@@ -16,10 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.backends.kv_memory import KVCosts, KVSpec, LayerKV, LayerState
-from quire.backends.native.library import BatchArgs, Bytes, Engine, Floats, Ints, Layer, Model, Refine, load_library
+from quire.backends.native.library import (
+    MAX_THREADS,
+    BatchArgs,
+    Bytes,
+    Floats,
+    Ints,
+    Layer,
+    Model,
+    Refine,
+    load_library,
+)
 from quire.backends.native.packing import PackedModel
 from quire.core.step import BlockCopy, SeqSlice
-from quire.errors import InvariantViolation
+from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.spec import AttentionSpec, ModelSpec, QKNorm, QueryScaling, RopeSpec
 
 
@@ -152,6 +162,43 @@ def _refuse(**problems: bool | np.bool_) -> None:
 # For each product's input, the number of steps of 4, out of 256, that get 8 additional bits. These are the steps with
 # the largest numbers, because they cause most of the error. Decision 0022 has the measurements.
 REFINED = {"fast": Refine(), "balanced": Refine(4, 4, 12, 12, 20), "exact": Refine(256, 256, 256, 256, 256)}
+
+
+class Engine:
+    """The library's threads and working memory."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.library = load_library()
+        self._handle: int | None = self.library.quire_open(_checked(num_threads))
+        if not self._handle:
+            raise MemoryError("no memory for the threads of the native backend")
+        self.num_threads = self._count_threads()
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise InvariantViolation("the native backend is closed")
+        return self._handle
+
+    def use_threads(self, num_threads: int) -> None:
+        if self.library.quire_use_threads(self.handle, _checked(num_threads)):
+            raise MemoryError(f"no memory for {num_threads} threads")
+        self.num_threads = self._count_threads()
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self.library.quire_close(self._handle)
+            self._handle = None
+
+    def _count_threads(self) -> int:
+        """Return how many threads were started: the operating system may refuse some."""
+        return int(self.library.quire_num_threads(self.handle))
+
+
+def _checked(num_threads: int) -> int:
+    if num_threads < 1:
+        raise InvalidRequest(f"{num_threads = } is not at least 1")
+    return min(num_threads, MAX_THREADS)
 
 
 class NativeModel:

@@ -23,7 +23,6 @@ from quire.backends.sampling import (
     draw_of,
     edits_of,
     is_changed,
-    is_penalised,
     is_short,
     masks_by_row,
 )
@@ -195,8 +194,8 @@ class DeviceSampler:
     ) -> tuple[Tensor, Tensor]:
         """Return row indices [R], and their logits [R, V] in fp32 after penalties, bias and forbidden tokens."""
         pieces = [rows[row] for row in changed]
-        counted = [piece.batch_index if is_penalised(piece) else -1 for piece in pieces]
-        update = self._counts.find_new_tokens([(row, rows[row]) for row in changed if is_penalised(rows[row])])
+        counted = [piece.batch_index if piece.sampling.has_penalty else -1 for piece in pieces]
+        update = self._counts.find_new_tokens([(row, rows[row]) for row in changed if rows[row].sampling.has_penalty])
         edits = self._edits.join(pieces)
         where, batch_indices, mask_rows, penalties, resets, *entries, places, tokens, values = _send(
             (

@@ -22,7 +22,6 @@ from quire.backends.sampling import (
     draw_of,
     edits_of,
     is_changed,
-    is_penalised,
     masks_by_row,
 )
 from quire.core.step import SeqSlice, TokenLogprobs
@@ -57,7 +56,7 @@ class Penalties:
 
     def apply(self, logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
         """Change logits in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
-        chosen = [index for index, piece in enumerate(rows) if is_penalised(piece)]
+        chosen = [index for index, piece in enumerate(rows) if piece.sampling.has_penalty]
         if not chosen:
             return
         counts = [self._count(rows[index], last_tokens[index]) for index in chosen]

@@ -22,10 +22,8 @@ from enum import Enum, auto
 from itertools import count, takewhile
 from typing import Any
 
-from quire.core.cache.block import KVCacheBlock, Linked, StateSlot, WindowBlock
-from quire.core.cache.context import TokenChain
-from quire.core.cache.pool import Pool
-from quire.core.cache.prefix import PrefixHit
+from quire.core.cache.context import KVCacheBlock, Linked, StateSlot, TokenChain, WindowBlock
+from quire.core.cache.prefix import Pool, PrefixHit
 from quire.core.levels.lower_level import NS_PER_S, LowerLevel, PieceCounts, Reach, Search, Stored
 from quire.core.levels.saves import SaveLimits, Saves
 from quire.core.memory import Held, Memory

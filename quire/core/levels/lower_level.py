@@ -6,8 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.block import KVCacheBlock, WindowBlock
-from quire.core.cache.context import BLOCKS_PER_BATCH, Context, TokenChain
+from quire.core.cache.context import BLOCKS_PER_BATCH, Context, KVCacheBlock, TokenChain, WindowBlock
 from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, SortedBlocks, common_run
 from quire.core.memory import Held, Memory
 from quire.core.step import Content, MemoryKind

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.block import KVCacheBlock, Linked, StateSlot, WindowBlock
+from quire.core.cache.context import KVCacheBlock, Linked, StateSlot, WindowBlock
 from quire.core.levels.lower_level import LowerLevel
 from quire.core.memory import Memory
 from quire.core.step import Content, MemoryKind, MemoryRef, Save

@@ -3,8 +3,8 @@
 `EngineClient` starts a worker when needed, replaces one that ended, and submits requests. After a failure the next
 request starts a new worker, unless `supervise` has done so already. A `WorkerProcess` is one process and the socket to
 it; it knows messages and time, not requests. A `WorkerConnection` routes its messages to requests, and fails these when
-the worker dies or hangs. A `Generation` is one submitted request. Detokenization and stop strings run on this side, so
-that the worker only executes steps.
+the worker dies or hangs. Detokenization and stop strings run on this side, in a `Generation` for each request, so that
+the worker only executes steps.
 """
 
 from __future__ import annotations
@@ -19,24 +19,30 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import NoneType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from quire import errors
 from quire.backends.base import Capacity, Progress
 from quire.core.cache.prefix import CacheExplanation, StopReason
-from quire.core.values import SamplingParams
+from quire.core.values import PackedPrompt, check_salt
 from quire.engine.composition import EngineConfig, Scheduling
-from quire.engine.engine import EngineOutput
+from quire.engine.generation import (
+    EngineOutput,
+    Generation,
+    GenerationOutput,
+    GenerationRequest,
+    NewParser,
+    PinPrefix,
+    check_pin_id,
+)
 from quire.engine.model_text import ModelText
-from quire.engine.outputs import Answers, Delta, GenerationOutput
-from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.process import log_format
 from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.kv_events import CacheReport, KvEventsConfig
@@ -67,7 +73,6 @@ from quire.engine.worker.protocol import (
     Ready,
     Refused,
     ReplicaStatus,
-    Started,
     Stats,
     Stepped,
     ToWorker,
@@ -299,191 +304,6 @@ def _describe(code: int) -> str:
     return f"was ended by {name}{hint}"
 
 
-class TokenSink(Protocol):
-    """Receives new text as it arrives. Methods return False if the text must be queued."""
-
-    def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
-        """Take a token of plain text of sample `index`."""
-
-    def take_delta(self, delta: Delta) -> bool:
-        """Take any other delta without a finish reason."""
-
-
-class Generation:
-    """A submitted request. Iterate over `deltas`: a failure raises there, and leaving early cancels the request.
-
-    Alternatively wait for `updated`, which several generations may share, and call `take`. A `sink` receives
-    text when it arrives, without waking a task, as long as nothing is queued. The last delta is always queued.
-    """
-
-    __slots__ = (
-        "_changed",
-        "_deltas",
-        "_error",
-        "_is_raised",
-        "_on_cancel",
-        "_on_start",
-        "_plain_texts",
-        "_samples",
-        "_updated",
-        "answers",
-        "cache",
-        "first_s",
-        "num_cached_tokens",
-        "num_moves",
-        "queued_s",
-        "request_ids",
-        "sink",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        answers: Answers,
-        request_ids: tuple[int, ...],
-        on_cancel: Callable[[Generation], None],
-        updated: asyncio.Event | None = None,
-        on_start: Callable[[Generation], None] | None = None,
-    ) -> None:
-        self.answers = answers
-        self._samples = answers.samples
-        self._plain_texts = answers.tokenizer.plain_texts
-        self.request_ids = request_ids  # one per sample
-        self.queued_s: float | None = None  # time in the worker's queue; None until it starts
-        self.cache: CacheExplanation | None = None  # set at the start: how much was cached, and why not more
-        self.num_cached_tokens = 0
-        self.num_moves = 0  # from replicas that ended before it started
-        self._on_cancel = on_cancel
-        self._deltas: list[Delta] = []
-        self._error: QuireError | None = None
-        self._is_raised = False  # the error was raised
-        self._changed = asyncio.Event()  # not shared: iterating must not clear the event of other generations
-        self._updated = updated
-        self._on_start = on_start
-        self.sink: TokenSink | None = None
-        self.first_s: float | None = None  # arrival of the first token, in the time of `time.monotonic`
-
-    @property
-    def last_s(self) -> float | None:
-        """Arrival of the last token so far."""
-        return max((sample.last_s for sample in self._samples if sample.last_s is not None), default=None)
-
-    @property
-    def is_started(self) -> bool:
-        return self.queued_s is not None
-
-    @property
-    def error(self) -> QuireError | None:
-        """The error, also before it was raised."""
-        return self._error
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it ended and everything was taken, including the error, which is taken when it is raised."""
-        if self._error is not None:
-            return self._is_raised
-        return not self._deltas and self.answers.is_finished
-
-    def take(self) -> list[Delta]:
-        """The new deltas, possibly none. If the request failed, raises the error once no deltas are left."""
-        deltas, self._deltas = self._deltas, []
-        if self._error is not None:
-            if not deltas:
-                self._is_raised = True
-                raise self._error
-            self.wake()  # the caller must call again to get the error
-        return deltas
-
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        try:
-            while True:
-                self._changed.clear()
-                for delta in self.take():
-                    yield delta
-                if self.is_over:
-                    return
-                await self._changed.wait()
-        finally:
-            self.cancel()
-
-    async def result(self) -> GenerationOutput:
-        """The whole answer, or the part that was generated before it was cancelled."""
-        async for _ in self.deltas():
-            pass
-        return self.answers.result()
-
-    def cancel(self) -> None:
-        """Free the request's resources in the worker, and end its iteration. Does nothing if it has ended."""
-        self._on_cancel(self)
-
-    def detach(self) -> None:
-        """Drop references to the request: without cycles its memory is freed when it ends, not by a collection."""
-        self.sink = None
-        self._on_start = None
-
-    # Called by the WorkerConnection
-
-    def start(self, started: Started) -> None:
-        self.queued_s = started.waited_s
-        self.cache, self.num_cached_tokens = started.cache, started.num_cached_tokens
-        if self._on_start is not None:
-            self._on_start(self)
-        self.wake()
-
-    def push_token(self, index: int, token_id: int, now_s: float, previous: dict[float | None, int]) -> bool:
-        """Take the next token of an unfinished sample, if it is plain text. False: the caller must use `Answers.push`.
-
-        This is the path of nearly every token: it does what `Answers.push`, `push` and `note_tokens` do, in a fraction
-        of the time. `previous` counts the tokens by the time of the token before them.
-        """
-        sample = self._samples[index]
-        if not sample.is_plain:
-            return False
-        text = self._plain_texts[token_id]
-        if not text:  # special, or a part of a character
-            return False
-        sample.text.append(text)
-        sample.token_ids.append(token_id)
-        last_s = sample.last_s
-        sample.last_s = now_s
-        if last_s is None:
-            self._note_first(now_s)
-        previous[last_s] = previous.get(last_s, 0) + 1
-        sink = self.sink
-        if sink is None or self._deltas or not sink.take_token(index, token_id, text, now_s):
-            self._deltas.append(Delta(index, text, (token_id,), (), None, None))
-            self.wake()
-        return True
-
-    def push(self, delta: Delta) -> None:
-        sink = None if delta.finish_reason is not None else self.sink
-        if sink is None or self._deltas or not sink.take_delta(delta):
-            self._deltas.append(delta)
-            self.wake()
-
-    def note_tokens(self, index: int, now_s: float) -> float | None:
-        """Record that tokens of a sample arrived. Returns the time of the previous ones; None: these are the first."""
-        sample = self._samples[index]
-        last_s, sample.last_s = sample.last_s, now_s
-        if last_s is None:
-            self._note_first(now_s)
-        return last_s
-
-    def _note_first(self, now_s: float) -> None:
-        if self.first_s is None:
-            self.first_s = now_s
-
-    def fail(self, error: QuireError) -> None:
-        """Record an error. Only the first one is kept."""
-        if self._error is None:
-            self._error = type(error)(str(error))  # a copy: each task that raises it adds to its traceback
-        self.wake()
-
-    def wake(self) -> None:
-        self._changed.set()
-        if self._updated is not None:
-            self._updated.set()
-
-
 STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
 PROBE_ID = 0  # query id of probes of the only client of a worker, whose own ids start at 1
 MOVING_LIMIT_S = 8.0  # allowed silence while there is work; then /health reports the worker as stuck, within 10 s
@@ -573,22 +393,19 @@ class WorkerConnection:
         self.process.send(Load(str(path), config, kv_events))
         self.process.expect_message(LOAD_LIMIT_S)
 
-    def submit(self, request: GenerationRequest, generation: Generation) -> None:
+    def submit(self, generation: Generation) -> None:
         if self.process.is_over:  # `on_end` may have run already: this request would wait forever
             raise LostBeforeStart(f"the process that runs {self._name} has just ended and is being replaced")
-        self.process.send(_add_message(request, generation.request_ids))
+        self.process.send(Add(generation.request_ids, generation.request))
         self._alive |= {request_id: (generation, index) for index, request_id in enumerate(generation.request_ids)}
         self._watch()
 
     def cancel(self, generation: Generation) -> None:
-        is_alive = False
-        for request_id in generation.request_ids:
-            if (place := self._alive.pop(request_id, None)) is not None:
-                is_alive = True
-                generation.answers.cancel(place[1])
-                self.process.send(Cancel(request_id))
-        if is_alive:
-            generation.wake()
+        alive = [one for one in generation.request_ids if self._alive.pop(one, None) is not None]
+        for request_id in alive:
+            self.process.send(Cancel(request_id))
+        if alive:
+            generation.note_cancelled()
             self._probe_if_idle()
 
     async def ask(self, query_id: int, query: Query, kind: type[T]) -> T:
@@ -617,12 +434,11 @@ class WorkerConnection:
             self.ready.set_exception(error)
         alive, self._alive = self._alive, {}
         lost: dict[Generation, None] = {}
-        for generation, index in alive.values():
+        for generation, _ in alive.values():
             if self._on_lost is not None and not generation.is_started:
                 lost[generation] = None
-                continue
-            generation.answers.fail(index, str(error))
-            generation.fail(error if generation.is_started else LostBeforeStart(str(error)))
+            else:
+                generation.fail(error if generation.is_started else LostBeforeStart(str(error)))
         for generation in lost:
             assert self._on_lost is not None
             self._on_lost(generation)
@@ -675,7 +491,7 @@ class WorkerConnection:
             generation, index = self._alive.get(started.request_id, (None, 0))
             if generation is not None and (index == 0 or not generation.is_started):
                 try:
-                    generation.start(started)
+                    generation.start(started.waited_s, started.num_cached_tokens, started.cache)
                 except Exception as problem:
                     self._fail_answer(generation, index, problem)
 
@@ -715,15 +531,14 @@ class WorkerConnection:
             return  # cancelled, or ended by a stop string
         generation, index = place
         try:
-            delta = generation.answers.push(index, output)
-            error = None if output.error is None else RequestFailed(output.error)
-            if error is None:
-                generation.push(delta)
+            delta = generation.push(index, output)
+            if output.error is None:
+                generation.deliver(delta)
         except Exception as problem:
             self._fail_answer(generation, index, problem)
             return
-        if error is not None:
-            generation.fail(error)
+        if output.error is not None:
+            generation.fail(RequestFailed(output.error))
             self.cancel(generation)
             return
         if delta.token_ids and (last_s := generation.note_tokens(index, now_s)) is not None:
@@ -733,16 +548,14 @@ class WorkerConnection:
             self._has_served = True
             del self._alive[output.request_id]
             if output.finish_reason is None:
-                self.process.send(Finish(output.request_id, generation.answers.num_tokens(index)))
+                self.process.send(Finish(output.request_id, generation.num_tokens(index)))
             self._watch()
 
     def _fail_answer(self, generation: Generation, index: int, problem: Exception) -> None:
         """End a request whose answer could not be decoded. Other requests continue."""
         log.error("the answer of request %d could not be decoded", generation.request_ids[index], exc_info=problem)
         # quire/server/errors.py hides the rest of a message that starts like this.
-        message = f"the answer could not be read: {type(problem).__name__}: {problem}"
-        generation.answers.fail(index, message)
-        generation.fail(RequestFailed(message))
+        generation.fail(RequestFailed(f"the answer could not be read: {type(problem).__name__}: {problem}"))
         self.cancel(generation)
 
     def _refuse(self, ids: tuple[int, ...], error: QuireError) -> None:
@@ -779,21 +592,6 @@ class WorkerConnection:
         """Set the hang limit. Loading has its own limit."""
         if self.facts is not None:
             self.process.expect_message(self._hang_limit_s if self._is_busy else None)
-
-
-def _add_message(request: GenerationRequest, request_ids: tuple[int, ...]) -> Add:
-    return Add(
-        request_ids,
-        request.packed,
-        request.sampling,
-        request.priority,
-        request.salt,
-        request.pins,
-        request.grammar,
-        request.tenant,
-        request.boundaries,
-        request.prediction,
-    )
 
 
 def _retrieve(ready: asyncio.Future[None]) -> None:
@@ -860,11 +658,11 @@ class ModelClient(ABC):
     async def supervise(self) -> None:
         """Keep workers running until cancelled or closed."""
 
-    @abstractmethod
     async def submit(
         self,
         request: GenerationRequest,
         *,
+        new_parser: NewParser | None = None,
         updated: asyncio.Event | None = None,
         on_start: Callable[[Generation], None] | None = None,
     ) -> Generation:
@@ -873,6 +671,16 @@ class ModelClient(ABC):
         `updated` is set whenever this generation changes. Several generations may share it; see `Generation.take`.
         `on_start` is called when the request is admitted, before its first step; it must not raise.
         """
+        request_ids = tuple(next(self._ids) for _ in range(request.n))
+        generation = Generation(
+            request, self.text.tokenizer, request_ids, new_parser=new_parser, updated=updated, on_start=on_start
+        )
+        await self.send(generation)
+        return generation
+
+    @abstractmethod
+    async def send(self, generation: Generation) -> None:
+        """Send the request of a generation to a worker, and set its `on_cancel`. Waits until there is a worker."""
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         return await (await self.submit(request)).result()
@@ -889,8 +697,8 @@ class ModelClient(ABC):
 
     async def explain(self, prompt: tuple[int, ...], salt: str = "") -> CacheExplanation:
         """How much of this prompt is cached now by the worker with the longest prefix, and why not more."""
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt)  # refuses an invalid prompt
-        found = await self.ask(Explain(request.packed, request.salt), CacheExplanation)
+        check_salt(salt)
+        found = await self.ask(Explain(PackedPrompt.of(prompt), salt), CacheExplanation)
         nothing = CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
         return max(found, key=lambda one: one.num_tokens, default=nothing)
 
@@ -923,9 +731,9 @@ class ModelClient(ABC):
 
     async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
         """Pin the cached full blocks of this prefix for `ttl_s`. Returns the number of tokens of the longest one."""
-        pin = PinPrefix(pin_id, len(prompt), ttl_s)
-        request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))  # refuses an invalid pin
-        return max(await self.ask(PinCache(pin_id, request.packed, salt, ttl_s), int), default=0)
+        check_salt(salt)
+        PinPrefix(pin_id, len(prompt), ttl_s)  # refuses an invalid pin
+        return max(await self.ask(PinCache(pin_id, PackedPrompt.of(prompt), salt, ttl_s), int), default=0)
 
     async def unpin(self, pin_id: str) -> bool:
         """Returns False if there is no pin of that name."""
@@ -1024,20 +832,10 @@ class EngineClient(ModelClient):
                 is_first = False
                 await connection.ended.wait()
 
-    async def submit(
-        self,
-        request: GenerationRequest,
-        *,
-        updated: asyncio.Event | None = None,
-        on_start: Callable[[Generation], None] | None = None,
-    ) -> Generation:
+    async def send(self, generation: Generation) -> None:
         connection = await self._ready_connection()
-        request_ids = tuple(next(self._ids) for _ in range(request.n))
-        generation = Generation(
-            Answers(request, self.text.tokenizer), request_ids, connection.cancel, updated, on_start
-        )
-        connection.submit(request, generation)
-        return generation
+        generation.on_cancel = connection.cancel
+        connection.submit(generation)
 
     async def close(self) -> None:
         self._is_closed = True

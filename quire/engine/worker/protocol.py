@@ -21,13 +21,11 @@ from quire.backends.base import Capacity, RunnerFacts
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.kv_cache import CacheStats
 from quire.core.levels.levels import LevelStats
-from quire.core.values import PackedPrompt, Priority, SamplingParams
+from quire.core.values import PackedPrompt
 from quire.engine.composition import EngineConfig
-from quire.engine.engine import EngineOutput
-from quire.engine.params import PinPrefix
+from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.worker.block_map import CellRun, HeldRun
 from quire.engine.worker.kv_events import CacheReport, KvEventsConfig, KvEventsStatus
-from quire.text.grammar import Grammar
 
 MAX_FRAME = 256 << 20  # a corrupt length must not exhaust memory
 MAX_RUNNING_LISTED = 256  # requests in `Blocks`
@@ -48,18 +46,10 @@ class Load(msgspec.Struct, tag="load", frozen=True):
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
-    """One prompt and its samples. The prompt is sent once, packed, so that it is decoded quickly."""
+    """A request, and the names of its samples."""
 
-    request_ids: tuple[int, ...]  # one per sample
-    prompt: PackedPrompt
-    sampling: SamplingParams
-    priority: Priority
-    salt: str
-    pins: tuple[PinPrefix, ...] = ()
-    grammar: Grammar | None = None
-    tenant: str = ""
-    boundaries: tuple[int, ...] = ()  # positions in the prompt from which later requests may continue
-    prediction: PackedPrompt | None = None  # tokens that the answers are expected to contain
+    request_ids: tuple[int, ...]
+    request: GenerationRequest
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -191,7 +181,6 @@ class Stepped(msgspec.Struct, tag="stepped", frozen=True):
     """
 
     outputs: tuple[EngineOutput, ...]
-    started: tuple[Started, ...] = ()  # requests started in this step, as in `Begun`
     num_tokens: int = 0  # computed in the step, prompts and answers
     took_s: float = 0.0
     # Requests with one new token and nothing else to report, and their tokens. Most outputs are of this kind: two lists
@@ -204,7 +193,7 @@ class Stepped(msgspec.Struct, tag="stepped", frozen=True):
         return len(self.token_ids) + sum(len(output.tokens) for output in self.outputs)
 
 
-def stepped(outputs: Sequence[EngineOutput], started: tuple[Started, ...], num_tokens: int, took_s: float) -> Stepped:
+def stepped(outputs: Sequence[EngineOutput], num_tokens: int, took_s: float) -> Stepped:
     others: list[EngineOutput] = []
     request_ids: list[int] = []
     token_ids: list[int] = []
@@ -216,7 +205,7 @@ def stepped(outputs: Sequence[EngineOutput], started: tuple[Started, ...], num_t
             token_ids.append(tokens[0])
         else:
             others.append(output)
-    return Stepped(tuple(others), started, num_tokens, took_s, tuple(request_ids), tuple(token_ids))
+    return Stepped(tuple(others), num_tokens, took_s, tuple(request_ids), tuple(token_ids))
 
 
 class Working(msgspec.Struct, tag="working", frozen=True):

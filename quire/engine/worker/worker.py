@@ -27,7 +27,8 @@ from quire.core.request import Request
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
-from quire.engine.engine import Engine, EngineOutput
+from quire.engine.engine import NO_WORK, Engine, StepEstimator, Work, work_of
+from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.process import calm_collector, setup_worker_log
 from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
@@ -67,7 +68,6 @@ from quire.engine.worker.protocol import (
     answered,
     stepped,
 )
-from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
 if TYPE_CHECKING:
@@ -134,7 +134,6 @@ class Worker:
         self._estimator = StepEstimator()
         self._planned = NO_WORK  # work of the last plan
         self._running = NO_WORK  # enqueued by the previous call of `step`, if a step is in flight
-        self._started: tuple[Started, ...] = ()  # requests started in the current step
         self._is_read_announced = False  # since the last progress: how long reads may take
         self._num_steps = 0
         self._num_violations = 0
@@ -167,7 +166,8 @@ class Worker:
         spare.on_plan = self._note
         runs = ((1, 1), (min(WARM_UP_TOKENS, spare.scheduler.max_model_len - 1), WARM_UP_ANSWER))
         for request_id, (num_tokens, num_outputs) in enumerate(runs):
-            spare.add(request_id, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=num_outputs))
+            sampling = SamplingParams(temperature=0, max_tokens=num_outputs)
+            spare.add(request_id, GenerationRequest.of((0,) * num_tokens, sampling))
             while spare.has_work:
                 self._timed_step(spare)
 
@@ -250,7 +250,7 @@ class Worker:
             return
         self._is_read_announced = False
         self._num_steps += 1
-        self._channel.send(stepped(outputs, self._started, done.num_tokens, took_s))
+        self._channel.send(stepped(outputs, done.num_tokens, took_s))
 
     def _announce_reads(self) -> None:
         """Report once how long the client should wait for a slow disk. If nothing follows, the worker is stuck."""
@@ -282,9 +282,8 @@ class Worker:
     def _announce(self, plan: StepPlan) -> None:
         """Before a step runs, report the requests it starts, and whether it will be long."""
         self._note(plan)
-        self._started = tuple(self._describe(event) for event in self._observer.pop_admitted())
-        if self._started:
-            self._channel.send(Begun(self._started))
+        if started := tuple(self._describe(event) for event in self._observer.pop_admitted()):
+            self._channel.send(Begun(started))
         self._announce_wait(self._estimator.predict_s(self._running) + self._estimator.predict_s(self._planned))
 
     def _announce_wait(self, predicted_s: float) -> None:
@@ -320,14 +319,15 @@ class Worker:
     # Requests
 
     def _add(self, message: Add) -> None:
-        if message.grammar is None:
+        grammar, tenant = message.request.grammar, message.request.tenant
+        if grammar is None:
             self._admit(message, None)
             return
         try:
             if self._grammars is None:
                 raise InvalidRequest("grammar: not supported by this worker")
-            self._engine.check(message.prompt, message.sampling)
-            compiled = self._grammars.find(message.grammar, message.tenant)
+            self._engine.check(message.request)
+            compiled = self._grammars.find(grammar, tenant)
             if compiled is None:
                 if self._compilations is None:
                     self._channel.expect_wake()
@@ -353,18 +353,9 @@ class Worker:
         added: list[int] = []
         try:
             for index, request_id in enumerate(message.request_ids):
+                matcher = None if compiled is None else compiled.matcher()
                 self._engine.add(
-                    request_id,
-                    message.prompt,
-                    message.sampling.sample(index),
-                    priority=message.priority,
-                    salt=message.salt,
-                    tenant=message.tenant,
-                    parent_id=message.request_ids[0] if index else None,
-                    pins=() if index else message.pins,
-                    matcher=None if compiled is None else compiled.matcher(),
-                    boundaries=message.boundaries,
-                    prediction=message.prediction,
+                    request_id, message.request, index=index, parent_id=message.request_ids[0], matcher=matcher
                 )
                 added.append(request_id)
         except QuireError as error:

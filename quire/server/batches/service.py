@@ -52,9 +52,9 @@ from quire.batch.runner import (
     lock_file,
     result_id,
 )
-from quire.server.decoding import build_decoders, decode
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key, KeyRing
+from quire.server.request_context import build_decoders, decode
 
 log = logging.getLogger(__name__)
 

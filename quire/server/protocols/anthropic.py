@@ -17,8 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, FinishReason
-from quire.engine.outputs import Delta
-from quire.engine.params import GenerationParams, check_temperature
+from quire.engine.generation import Delta, GenerationParams, check_temperature
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest, Prompt, ThinkingField, priority_of

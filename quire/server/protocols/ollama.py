@@ -20,8 +20,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from quire.core.values import MAX_TOKEN_ID, check_tokens
-from quire.engine.outputs import Delta, TokenLogprob
-from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE, GenerationParams
+from quire.engine.generation import MAX_LOGPROBS, MAX_TEMPERATURE, Delta, GenerationParams, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.models import ActiveRequest, InferenceRequest, Model, Models, ModelService, Prompt, priority_of
@@ -787,8 +786,7 @@ class Reply(AnswerEncoder):
             "cache": self.cache,
         }
         if isinstance(self._body, OllamaGenerateRequest) and not self._is_raw:
-            answer = active.generations[0].answers.output().completions[0]
-            end["context"] = [*active.requests[0].prompt, *answer.token_ids]
+            end["context"] = [*active.prompt, *active.generations[0].samples[0].token_ids]
         return end
 
 

@@ -17,8 +17,7 @@ from msgspec import UNSET, Struct
 from starlette.responses import Response
 
 from quire.core.values import Priority, check_tokens
-from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
-from quire.engine.params import MAX_LOGPROBS, GenerationParams
+from quire.engine.generation import MAX_LOGPROBS, Delta, GenerationOutput, GenerationParams, TokenLogprob, Usage
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.models import (
@@ -119,8 +118,8 @@ from quire.text.messages import (
     check_messages,
     check_parts,
 )
-from quire.text.stream import CallStart, Detokenizer, PlainAnswer, Thought, Words
-from quire.text.tokenizer import Tokenizer
+from quire.text.stream import CallStart, PlainAnswer, Thought, Words
+from quire.text.tokenizer import Detokenizer, Tokenizer
 
 _FORMATS = ("text", "json_object", "json_schema")
 

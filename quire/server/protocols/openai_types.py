@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, Priority
-from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
+from quire.engine.generation import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
 from quire.server.models import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.protocols.support import CacheView, Unsupported, described, with_fields
 from quire.text.grammar import MAX_LISTED_TOKENS

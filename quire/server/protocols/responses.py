@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
-from quire.engine.outputs import Delta
+from quire.engine.generation import Delta
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.models import ActiveRequest, InferenceRequest

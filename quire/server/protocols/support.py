@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Level
-from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob
+from quire.engine.generation import Completion, Delta, GenerationOutput, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http import EventEncoder

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.generation import GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from tests.backends.contract import random_prompt
 from tests.backends.mlx.architectures import write_model
 from tests.backends.mlx.converting import write_mlx_folder

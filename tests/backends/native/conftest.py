@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.backends.native.library import Engine, NativeUnavailable, choose_kernels, kernels_available
+from quire.backends.native.library import NativeUnavailable, choose_kernels, kernels_available
+from quire.backends.native.model import Engine
 
 
 def _variants() -> list[str]:

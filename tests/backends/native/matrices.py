@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.backends.native.library import GROUP, Bytes, Engine, Floats, Linear, Matrix, load_library
+from quire.backends.native.library import GROUP, Bytes, Floats, Linear, Matrix, load_library
+from quire.backends.native.model import Engine
 from quire.backends.native.packing import SOURCES
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from quire.backends.native import packing
-from quire.backends.native.library import Engine, Floats
-from quire.backends.native.model import NativeModel
+from quire.backends.native.library import Floats
+from quire.backends.native.model import Engine, NativeModel
 from quire.backends.native.packing import PackedModel, pack_model
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quire.backends.native.library import kernels_available
+from quire.engine.generation import GenerationParams
 from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

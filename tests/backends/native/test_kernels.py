@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from quire.backends.native.library import GROUP, Engine, Floats, choose_kernels, kernels_available
+from quire.backends.native.library import GROUP, Floats, choose_kernels, kernels_available
+from quire.backends.native.model import Engine
 from quire.weights.checkpoint import TensorType
 from tests.backends.native.matrices import Doubles, Packed, coded, floats, project, same_bits, signed_nibbles
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.native.library import Engine, kernels_in_use
+from quire.backends.native.library import kernels_in_use
+from quire.backends.native.model import Engine
 from quire.backends.native.runner import NativeRunner
 from quire.backends.sampling import BROKEN
 from quire.core.step import BlockCopy, StepPlan

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.backends.native.library import Engine, Floats
-from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
+from quire.backends.native.library import Floats
+from quire.backends.native.model import Engine
+from quire.backends.native.runner import NativeSampler, Penalties, Sampled
 from quire.backends.sampling import uniform
 from quire.backends.torch import sampling as definition
 from quire.core.step import SeqSlice, TokenLogprobs

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.backends import native
-from quire.backends.native.library import Engine
+from quire.backends.native.model import Engine
 from tests.backends.native.matrices import floats, project
 from tests.waiting import HANG_S, eventually
 

@@ -16,7 +16,8 @@ from quire.core.check import check_scheduler
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
-from quire.engine.engine import Engine, EngineOutput
+from quire.engine.engine import Engine
+from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.guesses import Speculation
 from quire.engine.masks import Matcher
 
@@ -86,12 +87,14 @@ class Rig:
         params = {"temperature": 0.0, "max_tokens": num_tokens, "logprobs": self.vocab_size, **sampling}
         self.engine.add(
             self._num_requests,
-            list(prompt),
-            SamplingParams(**params),
-            priority=priority,
+            GenerationRequest.of(
+                list(prompt),
+                SamplingParams(**params),
+                priority=priority,
+                prediction=PackedPrompt.of(prediction) if prediction else None,
+            ),
             parent_id=parent,
             matcher=matcher,
-            prediction=PackedPrompt.of(prediction) if prediction else None,
         )
         return self._num_requests
 

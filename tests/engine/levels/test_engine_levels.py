@@ -17,6 +17,7 @@ from quire.core.values import Level, SamplingParams
 from quire.engine.composition import EngineConfig, OpenedLevels, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.fingerprint import describe
+from quire.engine.generation import GenerationRequest
 from tests.engine.levels.contents import all_files
 from tests.restart import patient_loads
 
@@ -69,7 +70,7 @@ class Client:
         prompt = [*head[: self._random.randrange(1, 40)], *tail]
         self._num_sent += 1
         self._prompts[self._num_sent], self._answers[self._num_sent] = prompt, []
-        engine.add(self._num_sent, prompt, GREEDY)
+        engine.add(self._num_sent, GenerationRequest.of(prompt, GREEDY))
 
     def cancel(self, engine: Engine) -> None:
         for request_id in self._random.sample(sorted(self._prompts), min(1, len(self._prompts))):
@@ -146,7 +147,7 @@ def test_everything_is_saved_at_the_end(tmp_path: Path, is_late: bool) -> None:
     for _ in range(3):
         client.send(engine)
         client.finish(engine)
-    engine.add(99, list(range(30)), GREEDY)
+    engine.add(99, GenerationRequest.of(list(range(30)), GREEDY))
     engine.step()
     assert engine.has_work
     assert engine.save_cache(300)

@@ -13,10 +13,10 @@ from quire.backends.fake import FakeRunner
 from quire.core.values import Level, SamplingParams
 from quire.engine.composition import EngineConfig, OpenedLevels, check_cache_folders, make_engine, measure_disk
 from quire.engine.engine import Engine
+from quire.engine.generation import GenerationParams, GenerationRequest
 from quire.engine.levels.block_file import file_bytes
 from quire.engine.levels.cache_folder import open_space
 from quire.engine.llm import LLM
-from quire.engine.params import GenerationParams
 from quire.errors import CacheFolderError, InvalidRequest
 from tests.engine.levels.contents import FACTS, all_files, temporary_files
 
@@ -30,7 +30,7 @@ def fake_engine(model: Path, folder: Path, **settings: Any) -> Engine:
 
 
 def answer(engine: Engine, prompt: list[int], max_tokens: int = 4) -> list[int]:
-    engine.add(1, prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
+    engine.add(1, GenerationRequest.of(prompt, SamplingParams(temperature=0, max_tokens=max_tokens)))
     tokens: list[int] = []
     while engine.has_work:
         for output in engine.step():

@@ -14,8 +14,9 @@ from quire.core.check import check_scheduler
 from quire.core.levels.levels import MIN_TIMEOUT_NS
 from quire.core.levels.lower_level import LevelSpeed
 from quire.core.step import Content
-from quire.core.values import PackedPrompt, Priority, SamplingParams
+from quire.core.values import SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import DamagedBlock
 from quire.engine.worker.protocol import Add, Ask, ClearCache, Gone, Refused, Stepped, Working
 from quire.engine.worker.worker import SAVE_INTERVAL_S, Observer, Worker
@@ -48,8 +49,7 @@ class Script:
 
 
 def prompt(num_tokens: int = 30) -> Add:
-    tokens = PackedPrompt.of(tuple(range(num_tokens)))
-    return Add((1,), tokens, SamplingParams(temperature=0, max_tokens=2), Priority.NORMAL, "")
+    return Add((1,), GenerationRequest.of(range(num_tokens), SamplingParams(temperature=0, max_tokens=2)))
 
 
 def serve(engine: Engine, channel: Script) -> None:

@@ -1,4 +1,4 @@
-/* From logits to tokens. quire/backends/native/sampling.py declares the same structures. */
+/* From logits to tokens. quire/backends/native/runner.py declares the same structures. */
 #ifndef QUIRE_SAMPLING_H
 #define QUIRE_SAMPLING_H
 
