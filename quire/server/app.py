@@ -20,7 +20,6 @@ from quire.server import admin, cache, catalog, web
 from quire.server import tokenization as tokens
 from quire.server.batches import endpoints as batches
 from quire.server.batches import service as stored
-from quire.server.batches import store as stored
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.limits import KeyRing, is_loopback, presented
 from quire.server.protocols import anthropic, ollama, openai, responses

@@ -289,7 +289,7 @@ MUTANTS = (
     ),
     _mutant(
         "a tenant with a refund keeps its place",
-        "core/queues.py",
+        "core/policy.py",
         "        self.refunded.add(tenant)\n",
         "",
         "tests/core/test_pressure.py",
@@ -349,13 +349,13 @@ MUTANTS = (
     ),
     _mutant(
         "outdated heap entry of a tenant is first",
-        "core/queues.py",
+        "core/policy.py",
         "            elif now > time:\n                heapreplace(self._heap, (now, number, tenant))\n",
         "",
     ),
     _mutant(
         "idle tenants keep their credit",
-        "core/queues.py",
+        "core/policy.py",
         "self._times[tenant] = max(self._times.get(tenant, 0), self._floor)",
         "self._times[tenant] = self._times.get(tenant, 0)",
         "tests/core/test_tenants.py",
