@@ -225,12 +225,13 @@ async def test_a_client_learns_it_with_the_start_or_later(
     if is_late:
         monkeypatch.setattr(client_module, "_spawn", spawn)
     expected = fingerprint(model, backend="fake")
-
     async with client(model, backend="fake") as engine:
-        assert engine.system_fingerprint is None
+        before = engine.system_fingerprint
+        assert before is None
         await engine.start()
         if is_late:
-            assert engine.system_fingerprint is None
+            before = engine.system_fingerprint
+            assert before is None
             flag.touch()
             await asyncio.to_thread(eventually, lambda: engine.system_fingerprint is not None, "it is known")
         for _ in range(2):  # when it answers the second time, its loop has run
