@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from quire.backends.base import Runner
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
 from quire.core.values import SamplingParams
+from quire.errors import InvariantViolation
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -38,3 +41,18 @@ def run(runner: Runner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -
     result = runner.collect()
     assert not result.failures
     return list(result.tokens)
+
+
+def check_order_of_calls(runner: Runner) -> None:
+    """Check that calls in the wrong order are refused, and that the runner goes on."""
+    with pytest.raises(InvariantViolation):
+        runner.sample(None)
+    with pytest.raises(InvariantViolation):
+        runner.collect()
+    runner.forward(plan(piece()))
+    with pytest.raises(InvariantViolation):
+        runner.forward(plan(piece()))
+    runner.abandon()
+    with pytest.raises(InvariantViolation):
+        runner.sample(None)
+    run(runner, piece())

@@ -192,12 +192,6 @@ class TieredRig(Rig):
             self.finish_saves()
         raise AssertionError("requests have not ended")
 
-    def run_without_loads_of(self, request: Request) -> None:
-        """Step until a request has ended, in which no load ends."""
-        while request.state is not RequestState.FINISHED:
-            self.step()
-            self.finish_saves()
-
     # Requests
 
     def request(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "", tenant: str = "") -> Request:

@@ -11,10 +11,6 @@ def queue_of(count: int) -> tuple[list[KVCacheBlock], FreeKVCacheBlockQueue[KVCa
     return blocks, FreeKVCacheBlockQueue(blocks)
 
 
-def order(queue: FreeKVCacheBlockQueue[KVCacheBlock]) -> list[int]:
-    return [block.block_id for block in queue]
-
-
 def test_the_default_block_size_is_32() -> None:
     assert BLOCK_SIZE == 32
 
@@ -42,7 +38,3 @@ def test_queue_refuses_invalid_operations() -> None:
     queue.pop_front()
     with pytest.raises(IndexError):
         queue.pop_front()
-
-
-def test_a_queue_can_be_empty() -> None:
-    assert order(FreeKVCacheBlockQueue([])) == []

@@ -155,17 +155,22 @@ def test_common_run_counts_tokens_not_bytes(a: list[int], b: list[int], run: int
 # Matching
 
 
-def test_a_match_starts_at_the_first_token_and_stops_at_the_first_miss() -> None:
+@pytest.mark.parametrize(
+    ("cached", "tokens", "expected"),
+    [
+        (range(12), range(12), ([1, 2, 3], None, 12, False)),
+        (range(12), range(4, 12), ([], None, 0, False)),  # the same tokens at another position have different KV
+        (range(8), [0, 1, 2, 3, 4, 5, 99, 98], ([1], 2, 6, False)),  # a part of a full block
+        (range(6), range(8), ([1], 2, 6, True)),  # a free tail that matches completely can be adopted
+        ([50, 51, 52], [50, 51, 60, 61], ([], 1, 2, False)),  # a tail that is longer than the match cannot
+    ],
+)
+def test_matches(
+    cached: Sequence[int], tokens: Sequence[int], expected: tuple[list[int], int | None, int, bool]
+) -> None:
     forest = Forest()
-    forest.put(range(12))
-    assert forest.match(range(12)) == ([1, 2, 3], None, 12, False)
-    assert forest.match(range(4, 12)) == ([], None, 0, False)  # the same tokens at another position have different KV
-
-
-def test_a_partial_match_of_a_full_block_is_a_tail_hit() -> None:
-    forest = Forest()
-    forest.put(range(8))
-    assert forest.match([0, 1, 2, 3, 4, 5, 99, 98]) == ([1], 2, 6, False)
+    forest.put(cached)
+    assert forest.match(tokens) == expected
 
 
 def test_the_best_child_is_found_among_many() -> None:
@@ -177,18 +182,10 @@ def test_the_best_child_is_found_among_many() -> None:
     assert forest.match([7, 100]) == ([], 40, 1, False)
 
 
-def test_a_free_tail_that_matches_completely_can_be_adopted() -> None:
-    forest = Forest()
-    forest.put(range(6))
-    assert forest.match(range(8)) == ([1], 2, 6, True)
-
-
-def test_a_tail_in_use_or_longer_than_the_match_cannot_be_adopted() -> None:
+def test_a_tail_in_use_cannot_be_adopted() -> None:
     forest = Forest()
     forest.put(range(6), held=True)
     assert forest.match(range(8)) == ([1], 2, 6, False)
-    forest.put([50, 51, 52])
-    assert forest.match([50, 51, 60, 61]) == ([], 3, 2, False)
 
 
 def test_of_equal_matches_a_tail_that_ends_there_is_preferred() -> None:
@@ -290,18 +287,24 @@ def test_descendants_of_an_evicted_block_are_explained_as_evicted() -> None:
 # Explanations
 
 
-def test_explain_complete() -> None:
+@pytest.mark.parametrize(
+    ("num_cached", "tokens", "expected"),
+    [
+        (9, range(9), (8, StopReason.COMPLETE)),
+        (8, [0, 1, 2, 3, 4, 5, 77, 78, 79], (6, StopReason.DIVERGED)),
+        (8, [0, 1, 2, 3, 77, 78, 79, 80, 81], (4, StopReason.DIVERGED)),
+        (8, [0, 1, 77, 78, 79], (2, StopReason.DIVERGED)),
+        (0, [1], (0, StopReason.TOO_SHORT)),  # the only token must be computed
+        (0, [1, 2, 3], (0, StopReason.TOO_SHORT)),
+        (4, range(6), (4, StopReason.TOO_SHORT)),
+        (8, range(50, 60), (0, StopReason.NOT_FOUND)),
+        (8, range(20), (8, StopReason.NOT_FOUND)),  # cached up to here, and no content follows
+    ],
+)
+def test_explanations(num_cached: int, tokens: Sequence[int], expected: tuple[int, StopReason]) -> None:
     forest = Forest()
-    forest.put(range(9))
-    assert forest.explain(range(9)) == (8, StopReason.COMPLETE)
-
-
-def test_explain_diverged_inside_and_at_the_edge_of_a_block() -> None:
-    forest = Forest()
-    forest.put(range(8))
-    assert forest.explain([0, 1, 2, 3, 4, 5, 77, 78, 79]) == (6, StopReason.DIVERGED)
-    assert forest.explain([0, 1, 2, 3, 77, 78, 79, 80, 81]) == (4, StopReason.DIVERGED)
-    assert forest.explain([0, 1, 77, 78, 79]) == (2, StopReason.DIVERGED)
+    forest.put(range(num_cached))
+    assert forest.explain(tokens) == expected
 
 
 def test_explain_evicted_while_the_key_is_stored() -> None:
@@ -317,25 +320,10 @@ def test_explain_evicted_while_the_key_is_stored() -> None:
     assert forest.explain(range(9)) == (4, StopReason.NOT_FOUND)
 
 
-def test_explain_too_short() -> None:
-    forest = Forest()
-    assert forest.explain([1]) == (0, StopReason.TOO_SHORT)  # the only token must be computed
-    assert forest.explain([1, 2, 3]) == (0, StopReason.TOO_SHORT)
-    forest.put(range(4))
-    assert forest.explain(range(6)) == (4, StopReason.TOO_SHORT)
-
-
 def test_explain_in_flight() -> None:
     forest = Forest()
     forest.put(range(4))
     assert forest.explain(range(9), pending=[1]) == (4, StopReason.IN_FLIGHT)
-
-
-def test_explain_not_found() -> None:
-    forest = Forest()
-    forest.put(range(8))
-    assert forest.explain(range(50, 60)) == (0, StopReason.NOT_FOUND)
-    assert forest.explain(range(20)) == (8, StopReason.NOT_FOUND)  # cached up to here, and no content follows
 
 
 def test_explain_reveals_nothing_about_another_salt() -> None:

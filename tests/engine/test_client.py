@@ -13,11 +13,13 @@ import pytest
 from quire.backends.fake import run_alone
 from quire.core.cache.prefix import StopReason
 from quire.core.values import FinishReason, Priority
-from quire.engine.generation import Delta, Generation, GenerationParams, GenerationRequest, PinPrefix
+from quire.engine.generation import Delta, Generation, PinPrefix
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.protocol import Stepped
 from quire.errors import InvalidRequest, QueueFull, RequestFailed
-from tests.engine.serving import SLOW, client, request, run, stats, until, usage
+from tests.engine.serving import SLOW, client, request, stats, until, usage
+
+pytestmark = pytest.mark.anyio
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
 
@@ -37,89 +39,57 @@ async def serve_all(generations: Sequence[Generation], updated: asyncio.Event) -
 # The fake backend
 
 
-def test_the_fake_backend_answers_like_the_oracle(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            asked = request(engine, LONG, max_tokens=20, temperature=1.0, seed=4, n=3)
-            output = await engine.generate(asked)
-            for completion in output.completions:
-                expected = run_alone(
-                    asked.prompt,
-                    asked.sampling.sample(completion.index),
-                    20,
-                    block_size=32,
-                    vocab_size=engine.text.spec.vocab_size,
-                )
-                assert list(completion.token_ids) == expected
-            facts = engine.facts
-            assert facts is not None
-            assert (facts.facts.backend, facts.weight_bytes, facts.kv_bytes) == ("fake", 0, 0)
-
-    run(work())
+async def test_the_fake_backend_answers_like_the_oracle(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        asked = request(engine, LONG, max_tokens=20, temperature=1.0, seed=4, n=3)
+        output = await engine.generate(asked)
+        for completion in output.completions:
+            expected = run_alone(
+                asked.prompt,
+                asked.sampling.sample(completion.index),
+                20,
+                block_size=32,
+                vocab_size=engine.text.spec.vocab_size,
+            )
+            assert list(completion.token_ids) == expected
+        facts = engine.facts
+        assert facts is not None
+        assert (facts.facts.backend, facts.weight_bytes, facts.kv_bytes) == ("fake", 0, 0)
 
 
-def test_the_fake_backend_reports_logprobs_of_answer_and_prompt(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", max_chunk_tokens=16) as engine:
-            asked = request(engine, LONG, logprobs=3, prompt_logprobs=2)
-            output = await engine.generate(asked)
-            logprobs, prompt_logprobs = output.completions[0].logprobs, output.prompt_logprobs
-            assert logprobs is not None
-            assert prompt_logprobs is not None
-            assert [one.token_id for one in logprobs] == list(output.completions[0].token_ids)
-            assert all(len(one.top) == 3 and one.top[0].logprob == one.logprob < 0 for one in logprobs)
-            assert prompt_logprobs[0] is None
-            assert [one and one.token_id for one in prompt_logprobs[1:]] == list(asked.prompt[1:])
-            assert all(one is not None and len(one.top) == 2 for one in prompt_logprobs[1:])
-            bare = await engine.generate(request(engine, logprobs=0))
-            assert bare.completions[0].logprobs is not None
-            assert [one.top for one in bare.completions[0].logprobs] == [()] * 8
-
-    run(work())
-
-
-def test_the_fake_backend_takes_the_configured_time_per_step(tiny_model: Path) -> None:
-    async def work() -> None:
-        steps: list[Stepped] = []
-        async with client(tiny_model, backend="fake", device="12.5ms", on_step=steps.append) as engine:
-            await engine.generate(request(engine))
-            assert engine.facts is not None
-            assert engine.facts.facts.device == "12.5ms"
-        assert sum(step.took_s >= 0.0125 for step in steps) >= 8  # others may be longer on a busy machine
-
-    run(work())
+async def test_the_fake_backend_takes_the_configured_time_per_step(tiny_model: Path) -> None:
+    steps: list[Stepped] = []
+    async with client(tiny_model, backend="fake", device="12.5ms", on_step=steps.append) as engine:
+        await engine.generate(request(engine))
+        assert engine.facts is not None
+        assert engine.facts.facts.device == "12.5ms"
+    assert sum(step.took_s >= 0.0125 for step in steps) >= 8  # others may be longer on a busy machine
 
 
 @pytest.mark.parametrize("device", ["cpu", "5", "-5ms", "1e9ms", "ms", "999999ms"])
-def test_an_invalid_duration_as_device_is_refused(tiny_model: Path, device: str) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", device=device) as engine:
-            with pytest.raises(InvalidRequest, match="device = "):
-                await engine.start()
-
-    run(work())
+async def test_an_invalid_duration_as_device_is_refused(tiny_model: Path, device: str) -> None:
+    async with client(tiny_model, backend="fake", device=device) as engine:
+        with pytest.raises(InvalidRequest, match="device = "):
+            await engine.start()
 
 
 # The start of a worker
 
 
-def test_a_worker_reports_its_facts_and_start_times(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="torch", num_blocks=50) as engine:
-            await engine.start()
-            facts = engine.facts
-            assert facts is not None
-            assert facts.facts.backend.startswith("torch ")
-            assert facts.weight_bytes == (tiny_model / "model.safetensors").stat().st_size - header_bytes(tiny_model)
-            assert facts.kv_bytes == 50 * 32 * 2 * 2 * 2 * 16 * 4  # blocks, tokens, k and v, layers, heads, size, fp32
-            assert set(facts.timings_s) == {"import", "weights", "warm_up"}
-            assert all(took_s > 0 for took_s in facts.timings_s.values())
-            assert facts.step_s > 0  # predicted for a full step before the first request
-            # the warm-up is not counted
-            found = await stats(engine)
-            assert found.cache.num_queried_tokens == found.cache.num_cached == found.num_steps == 0
-
-    run(work())
+async def test_a_worker_reports_its_facts_and_start_times(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="torch", num_blocks=50) as engine:
+        await engine.start()
+        facts = engine.facts
+        assert facts is not None
+        assert facts.facts.backend.startswith("torch ")
+        assert facts.weight_bytes == (tiny_model / "model.safetensors").stat().st_size - header_bytes(tiny_model)
+        assert facts.kv_bytes == 50 * 32 * 2 * 2 * 2 * 16 * 4  # blocks, tokens, k and v, layers, heads, size, fp32
+        assert set(facts.timings_s) == {"import", "weights", "warm_up"}
+        assert all(took_s > 0 for took_s in facts.timings_s.values())
+        assert facts.step_s > 0  # predicted for a full step before the first request
+        # the warm-up is not counted
+        found = await stats(engine)
+        assert found.cache.num_queried_tokens == found.cache.num_cached == found.num_steps == 0
 
 
 def header_bytes(folder: Path) -> int:
@@ -130,73 +100,46 @@ def header_bytes(folder: Path) -> int:
 # Steps
 
 
-def test_a_started_generation_has_its_wait_and_cache_result(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, **SLOW) as engine:
-            updated = asyncio.Event()
-            asked = request(engine, LONG)
-            taken: list[list[Delta]] = []
-            generation = await engine.submit(asked, updated=updated, on_start=lambda one: taken.append(one.take()))
-            assert (generation.is_started, generation.queued_s, generation.cache) == (False, None, None)
-            await updated.wait()
-            assert generation.is_started
-            assert generation.queued_s is not None
-            assert generation.queued_s >= 0
-            assert generation.cache is not None
-            assert generation.cache.reason is StopReason.NOT_FOUND
-            assert taken == [[]]  # before the first step
-
-    run(work())
+async def test_the_cache_result_is_that_of_the_first_sample(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        asked = request(engine, LONG, n=3, temperature=1.0)
+        fresh = await engine.submit(asked)
+        await fresh.result()
+        assert fresh.num_cached_tokens == fresh.answers.usage.cached_tokens == 0  # the others share its KV
+        again = await engine.submit(asked)
+        await again.result()
+        assert again.num_cached_tokens == again.answers.usage.cached_tokens == len(asked.prompt) - 1
+        assert again.cache == again.answers.cache
+        assert again.cache is not None
+        assert again.cache.reason is StopReason.COMPLETE
 
 
-def test_the_cache_result_is_that_of_the_first_sample(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            asked = request(engine, LONG, n=3, temperature=1.0)
-            fresh = await engine.submit(asked)
-            await fresh.result()
-            assert fresh.num_cached_tokens == fresh.usage.cached_tokens == 0  # the others share its KV
-            again = await engine.submit(asked)
-            await again.result()
-            assert again.num_cached_tokens == again.usage.cached_tokens == len(asked.prompt) - 1
-            assert again.cache is not None
-            assert again.cache.reason is StopReason.COMPLETE
-
-    run(work())
+async def test_every_step_reports_its_tokens(tiny_model: Path) -> None:
+    steps: list[Stepped] = []
+    async with client(tiny_model, backend="fake", max_chunk_tokens=16, on_step=steps.append) as engine:
+        asked = request(engine, LONG)
+        generation = await engine.submit(asked)
+        await generation.result()
+        assert sum(step.num_tokens for step in steps) == len(asked.prompt) + 7  # the last token is not computed
+        assert len([step for step in steps if not step.outputs]) >= len(asked.prompt) // 16 - 1
+        assert all(step.took_s > 0 for step in steps)
+        assert (await stats(engine)).num_steps == len(steps)
 
 
-def test_every_step_reports_its_tokens(tiny_model: Path) -> None:
-    async def work() -> None:
-        steps: list[Stepped] = []
-        async with client(tiny_model, backend="fake", max_chunk_tokens=16, on_step=steps.append) as engine:
-            asked = request(engine, LONG)
-            generation = await engine.submit(asked)
-            await generation.result()
-            assert sum(step.num_tokens for step in steps) == len(asked.prompt) + 7  # the last token is not computed
-            assert len([step for step in steps if not step.outputs]) >= len(asked.prompt) // 16 - 1
-            assert all(step.took_s > 0 for step in steps)
-            assert (await stats(engine)).num_steps == len(steps)
+async def test_an_on_step_callback_that_raises_is_dropped(tiny_model: Path) -> None:
+    calls = []
 
-    run(work())
+    def fail(step: Stepped) -> None:
+        calls.append(step)
+        raise RuntimeError("metrics")
 
-
-def test_an_on_step_callback_that_raises_is_dropped(tiny_model: Path) -> None:
-    async def work() -> None:
-        calls = []
-
-        def fail(step: Stepped) -> None:
-            calls.append(step)
-            raise RuntimeError("metrics")
-
-        async with client(tiny_model, backend="fake", on_step=fail) as engine:
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-        assert len(calls) == 1
-
-    run(work())
+    async with client(tiny_model, backend="fake", on_step=fail) as engine:
+        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("place", ["start", "push_token", "push"])
-def test_a_callback_that_raises_ends_its_request_only(
+async def test_a_callback_that_raises_ends_its_request_only(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """All outputs of a step arrive in one message: an exception must not skip those of other requests."""
@@ -209,224 +152,96 @@ def test_a_callback_that_raises_ends_its_request_only(
 
     bad: list[Generation | None] = [None]
 
-    async def work() -> None:
-        async with client(tiny_model, **SLOW) as engine:
-            expected = [(await engine.generate(request(engine, f"prompt {i}"))).text for i in range(4)]
-            monkeypatch.setattr(Generation, place, fail)
-            generations = [await engine.submit(request(engine, f"prompt {i}")) for i in range(4)]
-            bad[0] = generations[0]
-            results = await asyncio.gather(*(one.result() for one in generations), return_exceptions=True)
-            assert isinstance(results[0], RequestFailed)
-            assert [one.text for one in results[1:] if not isinstance(one, BaseException)] == expected[1:]
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
+    async with client(tiny_model, **SLOW) as engine:
+        expected = [(await engine.generate(request(engine, f"prompt {i}"))).text for i in range(4)]
+        monkeypatch.setattr(Generation, place, fail)
+        generations = [await engine.submit(request(engine, f"prompt {i}")) for i in range(4)]
+        bad[0] = generations[0]
+        results = await asyncio.gather(*(one.result() for one in generations), return_exceptions=True)
+        assert isinstance(results[0], RequestFailed)
+        assert [one.text for one in results[1:] if not isinstance(one, BaseException)] == expected[1:]
+        assert await usage(engine) == (0, 0, 0)
 
 
-def test_generations_that_share_an_event_all_finish(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            updated = asyncio.Event()
-            asked = [request(engine, f"Prompt {i}", max_tokens=5 + 7 * i, n=1 + i % 2) for i in range(6)]
-            generations = [await engine.submit(one, updated=updated) for one in asked]
-            seen = await serve_all(generations, updated)
-            for one, generation, deltas in zip(asked, generations, seen, strict=True):
-                completion = generation.output().completions[0]
-                assert "".join(delta.text for delta in deltas if delta.index == 0) == completion.text
-                assert len(completion.token_ids) == one.sampling.max_tokens
-            updated.clear()
-            for generation in generations:
-                generation.cancel()  # no effect after the end
-                assert generation.is_over
-            assert not updated.is_set()
-            assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].output().completions)
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
+async def test_generations_that_share_an_event_all_finish(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        updated = asyncio.Event()
+        asked = [request(engine, f"Prompt {i}", max_tokens=5 + 7 * i, n=1 + i % 2) for i in range(6)]
+        generations = [await engine.submit(one, updated=updated) for one in asked]
+        seen = await serve_all(generations, updated)
+        for one, generation, deltas in zip(asked, generations, seen, strict=True):
+            completion = generation.output().completions[0]
+            assert "".join(delta.text for delta in deltas if delta.index == 0) == completion.text
+            assert len(completion.token_ids) == one.sampling.max_tokens
+        updated.clear()
+        for generation in generations:
+            generation.cancel()  # no effect after the end
+            assert generation.is_over
+        assert not updated.is_set()
+        assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].output().completions)
+        assert await usage(engine) == (0, 0, 0)
 
 
-def test_cancelling_running_and_waiting_generations(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
-            updated = asyncio.Event()
-            running = await engine.submit(request(engine, max_tokens=2000), updated=updated)
-            waiting = await engine.submit(request(engine, max_tokens=2000), updated=updated)
-            await until(lambda: bool(running.take()))
-            assert (await usage(engine))[:2] == (1, 1)
-            waiting.cancel()
-            assert waiting.is_over
-            assert (await usage(engine))[:2] == (1, 0)
-            running.cancel()
-            await serve_all([running, waiting], updated)
-            assert await usage(engine) == (0, 0, 0)
-            assert not waiting.is_started
-
-    run(work())
-
-
-def test_cancel_is_sent_even_if_the_buffer_is_full(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            generation = await engine.submit(request(engine, max_tokens=2000))
-            with monkeypatch.context() as patch:
-                patch.setattr("quire.engine.worker.client.MAX_UNSENT", 1)
-                with pytest.raises(QueueFull):
-                    await engine.submit(request(engine))
-                generation.cancel()
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
+async def test_cancel_is_sent_even_if_the_buffer_is_full(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        generation = await engine.submit(request(engine, max_tokens=2000))
+        with monkeypatch.context() as patch:
+            patch.setattr("quire.engine.worker.client.MAX_UNSENT", 1)
+            with pytest.raises(QueueFull):
+                await engine.submit(request(engine))
+            generation.cancel()
+        assert await usage(engine) == (0, 0, 0)
 
 
 # Statistics
 
 
-def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, **SLOW, max_num_seqs=1) as engine:
-            running = await engine.submit(request(engine, max_tokens=3000, priority=Priority.HIGH))
-            await until(lambda: running.is_started)
-            others = [
-                await engine.submit(request(engine, f"{priority.name} {i}", priority=priority))
-                for i in range(2)
-                for priority in (Priority.NORMAL, Priority.LOW)
-            ]
-            found = await stats(engine)
-            assert [tier.num_waiting for tier in found.tiers] == [0, 2, 2]
-            sizes = [len(other.request.prompt) for other in others]
-            assert [tier.num_tokens for tier in found.tiers] == [0, sizes[0] + sizes[2], sizes[1] + sizes[3]]
-            later = await stats(engine)
-            assert later.tiers[0].oldest_age_s == 0
-            assert later.tiers[1].oldest_age_s > found.tiers[1].oldest_age_s > 0
-            assert later.num_steps >= found.num_steps > 0
-            assert (later.num_running, later.num_waiting, later.num_violations) == (1, 4, 0)
-            running.cancel()
-            for other in others:
-                await other.result()
-                assert other.queued_s is not None
-                assert other.queued_s > 0
-
-    run(work())
-
-
-def test_preemptions_are_counted_and_requests_start_once(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, **SLOW, max_num_seqs=1) as engine:
-            low = await engine.submit(request(engine, max_tokens=3000, priority=Priority.LOW))
-            await until(lambda: bool(low.take()))
-            waited_s = low.queued_s
-            high = await engine.submit(request(engine, "Now", priority=Priority.HIGH))
-            await high.result()
-            low.take()
-            await until(lambda: bool(low.take()))  # it resumes
-            low.cancel()
-            assert (await stats(engine)).num_preemptions == 1
-            assert low.queued_s == waited_s
-
-    run(work())
+async def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
+    async with client(tiny_model, **SLOW, max_num_seqs=1) as engine:
+        running = await engine.submit(request(engine, max_tokens=3000, priority=Priority.HIGH))
+        await until(lambda: running.is_started)
+        others = [
+            await engine.submit(request(engine, f"{priority.name} {i}", priority=priority))
+            for i in range(2)
+            for priority in (Priority.NORMAL, Priority.LOW)
+        ]
+        found = await stats(engine)
+        assert [tier.num_waiting for tier in found.tiers] == [0, 2, 2]
+        sizes = [len(other.request.prompt) for other in others]
+        assert [tier.num_tokens for tier in found.tiers] == [0, sizes[0] + sizes[2], sizes[1] + sizes[3]]
+        later = await stats(engine)
+        assert later.tiers[0].oldest_age_s == 0
+        assert later.tiers[1].oldest_age_s > found.tiers[1].oldest_age_s > 0
+        assert later.num_steps >= found.num_steps > 0
+        assert (later.num_running, later.num_waiting, later.num_violations) == (1, 4, 0)
+        running.cancel()
+        for other in others:
+            await other.result()
+            assert other.queued_s is not None
+            assert other.queued_s > 0
 
 
 # The cache
 
 
-def fill(engine: EngineClient, number: int) -> GenerationRequest:
-    """A request with about 15 blocks of its own."""
-    vocab_size = engine.text.spec.vocab_size
-    prompt = tuple((number * 31 + i * 7) % vocab_size for i in range(480))
-    return engine.text.request(prompt, GenerationParams(temperature=0, max_tokens=1, ignore_eos=True))
-
-
-def test_pinned_blocks_are_not_evicted(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", num_blocks=40) as engine:
-            pins = (PinPrefix("a", 70, 600), PinPrefix("b", 40, 600))
-            asked = request(engine, LONG, pins=pins)
-            assert len(asked.prompt) > 100
-            await engine.generate(asked)
-            found = await stats(engine)
-            assert (found.cache.num_pins, found.cache.num_pinned) == (2, 2)  # 70 // 32 full blocks, shared by both
-            for number in range(1, 8):
-                await engine.generate(fill(engine, number))
-            assert (await engine.explain(asked.prompt)).num_tokens == 64
-            assert await engine.unpin("a")
-            assert (await stats(engine)).cache.num_pinned == 1
-            assert await engine.unpin("b")
-            assert not await engine.unpin("b")
-            for number in range(8, 16):
-                await engine.generate(fill(engine, number))
-            assert (await engine.explain(asked.prompt)).num_tokens == 0
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
-
-
-def test_a_pin_is_set_at_the_first_token(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", max_num_seqs=1, device="10ms") as engine:
-            await engine.generate(request(engine, LONG, max_tokens=1, pins=(PinPrefix("one", 64, 600),)))
-            assert (await stats(engine)).cache.num_pins == 1
-            assert await engine.unpin("one")
-            running = await engine.submit(request(engine, max_tokens=3000))
-            waiting = await engine.submit(request(engine, LONG, pins=(PinPrefix("two", 64, 600),)))
-            await until(lambda: running.is_started)
-            waiting.cancel()
-            running.cancel()
-            await engine.generate(request(engine, LONG))
-            assert (await stats(engine)).cache.num_pins == 0
-
-    run(work())
-
-
-def test_a_pin_expires(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            await engine.generate(
-                request(engine, LONG, pins=(PinPrefix("short", 64, 0.01), PinPrefix("long", 64, 6000)))
-            )
-            await asyncio.sleep(0.02)
-            await engine.generate(request(engine))  # expiry is checked in steps
-            assert (await stats(engine)).cache.num_pins == 1
-            assert not await engine.unpin("short")
-            assert await engine.unpin("long")
-
-    run(work())
-
-
-def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            prompt = request(engine, LONG).prompt
-            assert await engine.pin("p", prompt, "", 60) == 0  # no worker, no cache
-            assert not await engine.unpin("p")
-            await engine.clear_cache()
-            assert (engine.worker_pid, engine.facts, engine.capacity) == (None, None, None)
-            await engine.generate(request(engine, LONG, salt="mine"))
-            assert await engine.pin("p", prompt, "", 60) == 0  # not under this salt
-            assert await engine.pin("p", prompt, "mine", 60) == len(prompt) // 32 * 32
-            assert await engine.pin("p", prompt[:40], "mine", 60) == 32  # replaces the other
-            assert (await stats(engine)).cache.num_pinned == 1
-            await engine.clear_cache()
-            found = await stats(engine)
-            assert (found.cache.num_pins, found.cache.num_cached, found.cache.num_in_use) == (0, 0, 0)
-            assert (await engine.explain(prompt, "mine")).num_tokens == 0
-            with pytest.raises(InvalidRequest, match="salt"):
-                await engine.pin("p", prompt, "\n", 60)
-
-    run(work())
-
-
-def test_clearing_the_cache_does_not_affect_running_requests(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            asked = request(engine, LONG, max_tokens=300)
-            alone = await engine.generate(asked)
-            generation = await engine.submit(asked)
-            await until(lambda: generation.is_started)
-            await engine.clear_cache()
-            assert (await generation.result()).text == alone.text
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
+async def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        prompt = request(engine, LONG).prompt
+        assert await engine.pin("p", prompt, "", 60) == 0  # no worker, no cache
+        assert not await engine.unpin("p")
+        await engine.clear_cache()
+        assert (engine.worker_pid, engine.facts, engine.capacity) == (None, None, None)
+        await engine.generate(request(engine, LONG, salt="mine"))
+        assert await engine.pin("p", prompt, "", 60) == 0  # not under this salt
+        assert await engine.pin("p", prompt, "mine", 60) == len(prompt) // 32 * 32
+        assert await engine.pin("p", prompt[:40], "mine", 60) == 32  # replaces the other
+        assert (await stats(engine)).cache.num_pinned == 1
+        await engine.clear_cache()
+        found = await stats(engine)
+        assert (found.cache.num_pins, found.cache.num_cached, found.cache.num_in_use) == (0, 0, 0)
+        assert (await engine.explain(prompt, "mine")).num_tokens == 0
+        with pytest.raises(InvalidRequest, match="salt"):
+            await engine.pin("p", prompt, "\n", 60)
 
 
 @pytest.mark.parametrize(
@@ -450,18 +265,15 @@ def test_invalid_pins_are_refused(values: tuple[Any, Any, Any], message: str) ->
         PinPrefix(*values)
 
 
-def test_pins_beyond_the_prompt_and_too_many_pins_are_refused(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            with pytest.raises(InvalidRequest, match=r"pins\[1\]\.num_tokens = 999 .* tokens"):
-                request(engine, pins=(PinPrefix("a", 1, 1.0), PinPrefix("a", 999, 1.0)))
-            with pytest.raises(InvalidRequest, match="pins has 9 entries, more than 8"):
-                request(engine, pins=(PinPrefix("a", 1, 1.0),) * 9)
-
-    run(work())
+async def test_pins_beyond_the_prompt_and_too_many_pins_are_refused(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        with pytest.raises(InvalidRequest, match=r"pins\[1\]\.num_tokens = 999 .* tokens"):
+            request(engine, pins=(PinPrefix("a", 1, 1.0), PinPrefix("a", 999, 1.0)))
+        with pytest.raises(InvalidRequest, match="pins has 9 entries, more than 8"):
+            request(engine, pins=(PinPrefix("a", 1, 1.0),) * 9)
 
 
-def test_generations_cancelled_at_random_free_everything(tiny_model: Path) -> None:
+async def test_generations_cancelled_at_random_free_everything(tiny_model: Path) -> None:
     random = Random(7)
 
     async def one(engine: EngineClient, number: int) -> None:
@@ -475,15 +287,12 @@ def test_generations_cancelled_at_random_free_everything(tiny_model: Path) -> No
         generation.take()
         assert generation.is_over
 
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", num_blocks=40, max_num_seqs=4) as engine:
-            await engine.start()
-            for _ in range(10):
-                await asyncio.gather(*(one(engine, number) for number in range(20)))
-            # sources of copies are held until the step of the copy is done: one more request completes it
-            assert (await usage(engine))[:2] == (0, 0)
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-            assert await usage(engine) == (0, 0, 0)
-            assert (await stats(engine)).num_violations == 0
-
-    run(work())
+    async with client(tiny_model, backend="fake", num_blocks=40, max_num_seqs=4) as engine:
+        await engine.start()
+        for _ in range(10):
+            await asyncio.gather(*(one(engine, number) for number in range(20)))
+        # sources of copies are held until the step of the copy is done: one more request completes it
+        assert (await usage(engine))[:2] == (0, 0)
+        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+        assert await usage(engine) == (0, 0, 0)
+        assert (await stats(engine)).num_violations == 0

@@ -49,9 +49,11 @@ from quire.engine.worker.worker import Observer, Worker
 from quire.errors import InvalidRequest
 from tests.core.following import public_content
 from tests.engine import vllm_events as vllm
-from tests.engine.serving import client, request, run, stats
+from tests.engine.serving import client, request, stats
 from tests.engine.subscriber import Subscriber, free_ports, routed
 from tests.waiting import HANG_S, eventually
+
+pytestmark = pytest.mark.anyio
 
 ANY = "tcp://127.0.0.1:0"
 BOTH = KvEventsConfig(ANY, ANY, "kv@here@model")
@@ -365,60 +367,51 @@ def test_a_worker_without_a_publisher_keeps_no_changes() -> None:
 # A worker process
 
 
-def test_a_worker_process_announces_its_cache(tiny_model: Path) -> None:
+async def test_a_worker_process_announces_its_cache(tiny_model: Path) -> None:
     prompt = "The quick brown fox jumps over the lazy dog. " * 9
 
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", kv_events=BOTH) as engine:
-            await engine.start()
+    async with client(tiny_model, backend="fake", kv_events=BOTH) as engine:
+        await engine.start()
+        assert engine.facts is not None
+        status = engine.facts.kv_events
+        assert status is not None
+        assert (status.topic, status.silent_because) == ("kv@here@model", None)
+        asked = request(engine, prompt)
+        await engine.generate(asked)
+        await engine.generate(request(engine, "secret " + prompt, salt="tenant"))
+        await stats(engine)  # a worker sends the events of a step before it handles later messages
+        with Subscriber(status.endpoint, status.replay_endpoint) as subscriber:
+            router = await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))
+            explained = await engine.explain((*asked.prompt, 1))
+            assert router.num_matched(asked.prompt) == explained.num_blocks * 32 > 64
+            salted = request(engine, "secret " + prompt)
+            assert (await engine.explain(salted.prompt, "tenant")).num_blocks > 1
+            assert router.num_matched(salted.prompt) == 0
+            await engine.clear_cache()
+            await stats(engine)
+            assert not (await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))).device
+
+
+async def test_a_new_worker_binds_the_same_ports(tiny_model: Path) -> None:
+    free = KvEventsConfig(*(f"tcp://127.0.0.1:{port}" for port in free_ports(2)))
+    async with client(tiny_model, backend="fake", kv_events=free) as engine:
+        numbers = []
+        for _ in range(3):
+            await engine.generate(request(engine))
             assert engine.facts is not None
-            status = engine.facts.kv_events
-            assert status is not None
-            assert (status.topic, status.silent_because) == ("kv@here@model", None)
-            asked = request(engine, prompt)
-            await engine.generate(asked)
-            await engine.generate(request(engine, "secret " + prompt, salt="tenant"))
-            await stats(engine)  # a worker sends the events of a step before it handles later messages
-            with Subscriber(status.endpoint, status.replay_endpoint) as subscriber:
-                router = await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))
-                explained = await engine.explain((*asked.prompt, 1))
-                assert router.num_matched(asked.prompt) == explained.num_blocks * 32 > 64
-                salted = request(engine, "secret " + prompt)
-                assert (await engine.explain(salted.prompt, "tenant")).num_blocks > 1
-                assert router.num_matched(salted.prompt) == 0
-                await engine.clear_cache()
-                await stats(engine)
-                assert not (await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))).device
-
-    run(work())
+            assert engine.facts.kv_events is not None
+            assert engine.facts.kv_events.endpoint == free.endpoint
+            with Subscriber(free.endpoint, free.replay_endpoint) as subscriber:
+                numbers.append((await asyncio.to_thread(subscriber.replay))[0][0])
+            assert engine.worker_pid is not None
+            os.kill(engine.worker_pid, signal.SIGKILL)
+            while engine.facts is not None:
+                await asyncio.sleep(0.01)
+        assert numbers == sorted(set(numbers))
 
 
-def test_a_new_worker_binds_the_same_ports(tiny_model: Path) -> None:
-    async def work() -> None:
-        free = KvEventsConfig(*(f"tcp://127.0.0.1:{port}" for port in free_ports(2)))
-        async with client(tiny_model, backend="fake", kv_events=free) as engine:
-            numbers = []
-            for _ in range(3):
-                await engine.generate(request(engine))
-                assert engine.facts is not None
-                assert engine.facts.kv_events is not None
-                assert engine.facts.kv_events.endpoint == free.endpoint
-                with Subscriber(free.endpoint, free.replay_endpoint) as subscriber:
-                    numbers.append((await asyncio.to_thread(subscriber.replay))[0][0])
-                assert engine.worker_pid is not None
-                os.kill(engine.worker_pid, signal.SIGKILL)
-                while engine.facts is not None:
-                    await asyncio.sleep(0.01)
-            assert numbers == sorted(set(numbers))
-
-    run(work())
-
-
-def test_a_worker_whose_port_is_taken_does_not_start(tiny_model: Path) -> None:
-    async def work() -> None:
-        with closing(EventPublisher(BOTH)) as publisher:
-            async with client(tiny_model, backend="fake", kv_events=KvEventsConfig(publisher.endpoint)) as engine:
-                with pytest.raises(InvalidRequest, match=r"kv_events = 'tcp://127.0.0.1:\d+': cannot listen there: "):
-                    await engine.start()
-
-    run(work())
+async def test_a_worker_whose_port_is_taken_does_not_start(tiny_model: Path) -> None:
+    with closing(EventPublisher(BOTH)) as publisher:
+        async with client(tiny_model, backend="fake", kv_events=KvEventsConfig(publisher.endpoint)) as engine:
+            with pytest.raises(InvalidRequest, match=r"kv_events = 'tcp://127.0.0.1:\d+': cannot listen there: "):
+                await engine.start()

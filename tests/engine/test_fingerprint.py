@@ -22,9 +22,11 @@ from quire.engine.levels.cache_folder import find_spaces
 from quire.engine.worker import client as client_module
 from quire.engine.worker.client import WorkerConnection
 from quire.engine.worker.protocol import Fingerprinted, Ready
-from tests.engine.serving import client, run
+from tests.engine.serving import client
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S, eventually
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +205,7 @@ worker.main()
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_client_learns_it_with_the_start_or_later(
+async def test_a_client_learns_it_with_the_start_or_later(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
 ) -> None:
     """Once. An idle worker reports a late one by itself."""
@@ -223,18 +225,16 @@ def test_a_client_learns_it_with_the_start_or_later(
     if is_late:
         monkeypatch.setattr(client_module, "_spawn", spawn)
     expected = fingerprint(model, backend="fake")
-
-    async def work() -> None:
-        async with client(model, backend="fake") as engine:
-            assert engine.system_fingerprint is None
-            await engine.start()
-            if is_late:
-                assert engine.system_fingerprint is None
-                flag.touch()
-                await asyncio.to_thread(eventually, lambda: engine.system_fingerprint is not None, "it is known")
-            for _ in range(2):  # when it answers the second time, its loop has run
-                await engine.stats()
-            assert engine.system_fingerprint == expected
-
-    run(work())
+    async with client(model, backend="fake") as engine:
+        before = engine.system_fingerprint
+        assert before is None
+        await engine.start()
+        if is_late:
+            before = engine.system_fingerprint
+            assert before is None
+            flag.touch()
+            await asyncio.to_thread(eventually, lambda: engine.system_fingerprint is not None, "it is known")
+        for _ in range(2):  # when it answers the second time, its loop has run
+            await engine.stats()
+        assert engine.system_fingerprint == expected
     assert [type(one) for one in messages] == [Ready, Fingerprinted][: 1 + is_late]

@@ -12,7 +12,9 @@ from quire.core.values import FinishReason
 from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams
 from quire.engine.model_text import ModelText
 from quire.errors import RequestFailed, WorkerDied
-from tests.engine.serving import run
+from tests.engine.serving import collect
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
@@ -38,69 +40,68 @@ class Feed:
         return delta
 
 
-def test_take_returns_all_new_deltas(text: ModelText) -> None:
-    async def work() -> None:
-        feed = Feed(text)
-        assert (feed.generation.take(), feed.generation.is_over) == ([], False)
-        first, second = feed.push(70), feed.push(71)
-        assert (feed.generation.take(), feed.generation.is_over) == ([first, second], False)
-        last = feed.push(72, reason=FinishReason.LENGTH)
-        assert not feed.generation.is_over  # there is something to take
-        assert (feed.generation.take(), feed.generation.is_over) == ([last], True)
-        assert (feed.generation.take(), feed.generation.is_over) == ([], True)
-
-    run(work())
+async def test_take_returns_all_new_deltas(text: ModelText) -> None:
+    feed = Feed(text)
+    assert (feed.generation.take(), feed.generation.is_over) == ([], False)
+    first, second = feed.push(70), feed.push(71)
+    assert (feed.generation.take(), feed.generation.is_over) == ([first, second], False)
+    last = feed.push(72, reason=FinishReason.LENGTH)
+    assert not feed.generation.is_over  # there is something to take
+    assert (feed.generation.take(), feed.generation.is_over) == ([last], True)
+    assert (feed.generation.take(), feed.generation.is_over) == ([], True)
 
 
-def test_a_failure_is_raised_after_earlier_deltas(text: ModelText) -> None:
+async def test_a_failure_is_raised_after_earlier_deltas(text: ModelText) -> None:
     """Even if the event was cleared after the failure; otherwise the reader would wait forever."""
+    updated = asyncio.Event()
+    feed = Feed(text, updated)
+    delta = feed.push(70)
+    feed.generation.fail(RequestFailed("broken"))
+    feed.generation.fail(WorkerDied("later"))
+    updated.clear()
+    assert (feed.generation.take(), feed.generation.is_over) == ([delta], False)
+    await updated.wait()
+    with pytest.raises(RequestFailed, match="broken"):
+        feed.generation.take()
+    assert feed.generation.is_over
 
-    async def work() -> None:
-        updated = asyncio.Event()
-        feed = Feed(text, updated)
-        delta = feed.push(70)
-        feed.generation.fail(RequestFailed("broken"))
-        feed.generation.fail(WorkerDied("later"))
+
+async def test_every_change_sets_the_event(text: ModelText) -> None:
+    updated = asyncio.Event()
+    feed = Feed(text, updated)
+    explanation = CacheExplanation(1, 0, 1, StopReason.DIVERGED)
+    for happen in (
+        lambda: feed.generation.start(Started(1, 0.0, 1, explanation)),
+        lambda: feed.push(70),
+        lambda: feed.generation.fail(RequestFailed("x")),
+        feed.generation.wake,
+    ):
         updated.clear()
-        assert (feed.generation.take(), feed.generation.is_over) == ([delta], False)
-        await updated.wait()
-        with pytest.raises(RequestFailed, match="broken"):
-            feed.generation.take()
-        assert feed.generation.is_over
-
-    run(work())
+        happen()
+        assert updated.is_set()
+    assert feed.generation.is_started  # even with a wait of 0 s
+    assert (feed.generation.queued_s, feed.generation.num_cached_tokens) == (0.0, 1)
+    assert feed.generation.cache == explanation
 
 
-def test_every_change_sets_the_event(text: ModelText) -> None:
-    async def work() -> None:
-        updated = asyncio.Event()
-        feed = Feed(text, updated)
-        explanation = CacheExplanation(1, 0, 1, StopReason.DIVERGED)
-        for happen in (
-            lambda: feed.generation.start(0.0, 1, explanation),
-            lambda: feed.push(70),
-            lambda: feed.generation.fail(RequestFailed("x")),
-            feed.generation.wake,
-        ):
-            updated.clear()
-            happen()
-            assert updated.is_set()
-        assert feed.generation.is_started  # even with a wait of 0 s
-        assert (feed.generation.queued_s, feed.generation.num_cached_tokens) == (0.0, 1)
-        assert feed.generation.cache == explanation
-
-    run(work())
+async def test_iterating_does_not_clear_the_shared_event(text: ModelText) -> None:
+    updated = asyncio.Event()
+    one, other = Feed(text, updated), Feed(text, updated)
+    reading = asyncio.create_task(collect(one.generation.deltas()))
+    await asyncio.sleep(0)  # it waits now
+    other.push(70)
+    one.push(71, reason=FinishReason.LENGTH)
+    assert len(await reading) == 1
+    assert updated.is_set()
+    assert one.cancelled == [one.generation]  # the connection ignores it: the generation has ended
 
 
-def test_iterating_yields_the_deltas_before_the_failure(text: ModelText) -> None:
-    async def work() -> None:
-        feed = Feed(text)
-        feed.push(70)
-        feed.push(71)
-        feed.generation.fail(WorkerDied("gone"))
-        deltas = feed.generation.deltas()
-        assert [(await anext(deltas)).token_ids for _ in range(2)] == [(70,), (71,)]
-        with pytest.raises(WorkerDied, match="gone"):
-            await anext(deltas)
-
-    run(work())
+async def test_iterating_yields_the_deltas_before_the_failure(text: ModelText) -> None:
+    feed = Feed(text)
+    feed.push(70)
+    feed.push(71)
+    feed.generation.fail(WorkerDied("gone"))
+    deltas = feed.generation.deltas()
+    assert [(await anext(deltas)).token_ids for _ in range(2)] == [(70,), (71,)]
+    with pytest.raises(WorkerDied, match="gone"):
+        await anext(deltas)

@@ -21,9 +21,11 @@ from quire.errors import InvalidRequest, RequestFailed
 from quire.text.child_process import Interrupted
 from quire.text.grammar import Grammar, GrammarKind, choice_grammar, regex_grammar
 from quire.text.tokenizer import Tokenizer
-from tests.engine.serving import client, run
+from tests.engine.serving import client
 from tests.engine.test_grammars import answer
 from tests.waiting import HANG_S, eventually
+
+pytestmark = pytest.mark.anyio
 
 SLOW = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999999}')  # compiles for half a minute
 ENDLESS_S = 1e6  # of CPU time
@@ -73,17 +75,14 @@ def wait_for_end(fork: psutil.Process) -> None:
 # When the child starts
 
 
-def test_a_worker_starts_the_child_before_the_first_grammar(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            await engine.start()
-            pid = engine.worker_pid
-            assert pid is not None
-            (child,) = await asyncio.to_thread(eventually, lambda: trial_children(pid), "the child is started")
-            assert (await answer(engine, grammar=choice_grammar(["on"]))).text == "on"
-            assert [one.pid for one in trial_children(pid)] == [child.pid]
-
-    run(work())
+async def test_a_worker_starts_the_child_before_the_first_grammar(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        await engine.start()
+        pid = engine.worker_pid
+        assert pid is not None
+        (child,) = await asyncio.to_thread(eventually, lambda: trial_children(pid), "the child is started")
+        assert (await answer(engine, grammar=choice_grammar(["on"]))).text == "on"
+        assert [one.pid for one in trial_children(pid)] == [child.pid]
 
 
 def test_a_killed_child_is_started_again_without_a_request(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

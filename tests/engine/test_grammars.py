@@ -35,8 +35,10 @@ from quire.text.grammar import (
     token_grammar,
 )
 from quire.text.tokenizer import Tokenizer
-from tests.engine.serving import client, run, usage
-from tests.waiting import HANG_S, paused
+from tests.engine.serving import client, usage
+from tests.waiting import paused
+
+pytestmark = pytest.mark.anyio
 
 PERSON = {
     "type": "object",
@@ -181,14 +183,6 @@ def test_a_grammar_that_compiles_too_long_is_refused(grammars: Grammars) -> None
     assert grammars.compile(regex_grammar("next")).matcher().mask()
 
 
-def test_a_killed_child_is_restarted(grammars: Grammars) -> None:
-    grammars.compile(regex_grammar("before"))
-    (child,) = [one for one in psutil.Process().children() if "trial_child.py" in " ".join(one.cmdline())]
-    child.kill()
-    child.wait(HANG_S)
-    assert grammars.compile(regex_grammar("after")).matcher().mask()
-
-
 def test_a_stopped_child_is_replaced(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.text.child_process.IDLE_LIMIT_S", 0.5)
     grammars.compile(regex_grammar("before"))
@@ -237,20 +231,6 @@ def test_a_model_without_end_of_text_refuses_grammars(tokenizer: Tokenizer) -> N
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
         made.compile(regex_grammar("a"))
     made.close()
-
-
-def test_the_grammar_queue_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.grammars.MAX_COMPILING", 2)
-    waiting = GrammarQueue(grammars, lambda: None)
-    for number in (1, 2, 3):
-        add = add_of(number, f"w{number}", "")
-        if number < 3:
-            waiting.add(add)
-        else:
-            with pytest.raises(QueueFull, match="2 requests wait"):
-                waiting.add(add)
-    waiting.cancel(1)
-    assert len(waiting) == 1
 
 
 def add_of(number: int, pattern: str, tenant: str) -> Add:
@@ -372,27 +352,23 @@ async def answer(engine: EngineClient, **params: Any) -> GenerationOutput:
     return await generation.result()
 
 
-def test_answers_of_a_worker_follow_their_grammars(tiny_model: Path) -> None:
+async def test_answers_of_a_worker_follow_their_grammars(tiny_model: Path) -> None:
     """With random weights, so that only the masks can be the reason."""
-
-    async def work() -> None:
-        async with client(tiny_model, backend="native") as engine:
-            grammar = regex_grammar("(?:[a-z]{2} ){3}[0-9]{4}")
-            answers = await asyncio.gather(
-                answer(engine, grammar=grammar, n=3),
-                answer(engine, grammar=choice_grammar(["left", "right"])),
-                answer(engine),
-            )
-            for completion in answers[0].completions:
-                assert re.fullmatch("([a-z]{2} ){3}[0-9]{4}", completion.text)
-                assert completion.finish_reason is FinishReason.STOP
-            assert len({completion.text for completion in answers[0].completions}) > 1
-            assert answers[1].text in ("left", "right")
-            alone = await answer(engine, grammar=grammar, n=3)
-            assert [one.text for one in alone.completions] == [one.text for one in answers[0].completions]
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
+    async with client(tiny_model, backend="native") as engine:
+        grammar = regex_grammar("(?:[a-z]{2} ){3}[0-9]{4}")
+        answers = await asyncio.gather(
+            answer(engine, grammar=grammar, n=3),
+            answer(engine, grammar=choice_grammar(["left", "right"])),
+            answer(engine),
+        )
+        for completion in answers[0].completions:
+            assert re.fullmatch("([a-z]{2} ){3}[0-9]{4}", completion.text)
+            assert completion.finish_reason is FinishReason.STOP
+        assert len({completion.text for completion in answers[0].completions}) > 1
+        assert answers[1].text in ("left", "right")
+        alone = await answer(engine, grammar=grammar, n=3)
+        assert [one.text for one in alone.completions] == [one.text for one in answers[0].completions]
+        assert await usage(engine) == (0, 0, 0)
 
 
 def test_the_mask_of_a_token_list_is_constant(grammars: Grammars) -> None:
@@ -406,63 +382,53 @@ def test_the_mask_of_a_token_list_is_constant(grammars: Grammars) -> None:
         token_grammar([])
 
 
-def test_an_answer_of_listed_tokens_through_a_worker(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="native") as engine:
-            ids = [5, 6, 300]
-            found = await answer(engine, grammar=token_grammar(ids), max_tokens=40, temperature=1.0)
-            (one,) = found.completions
-            assert set(one.token_ids) == set(ids)
-            assert (len(one.token_ids), one.finish_reason) == (40, FinishReason.LENGTH)
-            eos = engine.text.eos_token_ids[0]
-            ended = await answer(engine, grammar=token_grammar([5, eos]), max_tokens=400, temperature=1.0)
-            assert ended.completions[0].finish_reason is FinishReason.STOP
-            assert ended.completions[0].token_ids[-1] == eos
-            on = await answer(engine, grammar=token_grammar([5, eos]), max_tokens=60, ignore_eos=True, temperature=1.0)
-            assert len(on.completions[0].token_ids) == 60
-
-    run(work())
+async def test_an_answer_of_listed_tokens_through_a_worker(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="native") as engine:
+        ids = [5, 6, 300]
+        found = await answer(engine, grammar=token_grammar(ids), max_tokens=40, temperature=1.0)
+        (one,) = found.completions
+        assert set(one.token_ids) == set(ids)
+        assert (len(one.token_ids), one.finish_reason) == (40, FinishReason.LENGTH)
+        eos = engine.text.eos_token_ids[0]
+        ended = await answer(engine, grammar=token_grammar([5, eos]), max_tokens=400, temperature=1.0)
+        assert ended.completions[0].finish_reason is FinishReason.STOP
+        assert ended.completions[0].token_ids[-1] == eos
+        on = await answer(engine, grammar=token_grammar([5, eos]), max_tokens=60, ignore_eos=True, temperature=1.0)
+        assert len(on.completions[0].token_ids) == 60
 
 
-def test_a_hostile_grammar_does_not_affect_other_requests(tiny_model: Path) -> None:
+async def test_a_hostile_grammar_does_not_affect_other_requests(tiny_model: Path) -> None:
     """A stream continues while a grammar takes two seconds of CPU time to compile, in the same worker."""
-
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", device="5ms", max_num_seqs=32) as engine:
-            await engine.start()
-            pid = engine.worker_pid
-            first = await answer(engine, grammar=regex_grammar("a"))  # the child has started
-            assert first.text == "a"
-            refused = [
-                asyncio.create_task(answer(engine, grammar=grammar))
-                for _, grammar, _ in [*REFUSED, ("", as_it_is({"multipleOf": 99999999}), "")]
-            ]
-            stream = await engine.submit(ask(engine, max_tokens=200, ignore_eos=True))
-            num_meanwhile = 0
-            async for _ in stream.deltas():
-                num_meanwhile += not refused[-1].done()
-            assert num_meanwhile >= 10
-            found = await asyncio.gather(*refused, return_exceptions=True)
-            assert {type(one) for one in found} == {InvalidRequest}
-            assert engine.worker_pid == pid
-
-    run(work())
+    async with client(tiny_model, backend="fake", device="5ms", max_num_seqs=32) as engine:
+        await engine.start()
+        pid = engine.worker_pid
+        first = await answer(engine, grammar=regex_grammar("a"))  # the child has started
+        assert first.text == "a"
+        refused = [
+            asyncio.create_task(answer(engine, grammar=grammar))
+            for _, grammar, _ in [*REFUSED, ("", as_it_is({"multipleOf": 99999999}), "")]
+        ]
+        stream = await engine.submit(ask(engine, max_tokens=200, ignore_eos=True))
+        num_meanwhile = 0
+        async for _ in stream.deltas():
+            num_meanwhile += not refused[-1].done()
+        assert num_meanwhile >= 10
+        found = await asyncio.gather(*refused, return_exceptions=True)
+        assert {type(one) for one in found} == {InvalidRequest}
+        assert engine.worker_pid == pid
 
 
-def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            assert (await answer(engine, grammar=choice_grammar(["off"]))).text == "off"  # the child has started
-            assert engine.worker_pid is not None
-            (child,) = psutil.Process(engine.worker_pid).children()
-            with paused(child.pid):
-                generation = await engine.submit(ask(engine, grammar=regex_grammar("[a-z]{3}")))
-                assert await usage(engine) == (0, 1, 0)
-                generation.cancel()
-                assert await usage(engine) == (0, 0, 0)
-            assert (await answer(engine, grammar=choice_grammar(["on"]))).text == "on"
-
-    run(work())
+async def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        assert (await answer(engine, grammar=choice_grammar(["off"]))).text == "off"  # the child has started
+        assert engine.worker_pid is not None
+        (child,) = psutil.Process(engine.worker_pid).children()
+        with paused(child.pid):
+            generation = await engine.submit(ask(engine, grammar=regex_grammar("[a-z]{3}")))
+            assert await usage(engine) == (0, 1, 0)
+            generation.cancel()
+            assert await usage(engine) == (0, 0, 0)
+        assert (await answer(engine, grammar=choice_grammar(["on"]))).text == "on"
 
 
 def test_a_stop_string_and_a_bias_hold_inside_a_grammar(tiny_model: Path) -> None:
@@ -476,35 +442,6 @@ def test_a_stop_string_and_a_bias_hold_inside_a_grammar(tiny_model: Path) -> Non
         plain = choice_grammar(["a", "b"])
         (output,) = llm.generate("The", GenerationParams(grammar=plain, logit_bias=bias, temperature=0))
         assert output.text == "b"
-
-
-@pytest.mark.parametrize("backend", ["native", "torch", "fake"])
-def test_answers_with_a_grammar_do_not_depend_on_batching(tiny_model: Path, backend: str) -> None:
-    """With a pool so small that some requests are preempted."""
-    with LLM(tiny_model, backend=backend, num_blocks=24, max_num_seqs=8, threads=1, block_size=16) as llm:
-        params = [
-            GenerationParams(
-                grammar=[json_schema_grammar(PERSON), regex_grammar("[a-z]{40}"), None][i % 3],
-                seed=i,
-                temperature=0.0 if i % 2 else 1.0,
-                repetition_penalty=1.2 if i % 4 == 0 else None,
-                max_tokens=40,
-            )
-            for i in range(9)
-        ]
-        together = llm.generate([f"Number {i}" for i in range(9)], params)
-        alone = [llm.generate(f"Number {i}", params[i])[0] for i in range(9)]
-        assert [one.completions[0].token_ids for one in together] == [one.completions[0].token_ids for one in alone]
-
-
-def test_the_real_model_answers_in_json(default_model: Path) -> None:
-    with LLM(default_model, num_blocks=200) as llm:
-        question = "Bob is 42 years old. Who is he? Answer in JSON."
-        (output,) = llm.chat(question, GenerationParams(grammar=json_schema_grammar(PERSON), temperature=0))
-        assert json.loads(output.text) == {"name": "Bob", "age": 42}
-        assert output.completions[0].finish_reason is FinishReason.STOP
-        with pytest.raises(InvalidRequest, match="grammar"):
-            llm.chat("x", GenerationParams(grammar=regex_grammar("(")))
 
 
 def test_the_vocabulary_of_a_gguf_is_opened_from_its_file(default_model: Path) -> None:

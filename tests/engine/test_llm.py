@@ -15,7 +15,7 @@ from quire.core.check import check_scheduler
 from quire.core.values import FinishReason
 from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams
 from quire.engine.llm import LLM, Conversation, Prompt
-from quire.errors import ContextTooLong, InvalidRequest, ModelNotFound
+from quire.errors import InvalidRequest, ModelNotFound
 
 SHORT = GenerationParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -219,36 +219,42 @@ def test_an_interrupted_call_frees_everything(llm: LLM) -> None:
         llm.generate(["The quick"] * 5, SHORT, on_output=interrupt)
 
 
-def test_all_prompts_are_checked_before_the_first_runs(llm: LLM) -> None:
-    prompts: list[Prompt] = ["The", [1] * 5000]
-    with pytest.raises(ContextTooLong, match=r"prompts\[1\]: prompt of 5000 tokens"):
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["The", [1] * 5000], r"prompts\[1\]: prompt of 5000 tokens"),
+        ([99999], r"^prompt: token id 99999"),
+        ("", "no tokens"),
+        ("x" * 1_000_000, "characters"),
+    ],
+    ids=["long", "outside", "empty", "text"],
+)
+def test_all_prompts_are_checked_before_the_first_runs(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         llm.generate(prompts, SHORT)
-    with pytest.raises(InvalidRequest, match=r"^prompt: token id 99999"):
-        llm.generate([99999], SHORT)
-    with pytest.raises(InvalidRequest, match="no tokens"):
-        llm.generate("", SHORT)
-    with pytest.raises(ContextTooLong, match="characters"):
-        llm.generate("x" * 1_000_000, SHORT)
 
 
-def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
-    with pytest.raises(InvalidRequest, match="max_sequences"):
-        LLM(tiny_model, max_sequences=3)
-    wrong: dict[str, Any] = {"block_size": 10**7, "max_num_seqs": 10**8, "patience": "x", "enable_prefix_caching": "no"}
-    for name in wrong:
-        with pytest.raises(InvalidRequest, match=f"{name} = "):
-            LLM(tiny_model, **{name: wrong[name]})
-    with pytest.raises(InvalidRequest, match="dtype = 'int3'"):
-        LLM(tiny_model, dtype="int3")
-    with pytest.raises(InvalidRequest, match="kv_memory = 10 bytes is less"):
-        LLM(tiny_model, kv_memory=10)
-    with pytest.raises(InvalidRequest, match=r"kv_memory = 4,096 GiB is more than"):
-        LLM(tiny_model, kv_memory=4 << 40)
-    with pytest.raises(InvalidRequest, match="num_blocks = 1000000000 take"):
-        LLM(tiny_model, num_blocks=10**9)
-    with pytest.raises(InvalidRequest, match="threads = 5000 is more than"):
-        LLM(tiny_model, threads=5000)
-    with pytest.raises(InvalidRequest, match="max_model_len = 5000 is more than the 4096"):
-        LLM(tiny_model, max_model_len=5000)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_sequences": 3}, "max_sequences"),
+        ({"block_size": 10**7}, "block_size = "),
+        ({"max_num_seqs": 10**8}, "max_num_seqs = "),
+        ({"patience": "x"}, "patience = "),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching = "),
+        ({"dtype": "int3"}, "dtype = 'int3'"),
+        ({"kv_memory": 10}, "kv_memory = 10 bytes is less"),
+        ({"kv_memory": 4 << 40}, "kv_memory = 4,096 GiB is more than"),
+        ({"num_blocks": 10**9}, "num_blocks = 1000000000 take"),
+        ({"threads": 5000}, "threads = 5000 is more than"),
+        ({"max_model_len": 5000}, "max_model_len = 5000 is more than the 4096"),
+    ],
+)
+def test_settings_are_checked_by_name(tiny_model: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        LLM(tiny_model, **settings)
+
+
+def test_an_unknown_model() -> None:
     with pytest.raises(ModelNotFound):
         LLM("no-such-model-anywhere")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -19,8 +18,10 @@ import pytest
 from quire.engine.worker.client import EngineClient, WorkerProcess
 from quire.engine.worker.protocol import Ask, Failed, GetStats, Stepped, Working, pack
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
-from tests.engine.serving import SLOW, client, request, run, until
+from tests.engine.serving import SLOW, client, request, until
 from tests.waiting import HANG_S
+
+pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
@@ -44,55 +45,47 @@ def kill(engine: EngineClient, number: signal.Signals = signal.SIGKILL) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="only Linux has the file")
-def test_a_worker_does_not_get_the_keys_of_the_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_does_not_get_the_keys_of_the_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY", "OF_ANOTHER_PROGRAM"):
         monkeypatch.setenv(name, "sk-secret-00000001")
 
-    async def work() -> None:
-        async with supervised(tiny_model) as (engine, _):
-            variables = Path(f"/proc/{engine.worker_pid}/environ").read_bytes().split(b"\0")
-            assert [one.partition(b"=")[0] for one in variables if b"sk-secret" in one] == [b"OF_ANOTHER_PROGRAM"]
-
-    run(work())
+    async with supervised(tiny_model) as (engine, _):
+        variables = Path(f"/proc/{engine.worker_pid}/environ").read_bytes().split(b"\0")
+        assert [one.partition(b"=")[0] for one in variables if b"sk-secret" in one] == [b"OF_ANOTHER_PROGRAM"]
 
 
 # Errors
 
 
-def test_running_requests_get_worker_died_and_waiting_ones_lost_before_start(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
-            updated = asyncio.Event()
-            running = await engine.submit(request(engine, max_tokens=3000), updated=updated)
-            waiting = await engine.submit(request(engine), updated=updated)
-            await until(lambda: bool(running.take()))
-            kill(engine)
-            with pytest.raises(WorkerDied, match="was ended by SIGKILL") as died:
-                await running.result()
-            with pytest.raises(LostBeforeStart, match="was ended by SIGKILL"):
-                await waiting.result()
-            assert not isinstance(died.value, LostBeforeStart)
-            assert updated.is_set()
-            assert (await engine.generate(waiting.request)).usage.completion_tokens == 8
-
-    run(work())
+async def test_running_requests_get_worker_died_and_waiting_ones_lost_before_start(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
+        updated = asyncio.Event()
+        running = await engine.submit(request(engine, max_tokens=3000), updated=updated)
+        waiting = await engine.submit(request(engine), updated=updated)
+        await until(lambda: bool(running.take()))
+        kill(engine)
+        with pytest.raises(WorkerDied, match="was ended by SIGKILL") as died:
+            await running.result()
+        with pytest.raises(LostBeforeStart, match="was ended by SIGKILL"):
+            await waiting.result()
+        assert not isinstance(died.value, LostBeforeStart)
+        assert updated.is_set()
+        assert (await engine.generate(waiting.request)).usage.completion_tokens == 8
 
 
-def test_a_request_in_the_first_step_gets_worker_died(tiny_model: Path) -> None:
+async def test_a_request_in_the_first_step_gets_worker_died(tiny_model: Path) -> None:
     """It may have been the cause, so a retry is not safe."""
-
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", device="300ms") as engine:
-            killed: list[int] = []
-            generation = await engine.submit(request(engine), on_start=lambda _: killed.append(kill(engine)))
-            with pytest.raises(WorkerDied) as died:
-                await generation.result()
-            assert not isinstance(died.value, LostBeforeStart)
-
-    run(work())
+    async with client(tiny_model, backend="fake", device="300ms") as engine:
+        killed: list[int] = []
+        generation = await engine.submit(request(engine), on_start=lambda _: killed.append(kill(engine)))
+        with pytest.raises(WorkerDied) as died:
+            await generation.result()
+        assert not isinstance(died.value, LostBeforeStart)
 
 
-def test_the_last_message_is_read_even_if_the_worker_left_messages_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_message_is_read_even_if_the_worker_left_messages_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = (
         "import socket, sys\n"
         "peer = socket.socket(fileno=int(sys.argv[1]))\n"
@@ -107,180 +100,136 @@ def test_the_last_message_is_read_even_if_the_worker_left_messages_unread(monkey
 
     monkeypatch.setattr("quire.engine.worker.client._spawn", spawn)
 
-    async def work() -> None:
-        messages: list[Any] = []
-        ends: list[str] = []
-        process = WorkerProcess(messages.append, ends.append)
-        process.send(Ask(1, GetStats()))
-        process._process.wait()
-        for number in range(2, 5):
-            process.send(Ask(number, GetStats()))  # never read
-        await until(lambda: bool(ends))
-        assert messages == [Failed("InvariantViolation", "why")]
-        assert ends == ["ended with exit code 3"]
-
-    run(work())
+    messages: list[Any] = []
+    ends: list[str] = []
+    process = WorkerProcess(messages.append, ends.append)
+    process.send(Ask(1, GetStats()))
+    process._process.wait()
+    for number in range(2, 5):
+        process.send(Ask(number, GetStats()))  # never read
+    await until(lambda: bool(ends))
+    assert messages == [Failed("InvariantViolation", "why")]
+    assert ends == ["ended with exit code 3"]
 
 
-def test_a_worker_ignores_sigterm_and_sigint(tiny_model: Path) -> None:
+async def test_a_worker_ignores_sigterm_and_sigint(tiny_model: Path) -> None:
     """A service manager sends them to the whole process group; the server finishes its requests first."""
-
-    async def work() -> None:
-        async with client(tiny_model, backend="fake", device="5ms") as engine:
-            generation = await engine.submit(request(engine, max_tokens=40))
-            await until(lambda: bool(generation.take()))
-            kill(engine, signal.SIGTERM)
-            kill(engine, signal.SIGINT)
-            assert (await generation.result()).usage.completion_tokens == 40
-
-    run(work())
+    async with client(tiny_model, backend="fake", device="5ms") as engine:
+        generation = await engine.submit(request(engine, max_tokens=40))
+        await until(lambda: bool(generation.take()))
+        kill(engine, signal.SIGTERM)
+        kill(engine, signal.SIGINT)
+        assert (await generation.result()).usage.completion_tokens == 40
 
 
 # Restarts
 
 
-def test_a_dead_worker_is_replaced(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with supervised(tiny_model) as (engine, watching):
-            assert engine.num_restarts == 0
-            first = kill(engine)
-            await until(lambda: engine.facts is not None and engine.worker_pid not in (None, first))
-            assert engine.num_restarts == 1
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-            await engine.close()
-            await watching  # supervision ends by itself
-
-    run(work())
-
-
-def test_supervision_and_requests_start_only_one_worker(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            watching = asyncio.create_task(engine.supervise())
-            asked = request(engine)
-            await asyncio.gather(*(engine.generate(asked) for _ in range(5)))
-            assert engine.num_restarts == 0
-            pid = kill(engine)
-            await until(lambda: engine.worker_pid != pid)
-            await asyncio.gather(*(engine.generate(asked) for _ in range(5)))
-            assert engine.num_restarts == 1
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-
-    run(work())
+async def test_supervision_and_requests_start_only_one_worker(tiny_model: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        watching = asyncio.create_task(engine.supervise())
+        asked = request(engine)
+        await asyncio.gather(*(engine.generate(asked) for _ in range(5)))
+        assert engine.num_restarts == 0
+        pid = kill(engine)
+        await until(lambda: engine.worker_pid != pid)
+        await asyncio.gather(*(engine.generate(asked) for _ in range(5)))
+        assert engine.num_restarts == 1
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
-def test_a_failure_of_the_first_load_is_raised(tiny_model: Path, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, backend="fake") as engine:
-            engine._path = tmp_path / "broken.gguf"
-            engine._path.write_bytes(b"GGUF")
-            with pytest.raises(ModelFileError, match=r"broken\.gguf"):
-                await engine.supervise()
-
-    run(work())
+async def test_a_failure_of_the_first_load_is_raised(tiny_model: Path, tmp_path: Path) -> None:
+    async with client(tiny_model, backend="fake") as engine:
+        engine._path = tmp_path / "broken.gguf"
+        engine._path.write_bytes(b"GGUF")
+        with pytest.raises(ModelFileError, match=r"broken\.gguf"):
+            await engine.supervise()
 
 
-def test_later_load_failures_are_retried(
+async def test_later_load_failures_are_retried(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 0.1)
-
-    async def work() -> None:
-        async with supervised(tiny_model) as (engine, watching):
-            good, engine._path = engine._path, tmp_path / "gone.gguf"
-            kill(engine)
-            await until(lambda: "could not be started again" in caplog.text)
-            assert not watching.done()
-            assert (engine.facts, engine.is_moving) == (None, False)
-            engine._path = good
-            await until(lambda: engine.facts is not None)
-            assert engine.num_restarts >= 2
-
-    with caplog.at_level(logging.ERROR):
-        run(work())
+    async with supervised(tiny_model) as (engine, watching):
+        good, engine._path = engine._path, tmp_path / "gone.gguf"
+        kill(engine)
+        await until(lambda: "could not be started again" in caplog.text)
+        assert not watching.done()
+        assert (engine.facts, engine.is_moving) == (None, False)
+        engine._path = good
+        await until(lambda: engine.facts is not None)
+        assert engine.num_restarts >= 2
 
 
-def test_a_failed_process_start_is_retried(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_process_start_is_retried(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 0.1)
 
-    async def work() -> None:
-        async with supervised(tiny_model) as (engine, watching):
+    async with supervised(tiny_model) as (engine, watching):
 
-            def fail(_fd: int) -> None:
-                raise BlockingIOError("no process left")
+        def fail(_fd: int) -> None:
+            raise BlockingIOError("no process left")
 
-            with monkeypatch.context() as patch:
-                patch.setattr("quire.engine.worker.client._spawn", fail)
-                kill(engine)
-                await until(lambda: engine._num_early_deaths >= 2)
-                with pytest.raises(WorkerDied, match="no process left"):
-                    await engine.start()
-            assert not watching.done()
-            await until(lambda: engine.facts is not None)
-
-    run(work())
+        with monkeypatch.context() as patch:
+            patch.setattr("quire.engine.worker.client._spawn", fail)
+            kill(engine)
+            await until(lambda: engine._num_early_deaths >= 2)
+            with pytest.raises(WorkerDied, match="no process left"):
+                await engine.start()
+        assert not watching.done()
+        await until(lambda: engine.facts is not None)
 
 
-def test_close_does_not_wait_for_the_backoff(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_does_not_wait_for_the_backoff(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 10 * HANG_S)
 
-    async def work() -> None:
-        async with supervised(tiny_model) as (engine, watching):
-            engine._num_early_deaths = 50  # the backoff is longer than the time limit of the test
-            kill(engine)
-            await until(lambda: engine._pause is not None)
-            asked = asyncio.create_task(engine.start())
-            await engine.close()
+    async with supervised(tiny_model) as (engine, watching):
+        engine._num_early_deaths = 50  # the backoff is longer than the time limit of the test
+        kill(engine)
+        await until(lambda: engine._pause is not None)
+        asked = asyncio.create_task(engine.start())
+        await engine.close()
+        await watching
+        with pytest.raises(WorkerDied, match="closed"):
+            await asked
+
+
+async def test_cancelled_supervision_keeps_the_worker(tiny_model: Path) -> None:
+    async with supervised(tiny_model) as (engine, watching):
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
             await watching
-            with pytest.raises(WorkerDied, match="closed"):
-                await asked
-
-    run(work())
-
-
-def test_cancelled_supervision_keeps_the_worker(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with supervised(tiny_model) as (engine, watching):
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-            assert engine.num_restarts == 0
-
-    run(work())
+        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+        assert engine.num_restarts == 0
 
 
 # is_moving
 
 
-def test_is_moving_is_false_for_a_silent_worker_with_work(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, hang_limit_s=600.0, **SLOW) as engine:
-            states = [engine.is_moving]  # there is no worker
-            await engine.start()
+async def test_is_moving_is_false_for_a_silent_worker_with_work(tiny_model: Path) -> None:
+    async with client(tiny_model, hang_limit_s=600.0, **SLOW) as engine:
+        states = [engine.is_moving]  # there is no worker
+        await engine.start()
 
-            def is_moving_a_minute_later() -> bool:
-                assert engine._connection is not None
-                assert isinstance(engine._connection.process, WorkerProcess)
-                engine._connection.process._heard_s -= 60
-                return engine.is_moving
+        def is_moving_a_minute_later() -> bool:
+            assert engine._connection is not None
+            assert isinstance(engine._connection.process, WorkerProcess)
+            engine._connection.process._heard_s -= 60
+            return engine.is_moving
 
-            states.append(is_moving_a_minute_later())  # idle: silence is normal
-            generation = await engine.submit(request(engine, max_tokens=3900))
-            states.append(engine.is_moving)  # the limit starts with the work
-            await until(lambda: bool(generation.take()))
-            kill(engine, signal.SIGSTOP)
-            states.append(is_moving_a_minute_later())
-            assert states == [False, True, True, False]
-            kill(engine, signal.SIGCONT)
-            await until(lambda: engine.is_moving)
-            generation.cancel()
-
-    run(work())
+        states.append(is_moving_a_minute_later())  # idle: silence is normal
+        generation = await engine.submit(request(engine, max_tokens=3900))
+        states.append(engine.is_moving)  # the limit starts with the work
+        await until(lambda: bool(generation.take()))
+        kill(engine, signal.SIGSTOP)
+        states.append(is_moving_a_minute_later())
+        assert states == [False, True, True, False]
+        kill(engine, signal.SIGCONT)
+        await until(lambda: engine.is_moving)
+        generation.cancel()
 
 
-def test_an_announced_silence_lasts_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_announced_silence_lasts_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import socket, sys\n"
         "peer = socket.socket(fileno=int(sys.argv[1]))\n"
@@ -296,17 +245,13 @@ def test_an_announced_silence_lasts_until_the_next_message(monkeypatch: pytest.M
 
     monkeypatch.setattr("quire.engine.worker.client._spawn", spawn)
 
-    async def work() -> list[float]:
-        messages: list[Any] = []
-        process = WorkerProcess(messages.append, lambda _: None)
-        process.expect_message(60.0)
-        found = [process.announced_s]
-        await until(lambda: len(messages) == 1)
-        found.append(process.announced_s)
-        process._socket.send(b"x")
-        await until(lambda: len(messages) == 2)
-        found.append(process.announced_s)
-        await process.close()
-        return found
-
-    assert run(work()) == [0.0, 77.0, 0.0]
+    messages: list[Any] = []
+    process = WorkerProcess(messages.append, lambda _: None)
+    process.expect_message(60.0)
+    assert process.announced_s == 0
+    await until(lambda: len(messages) == 1)
+    assert process.announced_s == 77
+    process._socket.send(b"x")
+    await until(lambda: len(messages) == 2)
+    assert process.announced_s == 0
+    await process.close()

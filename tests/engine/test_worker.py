@@ -21,260 +21,135 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine, StepEstimator, Work
-from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams, GenerationRequest
+from quire.engine.generation import GenerationParams, GenerationRequest
 from quire.engine.model_text import ModelText
 from quire.engine.worker.client import EngineClient, WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Gone, Stepped, Working, from_worker, pack, to_worker
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
-from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
-from tests.engine.serving import SLOW, client, collect, request, run, until, usage
+from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, WorkerDied
+from tests.engine.serving import client, request, run, until, usage
 from tests.waiting import HANG_S, eventually, num_switches
 
-
-def test_requests_are_batched_and_loading_is_reported(tiny_model: Path) -> None:
-    async def work() -> None:
-        progress: list[tuple[int, int]] = []
-        async with client(tiny_model, on_loading=lambda done, total: progress.append((done, total))) as engine:
-            prompts = [f"The dog number {i}" for i in range(12)]
-            alone = [(await engine.generate(request(engine, prompt))).text for prompt in prompts[:3]]
-            together = await asyncio.gather(*(engine.generate(request(engine, prompt)) for prompt in prompts))
-            assert [output.text for output in together[:3]] == alone
-            assert all(output.usage.completion_tokens == 8 for output in together)
-            assert await usage(engine) == (0, 0, 0)
-        assert progress[-1][0] == progress[-1][1] > 0
-
-    run(work())
+pytestmark = pytest.mark.anyio
 
 
-def test_deltas_stream_and_the_cache_is_counted(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            asked = request(engine, "The quick brown fox jumps over the lazy dog. " * 5, n=2, seed=3, temperature=1.0)
-            generation = await engine.submit(asked)
-            texts = ["", ""]
-            async for delta in generation.deltas():
-                texts[delta.index] += delta.text
-            output = generation.whole()
-            assert [one.text for one in output.completions] == texts
-            again = await engine.generate(asked)
-            assert [one.text for one in again.completions] == texts
-            assert again.usage.cached_tokens == len(asked.prompt) - 1
-            explained = await engine.explain(asked.prompt)
-            assert explained.num_tokens == len(asked.prompt) - 1
-            assert (await engine.explain(asked.prompt, salt="other")).num_tokens == 0
-
-    run(work())
+async def test_requests_are_batched_and_loading_is_reported(tiny_model: Path) -> None:
+    progress: list[tuple[int, int]] = []
+    async with client(tiny_model, on_loading=lambda done, total: progress.append((done, total))) as engine:
+        prompts = [f"The dog number {i}" for i in range(12)]
+        alone = [(await engine.generate(request(engine, prompt))).text for prompt in prompts[:3]]
+        together = await asyncio.gather(*(engine.generate(request(engine, prompt)) for prompt in prompts))
+        assert [output.text for output in together[:3]] == alone
+        assert all(output.usage.completion_tokens == 8 for output in together)
+        assert await usage(engine) == (0, 0, 0)
+    assert progress[-1][0] == progress[-1][1] > 0
 
 
-def test_leaving_a_stream_early_frees_the_blocks(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, **SLOW) as engine:
-            generation = await engine.submit(request(engine, max_tokens=2000))
-            async with contextlib.aclosing(generation.deltas()) as deltas:
-                async for _ in deltas:
-                    break
-            other = await engine.submit(request(engine, "Another", max_tokens=2000))
-            waiting = asyncio.create_task(other.result())
-            await until(lambda: other.is_started)
-            other.cancel()
-            output = await waiting  # the waiter gets the partial answer
-            assert output.completions[0].finish_reason is FinishReason.CANCELLED
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
+async def test_a_worker_that_hangs_is_killed(tiny_model: Path) -> None:
+    async with client(tiny_model, hang_limit_s=1.0) as engine:
+        await engine.start()
+        pid = engine.worker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(1.5)  # idle: silence is normal
+        assert engine.worker_pid == pid
+        with pytest.raises(WorkerDied, match="sent no message for 1 s"):
+            await engine.generate(request(engine))
+        assert not is_running(pid)
 
 
-def test_a_refused_request_does_not_affect_others(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            running = asyncio.create_task(engine.generate(request(engine, max_tokens=200)))
-            vocabulary = engine.text.spec.vocab_size
-            with pytest.raises(InvalidRequest, match="outside the vocabulary"):
-                await engine.generate(request(engine, logit_bias={vocabulary: 1.0}))
-            with pytest.raises(ContextTooLong, match="4096"):
-                await engine.generate(GenerationRequest.of((1,) * 5000, request(engine).sampling))
-            assert (await running).usage.completion_tokens == 200
-
-    run(work())
+async def test_a_stop_string_ends_the_request_in_the_worker(tiny_model: Path) -> None:
+    async with client(tiny_model) as engine:
+        whole = await engine.generate(request(engine, max_tokens=60))
+        stop = whole.text[5:8]
+        output = await engine.generate(request(engine, max_tokens=2000, stop=stop))
+        assert output.text == whole.text[: whole.text.index(stop)]
+        assert output.completions[0].finish_reason is FinishReason.STOP
+        assert output.usage.completion_tokens < 60
+        assert await usage(engine) == (0, 0, 0)
 
 
-def test_a_killed_worker_fails_its_requests_and_the_next_gets_a_new_one(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, **SLOW) as engine:
-            generations = [await engine.submit(request(engine, max_tokens=3000)) for _ in range(3)]
-            pid = engine.worker_pid
-            assert pid is not None
-            async with contextlib.aclosing(generations[0].deltas()) as deltas:
-                await anext(deltas)
-                os.kill(pid, signal.SIGKILL)
-                with pytest.raises(WorkerDied, match=r"tiny was ended by SIGKILL"):
-                    await collect(deltas)
-            for generation in generations[1:]:
-                with pytest.raises(WorkerDied):
-                    await generation.result()
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-            assert engine.worker_pid not in (None, pid)
-
-    run(work())
+async def test_cancelling_one_waiter_of_a_load_does_not_affect_others(tiny_model: Path) -> None:
+    async with client(tiny_model) as engine:
+        asked = request(engine)
+        first = asyncio.create_task(engine.start())
+        await until(lambda: engine.worker_pid is not None)
+        second = asyncio.create_task(engine.generate(asked))
+        third = asyncio.create_task(engine.generate(asked))
+        await asyncio.sleep(0)
+        pid = engine.worker_pid
+        first.cancel()
+        second.cancel()
+        assert (await third).usage.completion_tokens == 8
+        assert (await engine.generate(asked)).usage.completion_tokens == 8
+        assert engine.worker_pid == pid
 
 
-def test_a_worker_that_hangs_is_killed(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model, hang_limit_s=1.0) as engine:
-            await engine.start()
-            pid = engine.worker_pid
-            assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(1.5)  # idle: silence is normal
-            assert engine.worker_pid == pid
-            with pytest.raises(WorkerDied, match="sent no message for 1 s"):
-                await engine.generate(request(engine))
-            assert not is_running(pid)
-
-    run(work())
-
-
-def test_a_failed_load_raises_its_error(tiny_model: Path, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            engine._path = tmp_path / "gone.gguf"
-            engine._path.write_bytes(b"GGUF")
-            with pytest.raises(ModelFileError, match=r"gone\.gguf"):
-                await engine.start()
-
-    run(work())
-
-
-def test_text_that_cannot_be_decoded_ends_only_its_request(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            good = await engine.submit(request(engine, max_tokens=100))
-            bad = await engine.submit(request(engine, "Ein kleiner Text", max_tokens=100))
-
-            push = Generation.push
-
-            def fail(self: Generation, index: int, output: EngineOutput) -> Delta:
-                if self is bad:
-                    raise RuntimeError("detokeniser")
-                return push(self, index, output)
-
-            monkeypatch.setattr(Generation, "push", fail)
-            with pytest.raises(RequestFailed, match="detokeniser"):
-                await bad.result()
-            assert (await good.result()).usage.completion_tokens == 100
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
-
-
-def test_a_stop_string_ends_the_request_in_the_worker(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            whole = await engine.generate(request(engine, max_tokens=60))
-            stop = whole.text[5:8]
-            output = await engine.generate(request(engine, max_tokens=2000, stop=stop))
-            assert output.text == whole.text[: whole.text.index(stop)]
-            assert output.completions[0].finish_reason is FinishReason.STOP
-            assert output.usage.completion_tokens < 60
-            assert await usage(engine) == (0, 0, 0)
-
-    run(work())
-
-
-def test_cancelling_one_waiter_of_a_load_does_not_affect_others(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            asked = request(engine)
-            first = asyncio.create_task(engine.start())
-            await until(lambda: engine.worker_pid is not None)
-            second = asyncio.create_task(engine.generate(asked))
-            third = asyncio.create_task(engine.generate(asked))
-            await asyncio.sleep(0)
-            pid = engine.worker_pid
-            first.cancel()
-            second.cancel()
-            assert (await third).usage.completion_tokens == 8
-            assert (await engine.generate(asked)).usage.completion_tokens == 8
-            assert engine.worker_pid == pid
-
-    run(work())
-
-
-def test_the_late_end_of_a_worker_does_not_affect_its_successor(
+async def test_the_late_end_of_a_worker_does_not_affect_its_successor(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of the old worker is reported after a new one has started."""
+    async with client(tiny_model, hang_limit_s=1.0) as engine:
+        await engine.start()
+        assert engine._connection is not None
+        first, engine._hang_limit_s = engine._connection.process, HANG_S  # the next one may be slow
+        assert isinstance(first, WorkerProcess)
+        is_served, wait = asyncio.Event(), first._wait_or_kill
 
-    async def work() -> None:
-        async with client(tiny_model, hang_limit_s=1.0) as engine:
-            await engine.start()
-            assert engine._connection is not None
-            first, engine._hang_limit_s = engine._connection.process, HANG_S  # the next one may be slow
-            assert isinstance(first, WorkerProcess)
-            is_served, wait = asyncio.Event(), first._wait_or_kill
+        async def wait_longer(grace_s: float) -> int:
+            await is_served.wait()
+            return await wait(grace_s)
 
-            async def wait_longer(grace_s: float) -> int:
-                await is_served.wait()
-                return await wait(grace_s)
-
-            monkeypatch.setattr(first, "_wait_or_kill", wait_longer)
-            os.kill(first.pid, signal.SIGSTOP)
-            lost = asyncio.create_task(engine.generate(request(engine)))
-            await until(lambda: first.is_over)
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-            assert not lost.done()
-            is_served.set()
-            with pytest.raises(WorkerDied):
-                await lost
-
-    run(work())
+        monkeypatch.setattr(first, "_wait_or_kill", wait_longer)
+        os.kill(first.pid, signal.SIGSTOP)
+        lost = asyncio.create_task(engine.generate(request(engine)))
+        await until(lambda: first.is_over)
+        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+        assert not lost.done()
+        is_served.set()
+        with pytest.raises(WorkerDied):
+            await lost
 
 
-def test_a_second_failed_load_raises_again(tiny_model: Path, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            broken = tmp_path / "broken.gguf"
-            broken.write_bytes(b"GGUF")
-            good, engine._path = engine._path, broken
-            for _ in range(2):
-                with pytest.raises(ModelFileError):
-                    await engine.start()
-            engine._path = good
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-
-    run(work())
+async def test_a_second_failed_load_raises_again(tiny_model: Path, tmp_path: Path) -> None:
+    async with client(tiny_model) as engine:
+        broken = tmp_path / "broken.gguf"
+        broken.write_bytes(b"GGUF")
+        good, engine._path = engine._path, broken
+        for _ in range(2):
+            with pytest.raises(ModelFileError):
+                await engine.start()
+        engine._path = good
+        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
 
 
-def test_repeated_deaths_back_off_and_close_is_final(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_deaths_back_off_and_close_is_final(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            sleep = asyncio.sleep
+    async with client(tiny_model) as engine:
+        sleep = asyncio.sleep
 
-            async def note(delay_s: float) -> None:
-                waits.append(delay_s)
-                await sleep(0)
+        async def note(delay_s: float) -> None:
+            waits.append(delay_s)
+            await sleep(0)
 
-            for num_deaths in (1, 2, 3):
+        for num_deaths in (1, 2, 3):
+            await engine.start()
+            pid = engine.worker_pid
+            assert pid is not None
+            with monkeypatch.context() as patch:
+                patch.setattr("quire.engine.worker.client.asyncio.sleep", note)
+                os.kill(pid, signal.SIGKILL)
+                while engine._num_early_deaths < num_deaths:
+                    await sleep(0.01)
                 await engine.start()
-                pid = engine.worker_pid
-                assert pid is not None
-                with monkeypatch.context() as patch:
-                    patch.setattr("quire.engine.worker.client.asyncio.sleep", note)
-                    os.kill(pid, signal.SIGKILL)
-                    while engine._num_early_deaths < num_deaths:
-                        await sleep(0.01)
-                    await engine.start()
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-            waiting = asyncio.create_task(engine.start())
-            await engine.close()
-            with pytest.raises(WorkerDied, match="closed"):
-                await engine.start()
-            await asyncio.gather(waiting, return_exceptions=True)
-            assert engine.worker_pid is None
-
-    run(work())
+        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+        waiting = asyncio.create_task(engine.start())
+        await engine.close()
+        with pytest.raises(WorkerDied, match="closed"):
+            await engine.start()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert engine.worker_pid is None
     assert waits[:2] == [1.0, 2.0]
 
 
@@ -288,85 +163,67 @@ def test_invalid_prompts_are_refused_before_they_reach_a_worker(tiny_model: Path
         GenerationRequest.of((1,), SamplingParams(), priority=7)
 
 
-def test_an_invalid_message_ends_only_its_request(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            running = await engine.submit(request(engine, max_tokens=60))
-            forged = await engine.submit(request(engine, max_tokens=60))
-            assert engine._connection is not None
-            ids = list(forged.request_ids)
-            raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "request": {"prompt": ["x"]}})
-            assert isinstance(engine._connection.process, WorkerProcess)
-            engine._connection.process._writer.send(len(raw).to_bytes(4, "little") + raw)
-            with pytest.raises(InvalidRequest):
-                await forged.result()
-            assert (await running.result()).usage.completion_tokens == 60
-
-    run(work())
+async def test_an_invalid_message_ends_only_its_request(tiny_model: Path) -> None:
+    async with client(tiny_model) as engine:
+        running = await engine.submit(request(engine, max_tokens=60))
+        forged = await engine.submit(request(engine, max_tokens=60))
+        assert engine._connection is not None
+        ids = list(forged.request_ids)
+        raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "request": {"prompt": ["x"]}})
+        assert isinstance(engine._connection.process, WorkerProcess)
+        engine._connection.process._writer.send(len(raw).to_bytes(4, "little") + raw)
+        with pytest.raises(InvalidRequest):
+            await forged.result()
+        assert (await running.result()).usage.completion_tokens == 60
 
 
-def test_too_much_unread_data_is_refused(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            innocent = await engine.submit(request(engine, max_tokens=30))
-            large = GenerationRequest.of((70_000,) * 3_000_000, request(engine).sampling)
-            with pytest.raises((QueueFull, ContextTooLong)) as caught:
-                await asyncio.gather(*[engine.generate(large) for _ in range(8)])
-            assert caught.type in (QueueFull, ContextTooLong)
-            assert (await innocent.result()).usage.completion_tokens == 30
-
-    run(work())
+async def test_too_much_unread_data_is_refused(tiny_model: Path) -> None:
+    async with client(tiny_model) as engine:
+        innocent = await engine.submit(request(engine, max_tokens=30))
+        large = GenerationRequest.of((70_000,) * 3_000_000, request(engine).sampling)
+        with pytest.raises((QueueFull, ContextTooLong)) as caught:
+            await asyncio.gather(*[engine.generate(large) for _ in range(8)])
+        assert caught.type in (QueueFull, ContextTooLong)
+        assert (await innocent.result()).usage.completion_tokens == 30
 
 
-def test_queries_do_not_start_a_worker(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            assert await engine.stats() is None
-            assert (await engine.explain((1, 2, 3))).num_tokens == 0
-            assert engine.worker_pid is None
-
-    run(work())
+async def test_queries_do_not_start_a_worker(tiny_model: Path) -> None:
+    async with client(tiny_model) as engine:
+        assert await engine.stats() is None
+        assert (await engine.explain((1, 2, 3))).num_tokens == 0
+        assert engine.worker_pid is None
 
 
-def test_an_on_loading_callback_that_raises_is_dropped(tiny_model: Path) -> None:
-    async def work() -> None:
-        def fail(_done: int, _total: int) -> None:
-            raise RuntimeError("no terminal")
+async def test_an_on_loading_callback_that_raises_is_dropped(tiny_model: Path) -> None:
+    def fail(_done: int, _total: int) -> None:
+        raise RuntimeError("no terminal")
 
-        async with client(tiny_model, on_loading=fail) as engine:
-            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-
-    run(work())
+    async with client(tiny_model, on_loading=fail) as engine:
+        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
 
 
 def test_a_client_belongs_to_one_event_loop(tiny_model: Path) -> None:
     text = ModelText.open(tiny_model)
     engine = EngineClient(tiny_model, text, EngineConfig(num_blocks=50, threads=1))
 
-    async def use() -> None:
-        await engine.start()
-
     async def use_and_close() -> None:
         async with engine:
-            await use()
+            await engine.start()
 
     run(use_and_close())
     with pytest.raises(InvalidRequest, match="another event loop"):
-        run(use())
+        run(engine.start())
     text.close()
 
 
-def test_modules_in_the_working_directory_are_not_imported(
+async def test_modules_in_the_working_directory_are_not_imported(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("open('HACKED', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
 
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            await engine.generate(request(engine))
-
-    run(work())
+    async with client(tiny_model) as engine:
+        await engine.generate(request(engine))
     assert not (tmp_path / "HACKED").exists()
 
 
@@ -378,19 +235,16 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_idle_costs_no_cpu(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with client(tiny_model) as engine:
-            await engine.generate(request(engine))
-            pid = engine.worker_pid
-            assert pid is not None
-            while True:  # until the audit has ended: then the worker sleeps without limit
-                before, own_s = num_switches(pid), time.process_time()
-                await asyncio.sleep(2)
-                if num_switches(pid) == before and time.process_time() - own_s < 0.02:
-                    break
-
-    run(work())
+async def test_idle_costs_no_cpu(tiny_model: Path) -> None:
+    async with client(tiny_model) as engine:
+        await engine.generate(request(engine))
+        pid = engine.worker_pid
+        assert pid is not None
+        while True:  # until the audit has ended: then the worker sleeps without limit
+            before, own_s = num_switches(pid), time.process_time()
+            await asyncio.sleep(2)
+            if num_switches(pid) == before and time.process_time() - own_s < 0.02:
+                break
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -23,7 +23,7 @@ from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.opening import open_checkpoint
 from tests.backends.contract import VOCAB, Contract, random_prompt
 from tests.backends.mlx.architectures import DenseReference, write_model
-from tests.backends.plans import piece, plan, run
+from tests.backends.plans import check_order_of_calls, piece, plan, run
 from tests.backends.torch.rig import Answer, Rig
 
 NUM_BLOCKS = 64
@@ -129,17 +129,7 @@ def test_an_out_of_bounds_plan_changes_nothing(runner: MlxRunner, wrong: StepPla
 
 
 def test_calls_in_the_wrong_order(runner: MlxRunner) -> None:
-    with pytest.raises(InvariantViolation):
-        runner.sample(None)
-    with pytest.raises(InvariantViolation):
-        runner.collect()
-    runner.forward(plan(piece()))
-    with pytest.raises(InvariantViolation):
-        runner.forward(plan(piece()))
-    runner.abandon()
-    with pytest.raises(InvariantViolation):
-        runner.sample(None)
-    run(runner, piece())
+    check_order_of_calls(runner)
 
 
 def test_a_step_writes_only_its_own_positions(runner: MlxRunner) -> None:

@@ -25,7 +25,7 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.tensors import expected_tensors
 from tests.backends.native.references import llama_name
 from tests.backends.native.test_invariance import check_same
-from tests.backends.plans import piece, plan, run
+from tests.backends.plans import check_order_of_calls, piece, plan, run
 from tests.backends.torch.rig import Rig
 from tests.weights.makers import VOCAB, config, llama_arrays, write_folder
 
@@ -93,17 +93,7 @@ def test_an_out_of_bounds_plan_changes_nothing(runner: NativeRunner, wrong: Step
 
 
 def test_calls_in_the_wrong_order(runner: NativeRunner) -> None:
-    with pytest.raises(InvariantViolation):
-        runner.sample(None)
-    with pytest.raises(InvariantViolation):
-        runner.collect()
-    runner.forward(plan(piece()))
-    with pytest.raises(InvariantViolation):
-        runner.forward(plan(piece()))
-    runner.abandon()
-    with pytest.raises(InvariantViolation):
-        runner.sample(None)
-    run(runner, piece())
+    check_order_of_calls(runner)
 
 
 def test_after_close_nothing_reaches_c(model_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,13 +104,6 @@ class Rig:
             self.step(answers)
             num_steps += 1
             assert num_steps < 5_000
-        return answers
-
-    def run_some(self, *request_ids: int, num_steps: int) -> dict[int, Answer]:
-        """Run this many steps. Requests that are started afterwards may be added with `step` and `finish`."""
-        answers: dict[int, Answer] = defaultdict(Answer, {request_id: Answer() for request_id in request_ids})
-        for _ in range(num_steps):
-            self.step(answers)
         return answers
 
     def finish(self, answers: dict[int, Answer]) -> None:

@@ -223,28 +223,6 @@ def test_dummy_weights_are_the_same_every_time(tmp_path: Path) -> None:
     assert 0.01 < float(weight.std()) < 0.03
 
 
-def test_long_rope_is_chosen_by_the_longest_context_of_the_engine(tmp_path: Path) -> None:
-    """The library would choose by the longest request of a pass, and change the keys of the others."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 64,
-    }
-    reference = write_model(tmp_path, "llama", rope_parameters=rope)
-    checkpoint = SafetensorsCheckpoint(tmp_path)
-    cpu = torch.device("cpu")
-    short = load_transformers_model(checkpoint, torch.float32, cpu, 64)
-    long = load_transformers_model(checkpoint, torch.float32, cpu, 256)
-    frequencies = [model.model.model.rotary_emb.inv_freq for model in (short, long)]
-    torch.testing.assert_close(frequencies[0], 4.0 * frequencies[1])
-    prompt = random_prompt(3, 100)
-    answer = ModelRig(long).answer(prompt, 2)
-    expected = EagerReference(reference).logprobs([*prompt, *answer.tokens])
-    assert float((torch.stack(answer.rows) - expected[99:101]).abs().max()) < BOUND
-
-
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -290,15 +268,6 @@ def test_long_rope_does_not_depend_on_other_requests_chunks_or_the_cache(
 def test_the_trial_finds_a_rope_that_reads_the_longest_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_model, "_always_see", lambda *_: None)
     write_model(tmp_path, "phimoe", rope_parameters=LONG_ROPE | MSCALES)
-    with pytest.raises(UnsupportedModel, match="logits differ by"):
-        load_tiny(tmp_path)
-
-
-def test_the_trial_finds_frequencies_that_change_with_the_longest_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformers_model, "freeze_rope", lambda *_: 0)
-    write_model(tmp_path, "llama", rope_parameters=LONG_ROPE)
     with pytest.raises(UnsupportedModel, match="logits differ by"):
         load_tiny(tmp_path)
 

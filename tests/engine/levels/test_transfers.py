@@ -256,6 +256,17 @@ def test_early_pieces_are_paced_beside_steps(make_rig: MakeRig) -> None:
     assert rig.block_io.imports == [4]
 
 
+def test_an_early_piece_that_is_missing_fails_the_load(make_rig: MakeRig) -> None:
+    rig = make_rig(None)
+    rig.save([2], HOST)
+    rig.finish()
+    loads = [Load(1, block(n), Level.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in (1, 2)]
+    rig.transfers.start_early(loads[:1], is_busy=False)
+    assert loaded(rig.poll()) == {}
+    rig.start(loads=loads[1:])
+    assert loaded(rig.finish()) == {1: {block(1)}}
+
+
 def test_a_thread_reads_several_small_files_in_one_call(make_rig: MakeRig) -> None:
     rig = make_rig(has_host=False, num_readers=2)
     assert rig.disk is not None
