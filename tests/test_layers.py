@@ -49,7 +49,7 @@ BUDGETS = {
     "quire/backends": (11_760, 76), "quire/batch": (430, 4), "quire/bench": (730, 4), "quire/cli": (4_250, 26),
     "quire/core": (4_760, 22), "quire/engine": (6_200, 27), "quire/scale": (1_480, 9), "quire/server": (8_360, 30),
     "quire/sim": (710, 4), "quire/text": (4_390, 23), "quire/weights": (3_680, 20),
-    "benchmarks": (2_800, 25), "tests": (53_840, 417),
+    "benchmarks": (2_800, 25), "tests": (52_080, 381),
 }  # fmt: skip
 
 
