@@ -102,10 +102,6 @@ def report(verdicts: Sequence[Verdict], max_tokens: int) -> int:
     return 1 if wrong else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 Schema = dict[str, Any]
 
 
@@ -357,3 +353,7 @@ _PATTERNS = [
     "^[A-Z]{2}[0-9]{4}$", "^[a-z]+@[a-z]+\\.(com|org)$", "^[0-9]{3}-[0-9]{4}$", "^(yes|no|maybe)$", "^[^ ]{1,12}$",
     "^\\d{1,3}(,\\d{3})*$", "^v[0-9]+(\\.[0-9]+){1,2}$", "^(?:[A-F0-9]{2}:){3}[A-F0-9]{2}$",
 ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

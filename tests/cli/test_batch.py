@@ -59,26 +59,6 @@ def at(server: Server) -> list[str]:
 # Against a server
 
 
-def test_both_formats_and_an_error_for_each_wrong_line(server: Server, tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "in.jsonl", "[", {"prompt": "Hi", "max_tokens": 2}, '"Hi"', OPENAI_LINE, OPENAI_LINE, "{}"
-    )
-    outcome = quire("batch", str(source), str(tmp_path / "out.jsonl"), *at(server), "--max-tokens", "3")
-    assert outcome.returncode == 1, outcome.stderr
-    assert "6 lines: 3 answered, 3 failed" in outcome.stderr
-    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    by_line = {int(one["id"].rpartition("_")[2]): one for one in found}
-    assert by_line[1]["error"]["message"].startswith("line 1: not JSON")
-    assert by_line[5]["error"]["code"] == "duplicate_custom_id"
-    assert by_line[6]["error"]["param"] == "prompt"
-    for number, tokens in ((2, 2), (3, 3), (4, 2)):
-        response = by_line[number]["response"]
-        assert response["status_code"] == 200
-        assert response["body"]["usage"]["completion_tokens"] <= tokens
-        assert response["body"]["service_tier"] == "flex"  # the tier low
-    assert outcome.stdout == ""
-
-
 def test_pipes_and_order(server: Server) -> None:
     lines = "".join(json.dumps(f"Prompt {number}") + "\n" for number in range(40))
     outcome = quire("batch", "-", "-", *at(server), "--ordered", "--max-tokens", "2", "--quiet", stdin=lines)

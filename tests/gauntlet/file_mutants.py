@@ -600,10 +600,6 @@ def main(name: str, first: int, count: int, progress: Path) -> None:
         renderer.close()
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
-
-
 Write = Callable[[Path], Path]  # into an empty folder; returns the path to open
 CANARY = "executed"  # a file beside the hostile one: a pickle that runs code makes it
 

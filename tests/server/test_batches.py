@@ -474,33 +474,6 @@ def test_a_batch_that_is_too_late_expires(tiny_model: Path, tmp_path: Path) -> N
 # Exceptions that nobody expects
 
 
-@pytest.mark.nightly
-def test_a_batch_whose_results_cannot_be_read_fails_when_it_expires(tiny_model: Path, tmp_path: Path) -> None:
-    env = {"QUIRE_STATE_DIR": str(tmp_path / "state")}
-    folder = tmp_path / "state" / "batches"
-    with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client, paused(server.worker_pid):
-        batch = submit(client, line("a"), line("b"))
-        eventually(lambda: client.batches.retrieve(batch.id).status == "in_progress", "it runs")
-        server.process.kill()
-        server.process.wait(HANG_S)
-    facts = folder / f"{batch.id}.json"
-    facts.write_text(facts.read_text().replace(f'"expires_at":{batch.expires_at}', '"expires_at":1000000000'))
-    (folder / f"{batch.id}.err.jsonl").write_text("damaged by another program\n")
-    for _ in range(2):  # also after a restart
-        with serving(str(tiny_model), *FAKE, env=env) as server, client_of(server) as client:
-            found = finished(client, batch.id)
-            check_failed(client, found)
-            assert client.files.content(found.error_file_id).text.startswith("damaged")
-
-
-def check_failed(client: OpenAI, batch: Any) -> None:
-    assert batch.status == "failed"
-    assert batch.failed_at is not None
-    error = batch.errors.data[0]
-    assert (error.code, error.message) == ("server_error", "the server failed; its log has the reason")
-    assert batch.id in [one.id for one in client.batches.list()]
-
-
 class Failing:
     """Answers the first request of a batch, then fails, a number of times, in a way that no handler does."""
 

@@ -196,15 +196,6 @@ def test_a_crash_disturbs_only_its_own_model(roomy: Server) -> None:
     eventually(lambda: roomy.chat(model="b").status == 200, "b is back")
 
 
-def test_the_least_recently_used_model_is_unloaded(tight: Server) -> None:
-    assert [tight.chat(model=name).status for name in "abca"] == [200] * 4
-    assert states(tight) == "ready unloaded ready"
-    assert tight.chat(model="b").status == 200
-    assert states(tight) == "ready ready unloaded"
-    assert sum(entry["num_bytes"] for entry in tight.get("/v1/models").json["data"][:2]) <= 15 << 20
-    assert len(workers(tight)) == 2
-
-
 def test_pinned_models_stay_and_a_model_that_cannot_fit_is_refused(tight: Server) -> None:
     for name in "ab":
         tight.chat(model=name)

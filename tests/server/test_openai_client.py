@@ -178,50 +178,6 @@ def test_the_stream_helper(client: OpenAI) -> None:
 # Sampling and logprobs
 
 
-def test_logprobs(client: OpenAI) -> None:
-    answer = chat(client, logprobs=True, top_logprobs=3)
-    assert answer.choices[0].logprobs is not None
-    entries = answer.choices[0].logprobs.content or []
-    words = ["The", " capital", " of", " Japan", " is", " Tokyo", "."]
-    assert [entry.token for entry in entries] == [*words, "<|im_end|>"]
-    for entry in entries:
-        assert bytes(entry.bytes or ()).decode() == entry.token
-        assert entry.logprob <= 0
-        assert entry.token == entry.top_logprobs[0].token  # greedy
-        numbers = [top.logprob for top in entry.top_logprobs]
-        assert len(numbers) == 3
-        assert numbers == sorted(numbers, reverse=True)
-    chunks = chat_chunks(client, logprobs=True, top_logprobs=3)
-    found = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
-    streamed = [entry for part in found for entry in part.content or ()]
-    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
-    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in entries], abs=1e-3)
-
-
-def test_scoring_a_prompt_generates_nothing(client: OpenAI, server: Server) -> None:
-    """As lm-evaluation-harness does: log probabilities of several prompts at once."""
-    texts = ["The capital of Japan is Tokyo.", "One, two"]
-    ids = tokens_of(server, prompt=texts[1])
-    options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": [texts[0], ids], "temperature": 0, "logprobs": 2}
-    found = client.completions.create(max_tokens=0, echo=True, **options)
-    assert [choice.text for choice in found.choices] == texts
-    assert {choice.finish_reason for choice in found.choices} == {"length"}
-    assert found.usage is not None
-    assert (found.usage.completion_tokens, found.usage.total_tokens) == (0, found.usage.prompt_tokens)
-    longer = client.completions.create(max_tokens=1, echo=True, **options)
-    for one, other, text in zip(found.choices, longer.choices, texts, strict=True):
-        assert one.logprobs is not None
-        assert other.logprobs is not None
-        assert "".join(one.logprobs.tokens or ()) == text
-        assert (other.logprobs.token_logprobs or [])[:-1] == one.logprobs.token_logprobs
-        assert len(one.logprobs.top_logprobs or ()) == len(one.logprobs.tokens or ())
-    silent = client.completions.create(model=DEFAULT_MODEL, prompt="Hello", max_tokens=0)
-    assert (silent.choices[0].text, silent.choices[0].finish_reason) == ("", "length")
-    with client.completions.create(model=DEFAULT_MODEL, prompt="Hello", max_tokens=0, echo=True, stream=True) as stream:
-        chunks = [choice for chunk in stream for choice in chunk.choices]
-    assert ["".join(choice.text for choice in chunks), chunks[-1].finish_reason] == ["Hello", "length"]
-
-
 def test_remote_tokenizer_of_lm_evaluation_harness(server: Server) -> None:
     """The requests that lm-evaluation-harness sends with tokenizer_backend=remote."""
     info = server.ask("GET", "/tokenizer_info").json
@@ -303,26 +259,6 @@ def test_explain_predicts_the_cache_hit(client: OpenAI, server: Server) -> None:
     assert hidden["matched_tokens"] < before["prompt_tokens"] - 1
 
 
-def test_a_breakpoint_pins_what_comes_before_it(client: OpenAI, server: Server) -> None:
-    facts = "Facts: " + " ".join(f"{i} is less than {i + 1}." for i in range(12))
-    mark = {"type": "text", "text": facts, "prompt_cache_breakpoint": {"ttl": "1h"}}
-    block_size = server.stats()["block_size"]
-
-    def asked(question: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": [mark, {"type": "text", "text": question}]}]
-
-    try:
-        first = chat(client, messages=asked(" Why?"), max_tokens=1)
-        kept = common(tokens_of(server, messages=asked(" Why?")), tokens_of(server, messages=asked(" And so?")))
-        stats = server.stats()
-        assert (stats["num_pins"], stats["num_pinned"]) == (1, kept // block_size)
-        assert kept // block_size >= 2
-        second = chat(client, messages=asked(" And so?"), max_tokens=1)
-        assert cached(second) == kept > cached(first)
-    finally:
-        server.post("/v1/cache/clear")
-
-
 # Prompts
 
 
@@ -373,27 +309,6 @@ def test_request_ids(client: OpenAI) -> None:
     mine = chat(client, max_tokens=1, extra_headers={"x-request-id": "my-own.id"})
     assert mine._request_id == "my-own.id"
     assert client.models.list()._request_id
-
-
-def test_unknown_fields_are_ignored_and_named(client: OpenAI) -> None:
-    raw = client.chat.completions.with_raw_response.create(
-        model=DEFAULT_MODEL,
-        messages=[{"role": "user", "content": QUESTION}],
-        temperature=0,
-        max_tokens=16,
-        store=True,
-        metadata={"a": "b"},
-        user="someone",
-        reasoning_effort="low",
-        parallel_tool_calls=False,
-        extra_body={"frobnicate": 3, "wibble": {"deep": []}},
-    )
-    assert raw.headers["x-quire-ignored-fields"] == "frobnicate, wibble, reasoning_effort"
-    assert raw.parse().choices[0].message.content == ANSWER
-    raw = client.chat.completions.with_raw_response.create(
-        model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], max_tokens=1, store=False, user="me"
-    )
-    assert "x-quire-ignored-fields" not in raw.headers
 
 
 # Disconnects and crashes

@@ -164,14 +164,6 @@ def test_an_answer_by_schema(client: OpenAI) -> None:
     assert parsed.choices[0].message.parsed.continent == "Europe"
 
 
-def test_tools_with_an_answer_format_leave_the_choice(client: OpenAI) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sunny", "rainy"]}}}
-    words = ask(client, response_format=form, max_tokens=100).choices[0]
-    assert words.message.tool_calls or json.loads(words.message.content) in ("sunny", "rainy")
-    called = ask(client, response_format=form, tool_choice="required", parallel_tool_calls=False).choices[0]
-    assert called.finish_reason == "tool_calls"
-
-
 CLAUDE_TOOLS: Any = [
     {"name": "get_weather", "description": "Of a city", "input_schema": WEATHER},
     {"name": "add_one", "description": "Adds 1", "input_schema": ADD},
