@@ -149,16 +149,17 @@ class LimitedChild(Child):
 
     def request(self, order: Mapping[str, Any], max_cpu_s: float) -> dict[str, Any]:
         """The answer to an order. Raises the given failure, or RequestFailed if other processes end the child twice."""
+        is_last_try = False
         with self._lock:
-            for may_try_again in (True, False):
+            while True:
                 try:
                     self._prepare()
                     return self._exchange(order, max_cpu_s)
                 except Interrupted as error:
-                    problem = error
-                if may_try_again:
-                    log.warning("%s %s; trying again in a new process", self._names[0], problem)
-        raise RequestFailed(f"{self._names[0]} {problem}")
+                    if is_last_try:
+                        raise RequestFailed(f"{self._names[0]} {error}") from None
+                    log.warning("%s %s; trying again in a new process", self._names[0], error)
+                is_last_try = True
 
     def warm_up(self) -> None:
         """Start the child and send the first order."""

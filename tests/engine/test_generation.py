@@ -71,7 +71,7 @@ async def test_every_change_sets_the_event(text: ModelText) -> None:
     feed = Feed(text, updated)
     explanation = CacheExplanation(1, 0, 1, StopReason.DIVERGED)
     for happen in (
-        lambda: feed.generation.start(Started(1, 0.0, 1, explanation)),
+        lambda: feed.generation.start(0.0, 1, explanation),
         lambda: feed.push(70),
         lambda: feed.generation.fail(RequestFailed("x")),
         feed.generation.wake,
