@@ -172,36 +172,34 @@ class Fingerprinting:
         fingerprint_of: Callable[[str, str], str],
         on_end: Callable[[], None],
     ) -> None:
-        self._weights = weights
-        self._text = text
-        self._fingerprint_of = fingerprint_of
-        self._on_end = on_end
         num_bytes = sum(file.stat().st_size for file in (*weights, *text))
         self._memo = memo if num_bytes > MAX_FORGOTTEN_BYTES else None
         self._is_large = num_bytes > MAX_AWAITED_BYTES
-        self._found = ""
-        self._thread = threading.Thread(target=self._run, name="fingerprint", daemon=True)
+        self.found = ""  # it is not known yet, or the files cannot be read
+        arguments = weights, text, fingerprint_of, on_end
+        self._thread = threading.Thread(target=self._run, name="fingerprint", args=arguments, daemon=True)
         self._thread.start()
-
-    @property
-    def found(self) -> str:
-        """The fingerprint; empty: it is not known yet, or the files cannot be read."""
-        return self._found
 
     def wait(self) -> str:
         """Wait for the fingerprint, unless the files are large."""
         if not self._is_large:
             self._thread.join()
-        return self._found
+        return self.found
 
-    def _run(self) -> None:
+    def _run(
+        self,
+        weights: Sequence[Path],
+        text: Sequence[Path],
+        fingerprint_of: Callable[[str, str], str],
+        on_end: Callable[[], None],
+    ) -> None:
         try:
             if self._is_large:
                 lower_thread_priority()
             max_threads = 1 if self._is_large else None
-            weights = weights_digest(self._weights, self._memo, max_threads)
-            text = [f"{file.name}={weights_digest([file], self._memo, max_threads)}" for file in self._text]
-            self._found = self._fingerprint_of(weights, " ".join(text))
+            digest = weights_digest(weights, self._memo, max_threads)
+            texts = [f"{file.name}={weights_digest([file], self._memo, max_threads)}" for file in text]
+            self.found = fingerprint_of(digest, " ".join(texts))
         except OSError as error:
             log.warning("answers have no system_fingerprint: a file of the model cannot be read: %s", error)
-        self._on_end()
+        on_end()

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
@@ -124,9 +124,6 @@ class ModelManager:
         self._uses = count(1)
         self._change = asyncio.Event()  # set when memory may have become free; the current load waits for it
         self._is_closed = False
-
-    def __iter__(self) -> Iterator[ManagedModel]:
-        return iter(self.models)
 
     @property
     def num_bytes(self) -> int:
@@ -360,7 +357,7 @@ class ModelManager:
         if self.budget_bytes is None:
             return
         try:
-            while (missing := self._held_by_others(managed) + need - self.budget_bytes) > 0:
+            while (missing := self.num_bytes - managed.num_bytes + need - self.budget_bytes) > 0:
                 self._check_fits(managed, need)
                 if not managed.is_wanted:
                     raise _LoadAbandoned
@@ -369,9 +366,6 @@ class ModelManager:
                 await self._change.wait()
         finally:
             self._evict_only(())
-
-    def _held_by_others(self, managed: ManagedModel) -> int:
-        return sum(other.num_bytes for other in self.models if other is not managed)
 
     def _check_fits(self, managed: ManagedModel, need: int) -> None:
         budget, fixed = self.budget_bytes or 0, self._fixed_bytes(managed)

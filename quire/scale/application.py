@@ -389,7 +389,7 @@ class ModelReplica(Replica):
         except QuireError as error:
             raise RuntimeError(f"{name}: {error}") from None  # not every process that reads it can import quire
         self._max_num_seqs = engine.scheduling(facts.capacity).max_num_seqs
-        self._janitor = asyncio.get_running_loop().create_task(self._drop_silent_fronts())
+        self._janitor = asyncio.get_running_loop().create_task(self._drop_silent_front())
 
     async def hello(self) -> None:
         """The first call of a front."""
@@ -423,10 +423,10 @@ class ModelReplica(Replica):
             log.error("the replica ends: %s", reason)
             asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
-    async def _drop_silent_fronts(self) -> None:
+    async def _drop_silent_front(self) -> None:
         while True:
             await asyncio.sleep(JANITOR_S)
-            self.drop_silent_fronts()
+            self.drop_silent_front()
 
 
 class Front:

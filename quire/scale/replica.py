@@ -1,9 +1,10 @@
-"""A replica of a model: one worker process, and the fronts that use it.
+"""A replica of a model: one worker process, and the front that uses it.
 
 A front is a server in front of the replicas. It sends the messages of the worker's protocol, and reads what the worker
 answers as one stream of batches, so that a step is one message for all its requests. Knows nothing of Ray.
 
-Ids of requests and queries start with the number of their front (`FRONT_BITS`).
+There is one front: one that connects takes the place of the one before it, which has ended. Ids of requests and queries
+start with the number of their front (`FRONT_BITS`), so a front ignores what belongs to its predecessor.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Replica:
         self._on_end = on_end
         self._hang_limit_s = hang_limit_s
         self._loop = asyncio.get_running_loop()
-        self._fronts: dict[int, _Front] = {}
+        self._front: _Front | None = None
         self._keys: set[bytes] = set()  # content of the cache, for fronts that connect later
         self._num_free_blocks = 0
         self._fingerprint = ""
@@ -133,11 +134,11 @@ class Replica:
 
     @property
     def num_requests(self) -> int:
-        return sum(len(front.request_ids) for front in self._fronts.values())
+        return 0 if self._front is None else len(self._front.request_ids)
 
     @property
-    def num_fronts(self) -> int:
-        return len(self._fronts)
+    def has_front(self) -> bool:
+        return self._front is not None
 
     async def stats(self) -> Stats:
         """The worker's own figures. Concurrent calls share one query."""
@@ -193,15 +194,13 @@ class Replica:
             await asyncio.sleep(HANDOVER_S)  # the front closes this stream when the next one has begun
         finally:
             if is_over:
-                if self._fronts.get(front) is own:
-                    del self._fronts[front]
                 self._drop(own)
 
     async def _connect(self, front: int) -> _Front:
-        if (earlier := self._fronts.pop(front, None)) is not None:
-            self._drop(earlier)
         facts = await asyncio.shield(self._facts)
-        own = self._fronts[front] = _Front(front, self._loop.time())
+        if self._front is not None:
+            self._drop(self._front)
+        own = self._front = _Front(front, self._loop.time())
         if self._system_fingerprint is not None:
             facts = msgspec.structs.replace(facts, system_fingerprint=self._system_fingerprint)
         own.push(encode(msgspec.structs.replace(facts, fingerprint=self._fingerprint)))
@@ -209,30 +208,26 @@ class Replica:
         return own
 
     def _find(self, front: int) -> _Front:
-        found = self._fronts.get(front)
-        if found is None:
+        if self._front is None or self._front.number != front:
             raise InvalidRequest(f"front {front} is not connected")
-        return found
+        return self._front
 
-    def drop_silent_fronts(self) -> None:
-        """Cancel the requests of fronts that have died without closing their stream."""
-        oldest_s = self._loop.time() - SILENT_LIMIT_S
-        for front in [one for one in self._fronts.values() if one.heard_s < oldest_s]:
-            log.warning(
-                "a front has sent nothing for %g s: its %d requests are cancelled",
-                SILENT_LIMIT_S,
-                len(front.request_ids),
-            )
-            del self._fronts[front.number]
+    def drop_silent_front(self) -> None:
+        """Cancel the requests of a front that has died without closing its stream."""
+        if (front := self._front) is not None and front.heard_s < self._loop.time() - SILENT_LIMIT_S:
+            text = "a front has sent nothing for %g s: its %d requests are cancelled"
+            log.warning(text, SILENT_LIMIT_S, len(front.request_ids))
             self._drop(front)
 
     async def close(self) -> None:
         """End the worker. Requests that run are lost."""
-        for front in tuple(self._fronts.values()):
-            front.close()
+        if self._front is not None:
+            self._front.close()
         await self.process.close()
 
     def _drop(self, front: _Front) -> None:
+        if self._front is front:
+            self._front = None
         front.close()
         for request_id in front.request_ids:
             self.process.send(Cancel(request_id))
@@ -244,13 +239,12 @@ class Replica:
 
     def _take(self, message: FromWorker) -> None:
         self._pass_on(message)
-        for front in [one for one in self._fronts.values() if one.is_closed]:
-            del self._fronts[front.number]
-            self._drop(front)
+        if self._front is not None and self._front.is_closed:
+            self._drop(self._front)
         self._watch()
 
     def _pass_on(self, message: FromWorker) -> None:
-        """Pass a message to all fronts. Each ignores ids that are not its own; there is one, except for a moment."""
+        """Pass a message to the front, unless it is for this replica itself."""
         match message:
             case Ready():
                 self._facts.set_result(message)
@@ -267,10 +261,6 @@ class Replica:
             case Stepped(outputs=outputs):
                 ended = (one.request_id for one in outputs if one.finish_reason is not None or one.error is not None)
                 self._settle(ended)
-                if len(self._fronts) > 1:  # each counts the tokens of a step
-                    for front in self._fronts.values():
-                        front.push(encode(_part(message, front.number)))
-                    return
             case Refused(request_ids=request_ids):
                 self._settle(request_ids)
             case CacheReport():
@@ -279,16 +269,15 @@ class Replica:
                 self._system_fingerprint = system_fingerprint
             case Answered(query_id=query_id):
                 self._settle((query_id,))
-        frame = encode(message)
-        for front in self._fronts.values():
-            front.push(frame)
+        if self._front is not None:
+            self._front.push(encode(message))
 
     def _settle(self, ids: Iterable[int]) -> None:
         """Requests or queries have ended."""
-        for one in ids:
-            if (front := self._fronts.get(one >> FRONT_BITS)) is not None:
-                front.request_ids.discard(one)
-                front.query_ids.discard(one)
+        if self._front is not None:
+            ended = set(ids)
+            self._front.request_ids -= ended
+            self._front.query_ids -= ended
 
     def _note_cache(self, report: CacheReport) -> None:
         if report.is_cleared:
@@ -304,16 +293,16 @@ class Replica:
             self._facts.set_exception(self.error)
         if self._stats is not None and not self._stats.done():
             self._stats.set_exception(self.error)
-        for front in self._fronts.values():
-            front.push(encode(Failed(type(self.error).__name__, str(self.error))))
-            front.close()
+        if self._front is not None:
+            self._front.push(encode(Failed(type(self.error).__name__, str(self.error))))
+            self._front.close()
         self._on_end(str(self.error))
 
     def _watch(self) -> None:
         """Silence is a hang only while an output or an answer is expected."""
         if self._facts.done():
             is_busy = self._stats is not None and not self._stats.done()
-            is_busy = is_busy or any(front.is_waiting for front in self._fronts.values())
+            is_busy = is_busy or (self._front is not None and self._front.is_waiting)
             self.process.expect_message(self._hang_limit_s if is_busy else None)
 
 
@@ -328,15 +317,3 @@ def _ids_of(message: ToWorker) -> tuple[int, ...]:
             return ()
         case Ask(query_id=query_id):
             return (query_id,)
-
-
-def _part(message: Stepped, front: int) -> Stepped:
-    """The part of a step that belongs to one front."""
-    own = [at for at, request_id in enumerate(message.request_ids) if request_id >> FRONT_BITS == front]
-    return Stepped(
-        tuple(output for output in message.outputs if output.request_id >> FRONT_BITS == front),
-        message.num_tokens,
-        message.took_s,
-        tuple(message.request_ids[at] for at in own),
-        tuple(message.token_ids[at] for at in own),
-    )

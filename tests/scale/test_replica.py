@@ -196,8 +196,8 @@ async def test_a_replica_that_is_stopped_finishes_its_requests(direct: Direct, c
     client.set_replicas(["r0"])  # r1 is being stopped
     await client.generate(request(client, 50))
     assert [(await one.result()).usage.completion_tokens for one in running] == [300, 300]
-    await until(lambda: not direct.replicas["r1"].num_fronts, "the front leaves it when it is idle")
-    assert direct.replicas["r0"].num_fronts == 1
+    await until(lambda: not direct.replicas["r1"].has_front, "the front leaves it when it is idle")
+    assert direct.replicas["r0"].has_front
     assert client.num_restarts == 0
 
 
@@ -219,10 +219,10 @@ async def test_a_front_that_is_silent_is_dropped(
     running = await client.submit(request(client, max_tokens=4000))
     await until(lambda: running.is_started, "it has started")
     monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", 3600.0)
-    direct.replicas["r0"].drop_silent_fronts()
+    direct.replicas["r0"].drop_silent_front()
     assert direct.replicas["r0"].num_requests == 1
     monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", -1.0)
-    direct.replicas["r0"].drop_silent_fronts()
+    direct.replicas["r0"].drop_silent_front()
     assert direct.replicas["r0"].num_requests == 0
     with pytest.raises(WorkerDied):
         await running.result()
@@ -230,17 +230,20 @@ async def test_a_front_that_is_silent_is_dropped(
     assert (client.num_restarts, routed(client)) == (1, [2])
 
 
-async def test_two_fronts_of_one_replica(direct: Direct, client: ClusterClient) -> None:
-    """Each front gets its own answers only."""
+async def test_a_front_takes_the_place_of_the_one_before_it(direct: Direct, client: ClusterClient) -> None:
+    """The requests of the one before it are cancelled. The new one ignores what the worker still sends for them."""
+    running = await client.submit(request(client, max_tokens=4000))
+    await until(lambda: running.is_started, "it has started")
     other = Direct(FRONT + 1)
     other.replicas = direct.replicas
     second = ClusterClient(client.text, CONFIG, other, ids=ids_of(FRONT + 1))
+    await client.close()
     await second.start()
-    both = [(client, 30), (second, 30), (client, 60), (second, 60)]
-    outputs = await asyncio.gather(*(one.generate(request(one, first, 40, 50)) for one, first in both))
-    assert outputs[0].completions == outputs[1].completions
-    assert [output.usage.completion_tokens for output in outputs] == [50] * 4
+    output = await second.generate(request(second, 30, 40, 50))
+    assert output.usage.completion_tokens == 50
     assert next(client._ids) >> FRONT_BITS == FRONT
+    with pytest.raises(InvalidRequest, match=f"front {FRONT} is not connected"):
+        await direct.replicas["r0"].send(FRONT, [])
     await second.close()
 
 
@@ -251,7 +254,7 @@ async def test_a_replica_that_is_stopped_while_it_is_idle(direct: Direct, client
     assert [one.name for one in client.replica_statuses] == ["r2"]
     await client.generate(request(client))
     await until(
-        lambda: not (direct.replicas["r0"].num_fronts or direct.replicas["r1"].num_fronts), "the front has left them"
+        lambda: not (direct.replicas["r0"].has_front or direct.replicas["r1"].has_front), "the front has left them"
     )
 
 
@@ -303,7 +306,7 @@ async def test_a_probe_after_a_cancellation_is_answered(
     assert (connection.num_requests, connection._is_probing) == (0, True)
     await until(lambda: not connection._is_busy, "the probe is answered")
     assert client.is_moving
-    assert not direct.replicas["r0"]._fronts[FRONT].is_waiting
+    assert not direct.replicas["r0"]._find(FRONT).is_waiting
 
 
 async def test_silence_counts_from_the_first_open_request(client: ClusterClient) -> None:
@@ -348,17 +351,20 @@ async def test_messages_that_the_worker_cannot_take_are_refused(
     frames = [encode(DropBlocks()), encode(Cancel(running.request_ids[0]))]
     await replica.send(FRONT, frames)
     assert not replica.num_requests
-    assert not replica._fronts[FRONT].is_waiting
+    assert not replica._find(FRONT).is_waiting
 
 
-async def test_a_front_that_does_not_read_is_disconnected(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_front_that_does_not_read_is_disconnected(
+    direct: Direct, client: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.close()
     replica = direct.replicas["r0"]
     stream = replica.messages(FRONT + 1)
     await anext(stream)
     monkeypatch.setattr("quire.scale.replica.MAX_UNSENT", 100)
     for query in range(20):
         await replica.send(FRONT + 1, [encode(Ask((FRONT + 1 << FRONT_BITS) + query, GetStats()))])
-    await until(lambda: FRONT + 1 not in replica._fronts, "it is disconnected")
+    await until(lambda: not replica.has_front, "it is disconnected")
     assert [frames async for frames in stream] == []
 
 
@@ -527,21 +533,24 @@ async def test_streams_that_continue(tiny_model: Path, monkeypatch: pytest.Monke
         assert direct.num_streams > 3  # batches of a busy machine contain several steps
         again = await client.generate(request(client, max_tokens=300))
         assert again.completions == whole.completions
-        assert (client.num_restarts, direct.replicas["r0"].num_fronts) == (0, 1)
+        assert (client.num_restarts, direct.replicas["r0"].has_front) == (0, True)
         await client.close()
-        await until(lambda: not direct.replicas["r0"].num_fronts, "the front has left")
+        await until(lambda: not direct.replicas["r0"].has_front, "the front has left")
 
 
-async def test_a_front_that_does_not_continue(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_front_that_does_not_continue(
+    direct: Direct, client: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is dropped like any other that sends nothing."""
+    await client.close()
     monkeypatch.setattr("quire.scale.replica.MAX_BATCHES", 1)
     monkeypatch.setattr("quire.scale.replica.HANDOVER_S", 0.01)
     replica = direct.replicas["r0"]
     stream = replica.messages(FRONT + 1)
     assert [len(frames) > 0 async for frames in stream] == [True, False]
-    assert replica.num_fronts == 2
+    assert replica.has_front
     monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", -1.0)
-    replica.drop_silent_fronts()
+    replica.drop_silent_front()
     with pytest.raises(InvalidRequest, match="is not connected"):
         await anext(replica.messages(FRONT + 1, is_continued=True))
 
@@ -584,7 +593,7 @@ async def test_a_replica_with_another_model_is_not_used(
     other = direct.replicas["other"] = Replica("other", print)
     await other.start(tiny_model, CONFIG, b"0123456789abcdef", "other model")
     client.set_replicas(["r0", "other"])
-    await until(lambda: client._replicas["other"].is_foreign and not other.num_fronts, "it is left")
+    await until(lambda: client._replicas["other"].is_foreign and not other.has_front, "it is left")
     await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30)))
     assert [(one.name, one.num_routed) for one in client.replica_statuses] == [("r0", 3)]
     client.set_replicas([])

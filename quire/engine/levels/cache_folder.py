@@ -310,12 +310,6 @@ def write_problem(folder: Path) -> str | None:
     return None
 
 
-def restore_root(root: Path, secret: bytes) -> None:
-    """Create a folder that was deleted again, with the secret that its files depend on. Raises OSError."""
-    make_private(root)
-    _write_secret(root, secret)
-
-
 def root_secret(root: Path) -> bytes:
     """The secret of the chain keys of this folder, created by the first process that asks for it.
 
@@ -327,7 +321,7 @@ def root_secret(root: Path) -> bytes:
     try:
         with suppress(FileNotFoundError):
             return _read_secret(path)
-        _write_secret(root, secrets.token_bytes(SECRET_BYTES))
+        write_secret(root, secrets.token_bytes(SECRET_BYTES))
         return _read_secret(path)
     except OSError as error:
         is_link = error.errno == errno.ELOOP
@@ -335,7 +329,8 @@ def root_secret(root: Path) -> bytes:
         raise CacheFolderError(f"{path} is a link: replace it by a file" if is_link else problem) from error
 
 
-def _write_secret(root: Path, secret: bytes) -> None:
+def write_secret(root: Path, secret: bytes) -> None:
+    """Store the secret of a folder, unless it has one. Raises OSError."""
     with suppress(FileExistsError):  # another process was faster: its secret is the one to use
         write_private(root / SECRET_NAME, [secret], may_replace=False)
 

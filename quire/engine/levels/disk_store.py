@@ -44,10 +44,10 @@ from quire.engine.levels.cache_folder import (
     make_private,
     open_space,
     remove_stale,
-    restore_root,
     restore_space,
     root_secret,
     space_folders,
+    write_secret,
 )
 from quire.errors import CacheFolderError, InvalidRequest
 
@@ -69,11 +69,11 @@ class FileIndex:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self.num_bytes = 0
         self._gone: dict[Content, None] = {}
-        self._fresh: set[str] = set()  # entered since the last listing began
+        self.fresh: set[str] = set()  # entered since the last listing began
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -81,25 +81,26 @@ class FileIndex:
     def put(self, path: str, entry: Entry) -> None:
         """Enter a file as the most recently used one."""
         with self._lock:
-            self._remove(path)
+            self.drop(path)
             self._entries[path] = entry
-            self._fresh.add(path)
+            self.fresh.add(path)
             self.num_bytes += entry.size
             if entry.content is not None:
                 self._gone.pop(entry.content, None)
 
     def drop(self, path: str) -> None:
         with self._lock:
-            self._remove(path)
+            entry = self._entries.pop(path, None)
+            if entry is not None:
+                self.num_bytes -= entry.size
 
     def learn(self, path: str, content: Content) -> bool:
         """Remember what a file contains. Returns False if there is no such file."""
         with self._lock:
             entry = self._entries.get(path)
-            if entry is None:
-                return False
-            self._entries[path] = entry._replace(content=content)
-            return True
+            if entry is not None:
+                self._entries[path] = entry._replace(content=content)
+            return entry is not None
 
     def knows(self, path: str) -> bool:
         """Whether the content of a file is known."""
@@ -114,7 +115,7 @@ class FileIndex:
             if not self._entries:
                 return None
             path, entry = next(iter(self._entries.items()))
-            self._remove(path)
+            self.drop(path)
             return path, entry
 
     # Content that is not there any more
@@ -131,15 +132,11 @@ class FileIndex:
 
     # Listings
 
-    def begin_listing(self) -> None:
-        with self._lock:
-            self._fresh = set()
-
     def end_listing(self, found: Iterable[StoredFile]) -> None:
         """Replace the entries by what a listing found, except those that were entered while it ran."""
         with self._lock:
             old = self._entries
-            new = {path: entry for path, entry in old.items() if path in self._fresh}
+            new = {path: entry for path, entry in old.items() if path in self.fresh}
             for file in found:
                 known = old.get(file.path)
                 content = None if known is None else known.content
@@ -149,11 +146,6 @@ class FileIndex:
                     self.note_gone(entry)
             self._entries = OrderedDict(sorted(new.items(), key=lambda pair: (pair[1].used_ns, pair[0])))
             self.num_bytes = sum(entry.size for entry in new.values())
-
-    def _remove(self, path: str) -> None:
-        entry = self._entries.pop(path, None)
-        if entry is not None:
-            self.num_bytes -= entry.size
 
 
 RESCAN_S = 10.0
@@ -345,15 +337,13 @@ class DiskStore:
             write_block(path, self.space.digest, content, payload)
         except FileNotFoundError:  # the first file of its folder, or somebody deleted folders
             if not self._root.is_dir():
-                self._restore_root()
+                log.warning("the cache folder %s was deleted: creating it again", self._root)
+                make_private(self._root)
+                write_secret(self._root, self._secret)  # the files depend on it
+                self._next_listing_s = 0.0  # the next write reports the files that are gone
             restore_space(self.space)
             make_private(Path(path).parent, parents=False)
             write_block(path, self.space.digest, content, payload)
-
-    def _restore_root(self) -> None:
-        log.warning("the cache folder %s was deleted: creating it again", self._root)
-        restore_root(self._root, self._secret)
-        self._next_listing_s = 0.0  # the next write reports the files that are gone
 
     def _evict(self, path: str, entry: Entry) -> None:
         """Delete a file, unless another process has used it since."""
@@ -410,7 +400,7 @@ class DiskStore:
         """List the files of all spaces. Returns those of this space, least recently used first."""
         begin_s = self._clock()
         found: list[StoredFile] = []
-        self.index.begin_listing()
+        self.index.fresh = set()
         remove_stale(list_drafts(self._root), time.time_ns())
         for folder in space_folders(self._root):
             listing = list_files(folder)

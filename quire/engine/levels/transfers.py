@@ -72,8 +72,8 @@ class Slots:
         self._allocate = allocate
         self._sizes = sizes
         self._num_left = list(counts)  # buffers that may still be allocated
-        self._num_made = [0, 0, 0]
         self.free: tuple[deque[Buffer], ...] = (deque(), deque(), deque())
+        self.has_failed = False  # no more memory could be allocated: it makes no sense to wait for a buffer
         self._is_closed = False
         self._is_early = is_early and sizes.block + sizes.window >= MIN_EARLY_BYTES
         self._thread: threading.Thread | None = None
@@ -88,10 +88,6 @@ class Slots:
         buffer = free.popleft()
         buffer.num_users = 1
         return buffer
-
-    def has_any(self, kind: MemoryKind) -> bool:
-        """Whether there are buffers, in use or not, or there will be: it makes sense to wait for one."""
-        return self._num_made[kind] > 0 or self._num_left[kind] > 0
 
     def allocate_all(self) -> None:
         """Start to allocate everything, if it is to be allocated early."""
@@ -115,8 +111,8 @@ class Slots:
         except Exception:
             log.exception("%d bytes of host memory could not be allocated", count * size)
             self._num_left[kind] = 0
+            self.has_failed = True
             return False
-        self._num_made[kind] += count  # before fewer are left: `has_any` is called by another thread
         self._num_left[kind] -= count
         self.free[kind].extend(Buffer(self, kind, chunk[at : at + size]) for at in range(0, count * size, size))
         return True
@@ -198,16 +194,26 @@ class _Saving(NamedTuple):
     generation: int
 
 
-class _FileThreads:
-    """Threads that read or write files. They do not keep the process alive: a file system may never answer."""
+_End = Callable[[], None]
+_Ended = queue.SimpleQueue[tuple["_FileThreads", _End]]
 
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+class _FileThreads:
+    """Threads that read or write files. They do not keep the process alive: a file system may never answer.
+
+    A job returns what the engine's thread does at its end, which is put into `ended`.
+    """
+
+    def __init__(self, num_threads: int, name: str, ended: _Ended) -> None:
+        self._ended = ended
+        self._jobs: queue.SimpleQueue[Callable[[], _End] | None] = queue.SimpleQueue()
         self._names = [f"{name}-{number}" for number in range(num_threads)]
         self._threads: list[threading.Thread] = []
+        self.num_jobs = 0  # whose ends were not done yet
         self.is_closed = False
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], _End]) -> None:
+        self.num_jobs += 1
         if not self._threads:
             self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in self._names]
             for thread in self._threads:
@@ -217,7 +223,7 @@ class _FileThreads:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             if not self.is_closed:
-                job()
+                self._ended.put((self, job()))
 
     def stop(self) -> None:
         """Start no further job."""
@@ -256,30 +262,27 @@ class Transfers:
         self._read_slots = read_slots
         self._save_slots = save_slots
         self._num_readers = num_readers
-        self._readers = _FileThreads(num_readers, "kv-read")
-        self._writers = _FileThreads(NUM_WRITERS, "kv-write")
-        self._finished: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # ends of the jobs of threads
+        self._ended: _Ended = queue.SimpleQueue()
+        self._readers = _FileThreads(num_readers, "kv-read", self._ended)
+        self._writers = _FileThreads(NUM_WRITERS, "kv-write", self._ended)
         self._loading: dict[int, _Loading] = {}
         self._reading: dict[int, _Reading] = {}
         self._reads: deque[Read] = deque()  # not submitted yet: all buffers are in use
         self._imports: deque[_Import] = deque()  # not copied yet
         self._importing: deque[_Importing] = deque()
         self._exporting: deque[tuple[PendingCopy, Sequence[_Saving]]] = deque()
-        self._num_jobs = 0  # in threads
-        self._num_read_jobs = 0  # of these, reads
         self._generation = 0  # of the cache: increases when it is cleared; threads read it
         self._done: list[Done] = []
 
     @property
     def has_work(self) -> bool:
         """Whether something is in flight."""
-        return bool(self._num_read_jobs or self._reads) or self.has_copies
+        return bool(self._readers.num_jobs or self._reads) or self.has_copies
 
     @property
     def has_copies(self) -> bool:
         """Whether something is in flight besides reads, which may never end."""
-        num_writes = self._num_jobs - self._num_read_jobs
-        return bool(num_writes or self._imports or self._importing or self._exporting or self._done)
+        return bool(self._writers.num_jobs or self._imports or self._importing or self._exporting or self._done)
 
     # Start
 
@@ -342,7 +345,7 @@ class Transfers:
             self._fail_save(save)
         else:
             buffer.num_users += 1
-            self._submit_write(_Saving(save, buffer, self._generation))
+            self._writers.submit(partial(self._write, _Saving(save, buffer, self._generation)))
 
     def _drop(self, content: Content) -> None:
         """Drop content of host memory."""
@@ -392,7 +395,7 @@ class Transfers:
         """Advance all transfers, and return what has ended. `is_busy`: requests run, and should not be delayed."""
         with suppress(queue.Empty):
             while True:
-                self._end_job(self._finished.get_nowait())
+                self._end_job(*self._ended.get_nowait())
         self._end_exports()
         self._start_imports(is_busy=is_busy)
         self._submit_reads()
@@ -403,14 +406,14 @@ class Transfers:
         """Wait until a transfer has probably advanced."""
         if self._importing or self._exporting:
             time.sleep(min(limit_s, 0.0001))  # a device reports nothing by itself
-        elif self._num_jobs:
+        elif self._readers.num_jobs or self._writers.num_jobs:
             with suppress(queue.Empty):
-                self._end_job(self._finished.get(timeout=limit_s))
+                self._end_job(*self._ended.get(timeout=limit_s))
         elif self._reads:
             time.sleep(limit_s)  # their buffers are being allocated
 
-    def _end_job(self, end: Callable[[], None]) -> None:
-        self._num_jobs -= 1
+    def _end_job(self, threads: _FileThreads, end: _End) -> None:
+        threads.num_jobs -= 1
         end()
 
     def _submit_reads(self) -> None:
@@ -421,8 +424,6 @@ class Transfers:
             reads = self._take_buffers(reads_per_thread(num_reads, size, self._num_readers))
             if not reads:
                 return
-            self._num_jobs += 1
-            self._num_read_jobs += 1
             self._readers.submit(partial(self._read_files, reads, self._generation))
 
     def _take_buffers(self, most: int) -> list[tuple[Read, Buffer]]:
@@ -431,7 +432,7 @@ class Transfers:
         while self._reads and len(reads) < most:
             kind = self._reads[0].content.kind
             buffer = self._read_slots.take(kind)
-            if buffer is None and self._read_slots.has_any(kind):
+            if buffer is None and not self._read_slots.has_failed:
                 break
             read = self._reads.popleft()
             if buffer is None:
@@ -442,7 +443,7 @@ class Transfers:
             reads.append((read, buffer))
         return reads
 
-    def _read_files(self, reads: Sequence[tuple[Read, Buffer]], generation: int) -> None:
+    def _read_files(self, reads: Sequence[tuple[Read, Buffer]], generation: int) -> _End:
         """Read files. Runs in a thread."""
         are_read = [False] * len(reads)
         try:
@@ -454,11 +455,9 @@ class Transfers:
                 _warn_of([damage for damage in found if damage is not None])
         except Exception:
             log.exception("cached content on disk could not be read")
-        finally:
-            self._finished.put(partial(self._end_files, reads, are_read, time.monotonic_ns()))
+        return partial(self._end_files, reads, are_read, time.monotonic_ns())
 
     def _end_files(self, reads: Sequence[tuple[Read, Buffer]], are_read: Sequence[bool], now_ns: int) -> None:
-        self._num_read_jobs -= 1
         for (read, buffer), is_read in zip(reads, are_read, strict=True):
             reading = self._reading[read.read_id]
             reading.last_ns = max(reading.last_ns, now_ns)
@@ -539,13 +538,9 @@ class Transfers:
             buffer.num_users += Level.DISK in save.levels
             self._done.append(SaveDone(save.content, Level.HOST, True))
         if Level.DISK in save.levels:
-            self._submit_write(saving)
+            self._writers.submit(partial(self._write, saving))
 
-    def _submit_write(self, saving: _Saving) -> None:
-        self._num_jobs += 1
-        self._writers.submit(partial(self._write, saving))
-
-    def _write(self, saving: _Saving) -> None:
+    def _write(self, saving: _Saving) -> _End:
         """Write a file. Runs in a thread.
 
         If the cache is cleared meanwhile, the file is deleted here, because there is only one such thread: elsewhere,
@@ -561,8 +556,7 @@ class Transfers:
                     self.disk.remove(content)
         except Exception:
             log.exception("cached content could not be written to disk")
-        finally:
-            self._finished.put(partial(self._end_write, saving, written))
+        return partial(self._end_write, saving, written)
 
     def _end_write(self, saving: _Saving, written: Written) -> None:
         saving.buffer.release()
@@ -584,10 +578,9 @@ class Transfers:
         """
         if deletion.cleared_ns is not None:
             self._drop_all()
-        self._num_jobs += 1
         self._writers.submit(partial(self._resync, deletion.cleared_ns))
 
-    def _resync(self, cleared_ns: int | None) -> None:
+    def _resync(self, cleared_ns: int | None) -> _End:
         """Runs in a thread."""
         gone: tuple[Content, ...] = ()
         try:
@@ -595,8 +588,7 @@ class Transfers:
             gone = self.disk.resync(cleared_ns)
         except Exception:
             log.exception("files were deleted from the cache folder, and the rest could not be listed")
-        finally:
-            self._finished.put(partial(self._lose, gone))
+        return partial(self._lose, gone)
 
     # End
 
