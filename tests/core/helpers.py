@@ -69,7 +69,7 @@ class Rig:
         self.events: list[Event] = []
         self.now_ns = 0
         self.window, self.has_states = window, num_states > 0
-        memory = {"window": window, "num_window_blocks": num_window_blocks, "num_states": num_states}
+        memory: dict[str, Any] = {"window": window, "num_window_blocks": num_window_blocks, "num_states": num_states}
         self.cache = KVCacheManager(num_blocks, block_size, observe=self.events.append, **memory, **cache_options)
         self.scheduler = Scheduler(
             self.cache,
