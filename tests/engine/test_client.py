@@ -44,7 +44,7 @@ def test_the_fake_backend_answers_like_the_oracle(tiny_model: Path) -> None:
             output = await engine.generate(asked)
             for completion in output.completions:
                 expected = run_alone(
-                    asked.prompt,
+                    asked.prompt.tokens,
                     asked.sampling.sample(completion.index),
                     20,
                     block_size=32,
@@ -69,7 +69,7 @@ def test_the_fake_backend_reports_logprobs_of_answer_and_prompt(tiny_model: Path
             assert [one.token_id for one in logprobs] == list(output.completions[0].token_ids)
             assert all(len(one.top) == 3 and one.top[0].logprob == one.logprob < 0 for one in logprobs)
             assert prompt_logprobs[0] is None
-            assert [one and one.token_id for one in prompt_logprobs[1:]] == list(asked.prompt[1:])
+            assert [one and one.token_id for one in prompt_logprobs[1:]] == list(asked.prompt.tokens[1:])
             assert all(one is not None and len(one.top) == 2 for one in prompt_logprobs[1:])
             bare = await engine.generate(request(engine, logprobs=0))
             assert bare.completions[0].logprobs is not None
@@ -347,14 +347,14 @@ def test_pinned_blocks_are_not_evicted(tiny_model: Path) -> None:
             assert (found.cache.num_pins, found.cache.num_pinned) == (2, 2)  # 70 // 32 full blocks, shared by both
             for number in range(1, 8):
                 await engine.generate(fill(engine, number))
-            assert (await engine.explain(asked.prompt)).num_tokens == 64
+            assert (await engine.explain(tuple(asked.prompt.tokens))).num_tokens == 64
             assert await engine.unpin("a")
             assert (await stats(engine)).cache.num_pinned == 1
             assert await engine.unpin("b")
             assert not await engine.unpin("b")
             for number in range(8, 16):
                 await engine.generate(fill(engine, number))
-            assert (await engine.explain(asked.prompt)).num_tokens == 0
+            assert (await engine.explain(tuple(asked.prompt.tokens))).num_tokens == 0
             assert await usage(engine) == (0, 0, 0)
 
     run(work())
@@ -395,7 +395,7 @@ def test_a_pin_expires(tiny_model: Path) -> None:
 def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
-            prompt = request(engine, LONG).prompt
+            prompt = tuple(request(engine, LONG).prompt.tokens)
             assert await engine.pin("p", prompt, "", 60) == 0  # no worker, no cache
             assert not await engine.unpin("p")
             await engine.clear_cache()

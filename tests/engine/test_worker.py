@@ -59,9 +59,9 @@ def test_deltas_stream_and_the_cache_is_counted(tiny_model: Path) -> None:
             again = await engine.generate(asked)
             assert [one.text for one in again.completions] == texts
             assert again.usage.cached_tokens == len(asked.prompt) - 1
-            explained = await engine.explain(asked.prompt)
+            explained = await engine.explain(tuple(asked.prompt.tokens))
             assert explained.num_tokens == len(asked.prompt) - 1
-            assert (await engine.explain(asked.prompt, salt="other")).num_tokens == 0
+            assert (await engine.explain(tuple(asked.prompt.tokens), salt="other")).num_tokens == 0
 
     run(work())
 
