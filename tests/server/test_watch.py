@@ -514,7 +514,7 @@ def test_activity_counters() -> None:
     activity = ActivityCounters(lambda: now_s)
     assert activity.ttft() is None
     output = EngineOutput(1, (5, 6), None, 0, None, (), None, None)
-    activity.stepped(Stepped((output, output), (), num_tokens=10, took_s=0.1))
+    activity.stepped(Stepped((output, output), num_tokens=10, took_s=0.1))
     assert (activity.num_computed_tokens, activity.num_generated_tokens, activity.num_prefilled_tokens) == (10, 4, 6)
     for number in range(1, 101):
         activity.finished(record(number / 100))
