@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.core.kv_cache import CacheStats
-from quire.core.values import FinishReason
+from quire.core.values import FinishReason, PackedPrompt
 from quire.engine.generation import Completion, Delta, GenerationOutput, GenerationParams, Usage
 from quire.errors import ContextTooLong
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
@@ -155,7 +155,7 @@ class EchoLLM:
             on_output(0, Delta(index, "", (), (), self.finish, None, self.error))
             completions.insert(0, Completion(index, answer, (1,) * len(words), self.finish, error=self.error))
             num_tokens += len(words)
-        return [GenerationOutput((1, 2, 3), tuple(completions), Usage(3, num_tokens, 0), None)]
+        return [GenerationOutput(PackedPrompt.of((1, 2, 3)), tuple(completions), Usage(3, num_tokens, 0), None)]
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(10, 8, 2, 0, 0, 0, 0, 0, 100, 50, 0, 0, 0, 0, 0)

@@ -45,7 +45,7 @@ async def test_the_fake_backend_answers_like_the_oracle(tiny_model: Path) -> Non
         output = await engine.generate(asked)
         for completion in output.completions:
             expected = run_alone(
-                asked.prompt,
+                asked.prompt.tokens,
                 asked.sampling.sample(completion.index),
                 20,
                 block_size=32,
@@ -227,7 +227,7 @@ async def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
 
 async def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
-        prompt = request(engine, LONG).prompt
+        prompt = tuple(request(engine, LONG).prompt.tokens)
         assert await engine.pin("p", prompt, "", 60) == 0  # no worker, no cache
         assert not await engine.unpin("p")
         await engine.clear_cache()

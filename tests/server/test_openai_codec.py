@@ -19,7 +19,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
-from quire.core.values import FinishReason, Priority
+from quire.core.values import FinishReason, PackedPrompt, Priority
 from quire.engine.generation import Completion, Delta, GenerationOutput, GenerationParams, TokenLogprob, Usage
 from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind, from_quire
@@ -783,7 +783,7 @@ def output(
     completions = tuple(
         Completion(index, text, (1, 2), reasons[index % 2], logprobs=logprobs) for index, text in enumerate(texts)
     )
-    return GenerationOutput(prompt, completions, USAGE, None, scores)
+    return GenerationOutput(PackedPrompt.of(prompt), completions, USAGE, None, scores)
 
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -944,7 +944,7 @@ def test_reasoning_text_and_calls_in_a_stream() -> None:
 @pytest.mark.parametrize(("reason", "finish"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")])
 def test_reasoning_text_and_calls_of_a_whole_answer(reason: FinishReason, finish: str) -> None:
     one = Completion(0, "".join(PROMPT_FIELDS) + ENDS[0], (1, 2), reason)
-    made = whole_of(chat_encoder(new_parser=reading), GenerationOutput((1,), (one,), USAGE, None))
+    made = whole_of(chat_encoder(new_parser=reading), GenerationOutput(PackedPrompt.of((1,)), (one,), USAGE, None))
     found = SdkChatCompletion.model_validate(made)
     message = found.choices[0].message
     assert (message.content, (message.model_extra or {})["reasoning_content"]) == ("I look.", "hm")
@@ -960,7 +960,7 @@ def test_reasoning_text_and_calls_of_a_whole_answer(reason: FinishReason, finish
 def test_a_call_cut_by_a_stop_string_has_finish_reason_stop() -> None:
     """Clients parse the arguments as JSON if the finish reason is `tool_calls`."""
     one = Completion(0, "".join(PROMPT_FIELDS), (1, 2), FinishReason.STOP, stop="lo")
-    made = whole_of(chat_encoder(new_parser=reading), GenerationOutput((1,), (one,), USAGE, None))
+    made = whole_of(chat_encoder(new_parser=reading), GenerationOutput(PackedPrompt.of((1,)), (one,), USAGE, None))
     assert made["choices"][0]["finish_reason"] == "stop"
     encoder = chat_encoder(new_parser=reading)
     for text in PROMPT_FIELDS:
