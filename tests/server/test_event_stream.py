@@ -328,6 +328,7 @@ def closed_request() -> weakref.ref[ActiveRequest]:
     caller = SimpleNamespace(request_id="req_1", endpoint="/x", arrived_s=0.0, key=SimpleNamespace(name="k"))
     model = SimpleNamespace(name="m")
     active = ActiveRequest(cast(Any, model), parsed, cast(Any, caller), cast(Any, Ticket()))
+    active.service = cast(Any, SimpleNamespace(client=SimpleNamespace(system_fingerprint="f")))
     answers: Any = SimpleNamespace(
         samples=(),
         tokenizer=SimpleNamespace(plain_texts={}),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -721,9 +722,9 @@ class Reply(AnswerEncoder):
         self._is_raw = isinstance(body, OllamaGenerateRequest) and bool(body.raw)
 
     @staticmethod
+    @abstractmethod
     def answer(part: Event, **head: Any) -> OllamaAnswer:
         """The answer, or a part of it."""
-        raise NotImplementedError
 
     async def prepare(self, context: RequestContext) -> None:
         context.note(IGNORED, unmet(self._body, context.service, is_raw=self._is_raw))
@@ -809,10 +810,11 @@ class GenerateReply(Reply):
 
 def _calls(item: Item) -> list[OllamaAnswerCall]:
     """The call of an item, if it is one and complete."""
-    if not isinstance(item.first, CallStart) or (arguments := decoded_arguments(item.text)) is None:
+    if not isinstance(item.first, CallStart):
         return []
     number, call_id, name = item.first
-    return [OllamaAnswerCall(call_id, AnswerFunction(number, name, arguments))]
+    arguments = decoded_arguments(item.text)
+    return [] if arguments is None else [OllamaAnswerCall(call_id, AnswerFunction(number, name, arguments))]
 
 
 def rfc3339(at_s: float) -> str:

@@ -14,11 +14,12 @@ and a whole answer are made by the same encoder from the same items. The cache e
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -53,9 +54,6 @@ class Unsupported(NamedTuple):
         """Whether the value requests nothing. A boolean never equals a number here."""
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.harmless)
 
-    def message(self, path: str) -> str:
-        return f"{path} is not supported: {self.why}"
-
 
 def refuse_unsupported(
     part: object, table: Mapping[str, Unsupported], prefix: str = "", *, shown: tuple[type, ...] = ()
@@ -72,7 +70,7 @@ def check_supported(path: str, value: Any, row: Unsupported, *, shown: tuple[typ
     """Raise ApiError if this value of an unsupported field requests something."""
     if value is not None and not row.allows(value):
         text = f" = {value!r:.80}" if isinstance(value, shown) else ""
-        raise unsupported(path, row.message(f"{path}{text}"))
+        raise unsupported(path, f"{path}{text} is not supported: {row.why}")
 
 
 def unsupported(path: str, message: str, *, is_value: bool = False) -> ApiError:
@@ -152,9 +150,10 @@ def with_fields(
 
     def add(body: type[S]) -> type[S]:
         doc = {"__doc__": body.__doc__}
-        return msgspec.defstruct(
+        made = msgspec.defstruct(
             body.__name__, fields, bases=(body,), kw_only=True, module=body.__module__, namespace=doc
         )
+        return cast("type[S]", made)
 
     return add
 
@@ -465,16 +464,17 @@ class AnswerEncoder(EventEncoder):
         del item
         return []
 
+    @abstractmethod
     def grow(self, item: Item, text: str) -> list[Event]:
-        raise NotImplementedError
+        """The events of a text that continues an item."""
 
     def end(self, item: Item) -> list[Event]:
         del item
         return []
 
+    @abstractmethod
     def whole(self) -> msgspec.Struct:
         """The answer after `collect`. May be called in a thread."""
-        raise NotImplementedError
 
     def encode(self, event: Event) -> bytes:
         return event_bytes(event)
