@@ -46,7 +46,7 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # The aim of decision 0048 is 41,000 statements in 320 files.
 BUDGETS = {
     "quire/backends": (11_760, 76), "quire/batch": (430, 4), "quire/bench": (730, 4), "quire/cli": (4_250, 26),
-    "quire/core": (4_760, 22), "quire/engine": (6_200, 27), "quire/scale": (1_480, 9), "quire/server": (7_890, 30),
+    "quire/core": (4_760, 22), "quire/engine": (6_200, 27), "quire/scale": (1_480, 9), "quire/server": (7_900, 30),
     "quire/sim": (710, 4), "quire/text": (4_390, 23), "quire/weights": (3_680, 20),
     "benchmarks": (2_800, 25), "tests": (53_840, 417),
 }  # fmt: skip

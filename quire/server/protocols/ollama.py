@@ -660,6 +660,7 @@ OLLAMA = Dialect("ollama", _status, _body, _event, stream_type="application/x-nd
 
 
 _TIME = "<time>"
+_TIME_BYTES = encode_json(_TIME)
 
 
 async def chat(context: RequestContext) -> Response:
@@ -767,7 +768,7 @@ class Reply(AnswerEncoder):
         return encode_json(self.answer(event, model=self._body.model, created_at=_TIME)) + b"\n"
 
     def stamp(self, data: bytes) -> bytes:
-        return data.replace(encode_json(_TIME), encode_json(rfc3339(time.time())), 1)
+        return data.replace(_TIME_BYTES, encode_json(rfc3339(time.time())), 1)
 
     def finish(self) -> bytes:
         return encode_json(self.answer({}, **self._end())) + b"\n"

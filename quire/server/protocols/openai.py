@@ -232,7 +232,8 @@ def _shapes(body: GenerationBody) -> Iterator[Shape]:
     if isinstance(body.response_format, ResponseFormat):
         yield from _response_format(body.response_format)
     newer = body.structured_outputs or StructuredOutputs()
-    makers = {**_STRUCTURED, "json": partial(_json_grammar, strict=bool(newer.strict))}
+    strict_json = partial(_json_grammar, strict=bool(newer.strict))
+    makers: dict[str, Callable[..., Grammar]] = {**_STRUCTURED, "json": strict_json}
     for name, make in makers.items():
         if (value := getattr(newer, name)) is not None:
             yield f"structured_outputs.{name}", partial(make, value)

@@ -584,6 +584,7 @@ def _text_shape(body: ResponsesRequest) -> Shape | None:
 
 
 _NUMBER = 1 << 62  # placeholder for the number of an event; no real event reaches it
+_NUMBER_BYTES = b"%d" % _NUMBER
 _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
 
 
@@ -638,7 +639,7 @@ class Reply(AnswerEncoder):
 
     def stamp(self, data: bytes) -> bytes:
         self._num_events += 1
-        return data.replace(b"%d" % _NUMBER, b"%d" % (self._num_events - 1), 1)
+        return data.replace(_NUMBER_BYTES, b"%d" % (self._num_events - 1), 1)
 
     def take_delta(self, sample: Sample, delta: Delta) -> list[Event]:
         reason = finish_reason(delta)

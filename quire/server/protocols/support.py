@@ -558,11 +558,12 @@ class AnswerEncoder(EventEncoder):
             return None
         pieces = sample.parser.push(text)
         item = sample.open
-        match pieces:
-            case [Words(text) | Thought(text) as piece] if item is not None and type(piece) is type(item.first):
-                item.texts.append(text)
-                before, after = self.frame(item)
-                return self.stamp(before) + encode_json(text) + after
+        if item is not None and len(pieces) == 1:
+            piece = pieces[0]
+            if isinstance(piece, Words | Thought) and type(piece) is type(item.first):
+                item.texts.append(piece.text)
+                before, after = item.frame or self.frame(item)
+                return self.stamp(before) + encode_json(piece.text) + after
         return self.write(self.take(sample, pieces))
 
     def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
@@ -611,7 +612,8 @@ async def respond(
 def event_bytes(event: Event) -> bytes:
     """A server-sent event with a name."""
     fields = {name: value for name, value in event.items() if value is not UNSET}
-    return b"event: " + event["type"].encode() + b"\ndata: " + encode_json(fields) + b"\n\n"
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + encode_json(fields) + b"\n\n"
 
 
 def merged(batch: Sequence[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
