@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.core.cache.prefix import CacheExplanation
-from quire.core.values import Priority
+from quire.core.values import PackedPrompt, Priority
 from quire.engine.generation import Completion, Delta, GenerationOutput, Usage
 from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest
@@ -44,6 +44,7 @@ class FakeActiveRequest:
     decode_s: float | None = 2.0
     caller: Any = field(default_factory=lambda: SimpleNamespace(arrived_s=0.0))
     requests: Any = field(default_factory=lambda: [SimpleNamespace(prompt=(5, 6))])
+    parser: AnswerParser | None = None
     num_done: int = field(default=0, init=False)
 
     @property
@@ -57,6 +58,8 @@ class FakeActiveRequest:
         return [SimpleNamespace(answers=answers)]
 
     def new_parser(self) -> AnswerParser:
+        if self.parser is not None:
+            return self.parser
         parser: AnswerParser = PlainAnswer()
         if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
             parser = CallParser(PROMPTED, chat.callable_tools)
@@ -64,6 +67,12 @@ class FakeActiveRequest:
 
     async def wait_start(self) -> None:
         """The fake has started."""
+
+    async def __aenter__(self) -> FakeActiveRequest:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """The fake is closed."""
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         for step in self.steps:
@@ -76,7 +85,7 @@ class FakeActiveRequest:
 def whole_of(encoder: AnswerEncoder, *completions: Completion) -> Any:
     """The whole answer with these samples, as JSON."""
     encoder.samples.clear()
-    encoder.outputs = [GenerationOutput((1, 2), completions, encoder.active.usage, None)]
+    encoder.outputs = [GenerationOutput(PackedPrompt.of((1, 2)), completions, encoder.active.usage, None)]
     return msgspec.to_builtins(encoder.whole())
 
 

@@ -349,6 +349,7 @@ def closed_request() -> weakref.ref[ActiveRequest]:
     caller = SimpleNamespace(request_id="req_1", endpoint="/x", arrived_s=0.0, key=SimpleNamespace(name="k"))
     model = SimpleNamespace(name="m")
     active = ActiveRequest(cast(Any, model), parsed, cast(Any, caller), cast(Any, Ticket()))
+    active.service = cast(Any, SimpleNamespace(client=SimpleNamespace(system_fingerprint="f")))
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
     request = GenerationRequest.of((1,), SamplingParams())
     generation = Generation(request, tokenizer, (1,), updated=active.updated, on_start=lambda _: active.start(0.0))

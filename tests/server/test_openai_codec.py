@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,7 +35,6 @@ from quire.server.protocols.openai import (
     echo_of,
     parse_chat,
     parse_completion,
-    parse_messages,
     token_offsets,
 )
 from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
@@ -160,10 +160,6 @@ def test_repeat_last_n_of_0_switches_penalties_off() -> None:
     assert (on.params, on.ignored) == (chat(**given).params, ("repeat_last_n",))
 
 
-def test_completions_have_a_limit_of_their_own() -> None:
-    assert completion(min_tokens=40).params.max_tokens == 40  # the default is raised to min_tokens
-
-
 def test_chat_logprobs() -> None:
     assert chat(logprobs=True).params.logprobs == 0
     assert chat(logprobs=True, top_logprobs=5).params.logprobs == 5
@@ -228,7 +224,7 @@ def test_a_conversation() -> None:
     assert (found.add_generation_prompt, found.continue_last) == (True, False)
 
 
-def test_template_options() -> None:
+def test_options_of_templates_and_streams() -> None:
     answered = [*USER, {"role": "assistant", "content": "Well"}]
     (found,) = chat(messages=answered, continue_final_message=True, chat_template_kwargs={"thinking": False}).prompts
     assert isinstance(found, ChatRequest)
@@ -237,6 +233,8 @@ def test_template_options() -> None:
     (found,) = chat(add_generation_prompt=False).prompts
     assert isinstance(found, ChatRequest)
     assert not found.add_generation_prompt
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
+    assert chat(stream=True, stream_options=options) == chat(stream=True)
 
 
 def test_the_last_four_breakpoints_count() -> None:
@@ -335,10 +333,13 @@ def test_fields_that_only_chat_or_only_completions_support() -> None:
             ask(add_special_tokens=value)
 
 
-def test_completions_accept_max_tokens_0() -> None:
+def test_limits_of_completions() -> None:
     assert completion(max_tokens=0, echo=True, logprobs=1).params.is_empty
+    assert completion(best_of=1) == completion()
+    assert completion(best_of=4, n=4) == completion(n=4)
     assert completion(n_predict=0).params.is_empty
     assert completion(max_tokens=-1).params.max_tokens is None  # not the default of 16
+    assert completion(min_tokens=40).params.max_tokens == 40  # the default is raised to min_tokens
 
 
 def test_a_limit_of_minus_one_asks_for_the_rest_of_the_context() -> None:
@@ -359,11 +360,6 @@ def test_enable_thinking() -> None:
         (found,) = chat(**fields).prompts
         assert isinstance(found, ChatRequest)
         assert found.wants_thought is expected
-
-
-def test_stream_options() -> None:
-    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
-    assert chat(stream=True, stream_options=options) == chat(stream=True)
 
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
@@ -476,11 +472,6 @@ def test_messages_of_other_kinds_are_refused_by_name(messages: list[dict[str, An
     assert found == f"messages[0].{param}"
 
 
-def test_messages_alone() -> None:
-    given = msgspec.convert(USER, list[types.ChatMessage])
-    assert parse_messages(given) == (Message(Role.USER, (Part("Hi"),)),)
-
-
 BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt has 0 entries", "prompt"),
     ({"prompt": ["x"] * 65}, "prompt has 65 entries", "prompt"),
@@ -505,11 +496,6 @@ def test_completions_refusals(fields: dict[str, Any], message: str, param: str) 
     text, found = refusal(error, COMPLETION_FIELDS)
     assert text.startswith(message)
     assert found == param
-
-
-def test_best_of_without_a_choice_passes() -> None:
-    assert completion(best_of=1) == completion()
-    assert completion(best_of=4, n=4) == completion(n=4)
 
 
 def test_fields_in_errors_are_renamed_and_the_type_is_kept() -> None:
@@ -593,14 +579,10 @@ def chat_encoder(
 def completion_encoder(echoes: Sequence[str] | None = None, **fields: Any) -> CompletionEncoder:
     asked = msgspec.convert({"prompt": "Hi", "echo": echoes is not None, **fields}, types.CompletionRequest)
     encoder = CompletionEncoder(work_of(parse_completion(asked)), asked)
-    context = SimpleNamespace(service=SimpleNamespace(text=SimpleNamespace(tokenizer=tokenizer())), on_values=at_once)
-    asyncio.run(encoder.prepare(cast("RequestContext", context)))
+    service = SimpleNamespace(text=SimpleNamespace(tokenizer=tokenizer()))
+    context = SimpleNamespace(service=service, on_values=partial(RequestContext.on_values, cast(Any, None)))
+    asyncio.run(encoder.prepare(cast(Any, context)))
     return encoder
-
-
-async def at_once(work: Callable[[], Any], num_values: int) -> Any:
-    assert num_values >= 0
-    return work()
 
 
 def whole_of(encoder: ChunkEncoder, *outputs: GenerationOutput) -> Any:
@@ -908,8 +890,6 @@ def test_an_invalid_grammar_gets_an_example() -> None:
     with pytest.raises(ApiError, match=r'ebnf: line 1: expected ::= .*looks like root ::= "yes" \| "no"'):
         chat(ebnf="start: yes")
 
-
-def test_a_regex_in_the_wrong_field_gets_the_right_one() -> None:
     with pytest.raises(InvalidRequest, match=r"'regex' is not one of .*; structured_outputs\.regex takes one"):
         chat(response_format={"type": "regex", "regex": "a"})
 
@@ -1220,14 +1200,11 @@ def test_errors_in_openais_format(kind: Kind) -> None:
     status, error_type, code = STATUSES[kind]
     error = ApiError(kind, 'n = "x"\nis none', param="n")
     assert OPENAI.status(error) == status
+    assert OPENAI.status(ApiError(Kind.DIED, "x", may_retry=True)) == 503  # before the start
     body = OPENAI.body(error, "req_1")
     expected = {"error": {"message": 'n = "x"\nis none', "type": error_type, "param": "n", "code": code}}
     assert json.loads(body) == expected
     assert read(OPENAI.event(error, "req_1")) == [expected]
-
-
-def test_a_worker_death_before_the_start_may_be_retried() -> None:
-    assert OPENAI.status(ApiError(Kind.DIED, "x", may_retry=True)) == 503
 
 
 def test_tools_of_other_kinds() -> None:

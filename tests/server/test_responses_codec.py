@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Priority, SamplingParams
-from quire.engine.generation import Delta, GenerationParams, TokenLogprob, Usage
+from quire.engine.generation import Delta, GenerationParams, TokenLogprob
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.http import api_error
@@ -36,11 +36,10 @@ from quire.server.protocols.responses import (
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.stream import CallArguments, CallStart, Piece, Thought, Words
-from tests.server.streams import events_of
+from tests.server.streams import FakeActiveRequest, events_of
 
 FIELDS = frozenset(ResponsesRequest.__struct_fields__)
 SDK_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
 
 
 def body_of(**fields: Any) -> ResponsesRequest:
@@ -436,6 +435,8 @@ def test_bad_tools_are_refused_and_the_field_named(fields: dict[str, Any], text:
 class Script:
     """A parser with a fixed result for each text."""
 
+    is_over = False
+
     def __init__(self, meanings: dict[str, list[Piece]]) -> None:
         self._meanings = meanings
 
@@ -445,49 +446,6 @@ class Script:
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
         del is_cut
         return self._meanings.get("end", [])
-
-
-class FakeActiveRequest:
-    """The parts of an `ActiveRequest` that a codec reads."""
-
-    def __init__(
-        self, request: InferenceRequest, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]
-    ) -> None:
-        self.request = request
-        self.request_id = "r1"
-        self.model = "m"
-        self.created = 1_700_000_000
-        self.priority = Priority.NORMAL
-        self.usage = USAGE
-        self.pinned_tokens = 10
-        self.num_thought_tokens = 3
-        self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
-        self.cache_text = None
-        self.requests = (SimpleNamespace(prompt=(1,) * 10, sampling=SamplingParams(temperature=0.25, top_p=0.5)),)
-        self.closed: list[Exception | None] = []
-        self._deltas = deltas
-        self._meanings = meanings
-
-    def new_parser(self) -> Script:
-        return Script(self._meanings)
-
-    async def wait_start(self) -> None:
-        pass
-
-    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        for delta in self._deltas:
-            if isinstance(delta, Exception):
-                raise delta
-            yield [(0, delta)]
-
-    def close(self, error: Exception | None = None) -> None:
-        self.closed.append(error)
-
-    async def __aenter__(self) -> FakeActiveRequest:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
 
 
 def delta(
@@ -501,7 +459,21 @@ def made_up(
     deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None, body: ResponsesRequest
 ) -> ActiveRequest:
     ask = parse_responses(msgspec.structs.replace(body, tools=None, tool_choice=None))
-    return cast("ActiveRequest", FakeActiveRequest(ask, deltas, meanings or {}))
+    active = FakeActiveRequest(
+        ask,
+        [[one] for one in deltas if isinstance(one, Delta)],
+        num_prompt=10,
+        num_cached=8,
+        pinned_tokens=10,
+        cache=CacheExplanation(8, 0, 8, StopReason.DIVERGED),
+        error=next((one for one in deltas if isinstance(one, Exception)), None),
+        request_id="r1",
+        model="m",
+        num_thought_tokens=3,
+        requests=(SimpleNamespace(prompt=(1,) * 10, sampling=SamplingParams(temperature=0.25, top_p=0.5)),),
+        parser=Script(meanings or {}),
+    )
+    return cast("ActiveRequest", active)
 
 
 def stream(

@@ -349,25 +349,21 @@ class Edited:
 
 
 def ignored_edits(body: CountTokensRequest) -> tuple[str, ...]:
-    return tuple(
-        f"context_management.edits[{i}].{edit.type}"
-        for i, edit in enumerate(_edits(body.context_management))
-        if edit.type not in (CLEAR_THINKING, CLEAR_TOOL_USES)
-    )
+    edits = _edits(body.context_management)
+    return tuple(f"{path}.{edit.type}" for path, edit in edits if edit.type not in (CLEAR_THINKING, CLEAR_TOOL_USES))
 
 
 async def apply(management: ContextManagement | None, chat: ChatRequest, count: CountTokens) -> Edited:
     """Check all edits, then apply them. Returns the edited conversation and the applied edits."""
-    edits = _edits(management)
-    seen: set[str] = set()
-    for i, edit in enumerate(edits):
-        path = f"context_management.edits[{i}]"
-        _check(edit, path)
-        if edit.type in seen:  # each edit tokenises the whole conversation
+    edits: dict[str, ContextEdit] = {}
+    for path, edit in _edits(management):
+        if edit.type in (CLEAR_THINKING, CLEAR_TOOL_USES):
+            _check(edit, path)
+        if edit.type in edits:  # each edit tokenises the whole conversation
             raise _wrong(f"{path}.type", edit.type, "used twice")
-        seen.add(edit.type)
+        edits[edit.type] = edit
     done = Edited(chat)
-    for edit in edits:
+    for edit in edits.values():
         done = await _apply(edit, done, count)
     return done
 
@@ -397,7 +393,9 @@ async def _apply(edit: ContextEdit, done: Edited, count: CountTokens) -> Edited:
 def clear_thinking(messages: Sequence[Message], edit: ContextEdit) -> tuple[list[Message], int]:
     """Clear the reasoning of all turns that have some, except the last ones."""
     thinking = [i for i, message in enumerate(messages) if message.thought]
-    cleared = set() if isinstance(edit.keep, str) else _all_but_last(thinking, edit.keep, DEFAULT_KEPT_THOUGHTS)
+    cleared: set[int] = set()
+    if not isinstance(edit.keep, str):
+        cleared = _all_but_last(thinking, edit.keep, DEFAULT_KEPT_THOUGHTS)
     found = [replace(message, thought="") if i in cleared else message for i, message in enumerate(messages)]
     return found, len(cleared)
 
@@ -417,8 +415,8 @@ def clear_tool_uses(messages: Sequence[Message], edit: ContextEdit) -> tuple[lis
     inputs = edit.clear_tool_inputs
 
     def without_input(call: ToolCall) -> ToolCall:
-        is_cleared = call.call_id in cleared and (inputs is True or call.name in (inputs or ()))
-        return replace(call, arguments="{}") if is_cleared else call
+        is_named = call.name in inputs if isinstance(inputs, list) else bool(inputs)
+        return replace(call, arguments="{}") if is_named and call.call_id in cleared else call
 
     found: list[Message] = []
     for message in messages:
@@ -444,8 +442,6 @@ def _is_triggered(edit: ContextEdit, messages: Sequence[Message], num_tokens: in
 
 
 def _check(edit: ContextEdit, path: str) -> None:
-    if edit.type not in (CLEAR_THINKING, CLEAR_TOOL_USES):
-        return
     is_thinking = edit.type == CLEAR_THINKING
     if isinstance(edit.keep, str) and not (is_thinking and edit.keep == "all"):
         raise _wrong(f"{path}.keep", edit.keep, "neither a count" + (' nor "all"' if is_thinking else ""))
@@ -468,8 +464,10 @@ def _wrong(path: str, value: object, why: str) -> ApiError:
     return ApiError(Kind.INVALID, f"{path} = {value!r:.80} is {why}", param=path)
 
 
-def _edits(management: ContextManagement | None) -> Sequence[ContextEdit]:
-    return () if management is None else management.edits or ()
+def _edits(management: ContextManagement | None) -> list[tuple[str, ContextEdit]]:
+    """The edits with their paths."""
+    edits = () if management is None else management.edits or ()
+    return [(f"context_management.edits[{i}]", edit) for i, edit in enumerate(edits)]
 
 
 BILLING = "x-anthropic-billing-header:"
@@ -814,7 +812,9 @@ class Reply(AnswerEncoder):
         super().__init__(active)
         self._max_tokens = body.max_tokens
         self._shows_thoughts = shows_thoughts(body)
-        self._edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
+        self._edits: AppliedEdits | UnsetType = (
+            UNSET if body.context_management is None else AppliedEdits(edited.applied)
+        )
         self.num_hour_tokens = 0  # tokens of the prompt that are kept for an hour, the others for five minutes
 
     async def prepare(self, context: RequestContext) -> None:
@@ -855,14 +855,7 @@ class Reply(AnswerEncoder):
         return [{"type": "content_block_start", "index": item.number, "content_block": _block(item)}]
 
     def grow(self, item: Item, text: str) -> list[Event]:
-        match item.first:
-            case Words():
-                delta = {"type": "text_delta", "text": text}
-            case Thought():
-                delta = {"type": "thinking_delta", "thinking": text}
-            case CallStart():
-                delta = {"type": "input_json_delta", "partial_json": text}
-        return [{"type": "content_block_delta", "index": item.number, "delta": delta}]
+        return [{"type": "content_block_delta", "index": item.number, "delta": _delta(item, text)}]
 
     def end(self, item: Item) -> list[Event]:
         return [{"type": "content_block_stop", "index": item.number}]
@@ -904,7 +897,8 @@ class Reply(AnswerEncoder):
         )
 
     def _stop(self) -> dict[str, Any]:
-        last, sequence = self.sample().last, None
+        last = self.sample().last
+        sequence: str | None = None
         if not self._max_tokens:
             reason = "max_tokens"
         elif last is not None and last.finish_reason is FinishReason.LENGTH:
@@ -917,6 +911,16 @@ class Reply(AnswerEncoder):
         else:
             reason = "tool_use" if self.sample().calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _delta(item: Item, text: str) -> Event:
+    match item.first:
+        case Words():
+            return {"type": "text_delta", "text": text}
+        case Thought():
+            return {"type": "thinking_delta", "thinking": text}
+        case CallStart():
+            return {"type": "input_json_delta", "partial_json": text}
 
 
 def _block(item: Item) -> AnswerBlock:

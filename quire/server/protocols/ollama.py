@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -658,6 +659,7 @@ OLLAMA = Dialect("ollama", _status, _body, _event, stream_type="application/x-nd
 
 
 _TIME = "<time>"
+_TIME_BYTES = encode_json(_TIME)
 
 
 async def chat(context: RequestContext) -> Response:
@@ -720,9 +722,9 @@ class Reply(AnswerEncoder):
         self._is_raw = isinstance(body, OllamaGenerateRequest) and bool(body.raw)
 
     @staticmethod
+    @abstractmethod
     def answer(part: Event, **head: Any) -> OllamaAnswer:
         """The answer, or a part of it."""
-        raise NotImplementedError
 
     async def prepare(self, context: RequestContext) -> None:
         context.note(IGNORED, unmet(self._body, context.service, is_raw=self._is_raw))
@@ -765,7 +767,7 @@ class Reply(AnswerEncoder):
         return encode_json(self.answer(event, model=self._body.model, created_at=_TIME)) + b"\n"
 
     def stamp(self, data: bytes) -> bytes:
-        return data.replace(encode_json(_TIME), encode_json(rfc3339(time.time())), 1)
+        return data.replace(_TIME_BYTES, encode_json(rfc3339(time.time())), 1)
 
     def finish(self) -> bytes:
         return encode_json(self.answer({}, **self._end())) + b"\n"
@@ -807,10 +809,11 @@ class GenerateReply(Reply):
 
 def _calls(item: Item) -> list[OllamaAnswerCall]:
     """The call of an item, if it is one and complete."""
-    if not isinstance(item.first, CallStart) or (arguments := decoded_arguments(item.text)) is None:
+    if not isinstance(item.first, CallStart):
         return []
     number, call_id, name = item.first
-    return [OllamaAnswerCall(call_id, AnswerFunction(number, name, arguments))]
+    arguments = decoded_arguments(item.text)
+    return [] if arguments is None else [OllamaAnswerCall(call_id, AnswerFunction(number, name, arguments))]
 
 
 def rfc3339(at_s: float) -> str:

@@ -6,6 +6,7 @@ Clients act on the status of an error. `type` and `code` are OpenAI's own string
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -198,58 +199,69 @@ def shape_of(body: GenerationBody) -> Shape | None:
     return found[0] if found else None
 
 
-def _shapes(body: GenerationBody) -> Iterable[Shape]:
+def _json_grammar(text: str | dict[str, Any], *, strict: bool = False) -> Grammar:
+    schema: Any = text
+    if isinstance(text, str):
+        try:
+            schema = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest("grammar: this is neither a schema nor the JSON text of one")
+    return json_schema_grammar(schema, strict=strict)
+
+
+# Fields of vLLM's `structured_outputs`, and of its older names with `guided_`: field -> what makes a grammar of it.
+_STRUCTURED: Mapping[str, Callable[..., Grammar]] = {
+    "json": _json_grammar,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": written_grammar,
+}
+# Fields of SGLang, llama.cpp and vLLM.
+_FIELDS: Mapping[str, Callable[..., Grammar]] = {
+    "json_schema": _json_grammar,
+    "regex": regex_grammar,
+    "grammar": written_grammar,
+    "ebnf": lambda rules: lark_grammar(gbnf_to_lark(rules)),
+    "allowed_token_ids": token_grammar,
+}
+
+
+def _shapes(body: GenerationBody) -> Iterator[Shape]:
     if isinstance(body.response_format, ResponseFormat):
         yield from _response_format(body.response_format)
-    if body.structured_outputs is not None:
-        yield from _structured("structured_outputs.", body.structured_outputs)
-    yield from _structured("guided_", _guided(body))
-    yield from _other_fields(body)
-
-
-def _guided(body: GenerationBody) -> StructuredOutputs:
-    """vLLM's older fields, without those that repeat `structured_outputs`: some clients send both."""
     newer = body.structured_outputs or StructuredOutputs()
-    return StructuredOutputs(
-        json=None if body.guided_json == newer.json else body.guided_json,
-        regex=None if body.guided_regex == newer.regex else body.guided_regex,
-        choice=None if body.guided_choice == newer.choice else body.guided_choice,
-        grammar=None if body.guided_grammar == newer.grammar else body.guided_grammar,
-    )
+    strict_json = partial(_json_grammar, strict=bool(newer.strict))
+    makers: dict[str, Callable[..., Grammar]] = {**_STRUCTURED, "json": strict_json}
+    for name, make in makers.items():
+        if (value := getattr(newer, name)) is not None:
+            yield f"structured_outputs.{name}", partial(make, value)
+    if newer.json_object:
+        yield "structured_outputs.json_object", json_object_grammar
+    for name, make in _STRUCTURED.items():
+        value = getattr(body, f"guided_{name}")
+        if value is not None and value != getattr(newer, name):  # some clients send both
+            yield f"guided_{name}", partial(make, value)
+    for name, make in _FIELDS.items():
+        value = getattr(body, name)
+        if value is not None and (name, value) != ("grammar", ""):  # clients of llama.cpp send it for no grammar
+            yield name, partial(make, value)
 
 
-def _other_fields(body: GenerationBody) -> Iterable[Shape]:
-    """Top-level fields of SGLang, llama.cpp and vLLM."""
-    if (schema := body.json_schema) is not None:
-        yield "json_schema", lambda: json_schema_grammar(_schema(schema), strict=False)
-    if (pattern := body.regex) is not None:
-        yield "regex", lambda: regex_grammar(pattern)
-    if source := body.grammar:  # clients of llama.cpp send an empty string for no grammar
-        yield "grammar", lambda: written_grammar(source)
-    if (rules := body.ebnf) is not None:
-        yield "ebnf", lambda: lark_grammar(gbnf_to_lark(rules))
-    if (token_ids := body.allowed_token_ids) is not None:
-        yield "allowed_token_ids", lambda: token_grammar(token_ids)
-
-
-def _response_format(given: ResponseFormat) -> Iterable[Shape]:
-    match given.type:
+def _response_format(form: ResponseFormat) -> Iterator[Shape]:
+    inner = form.json_schema
+    match form.type:
         case "text":
             return
-        case "json_object" if given.schema is None:
+        case "json_object" if form.schema is None:
             yield "response_format", json_object_grammar
-        case "json_object":
-            yield "response_format.schema", lambda: json_schema_grammar(given.schema or {}, strict=False)
-        case "json_schema":
-            form = given.json_schema
-            if form is None and given.schema is not None:
-                yield "response_format.schema", lambda: json_schema_grammar(given.schema or {}, strict=False)
-                return
-            if form is None or form.schema is None:
-                missing = "json_schema" if form is None else "json_schema.schema"
-                raise InvalidRequest(f"response_format.{missing} is missing")
-            schema, strict = form.schema, bool(form.strict)
-            yield "response_format.json_schema.schema", lambda: json_schema_grammar(schema, strict=strict)
+        case "json_schema" if inner is not None or form.schema is None:
+            path = "response_format.json_schema"
+            schema = given(given(inner, path).schema, f"{path}.schema")
+            yield f"{path}.schema", partial(json_schema_grammar, schema, strict=bool(inner and inner.strict))
+        case "json_object" | "json_schema":
+            yield "response_format.schema", partial(json_schema_grammar, form.schema or {}, strict=False)
         case other:
             raise unknown_format("response_format.type", other)
 
@@ -258,31 +270,6 @@ def unknown_format(field: str, given: str) -> InvalidRequest:
     """The error names vLLM's field for formats that have one."""
     where = f"; structured_outputs.{given} takes one" if given in ("regex", "choice", "grammar", "json") else ""
     return InvalidRequest(f"{field} = {given!r:.80} is not one of {', '.join(_FORMATS)}{where}")
-
-
-def _structured(prefix: str, given: StructuredOutputs) -> Iterable[Shape]:
-    if (schema := given.json) is not None:
-        yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema), strict=bool(given.strict))
-    if (pattern := given.regex) is not None:
-        yield f"{prefix}regex", lambda: regex_grammar(pattern)
-    if (choices := given.choice) is not None:
-        yield f"{prefix}choice", lambda: choice_grammar(choices)
-    if (source := given.grammar) is not None:
-        yield f"{prefix}grammar", lambda: written_grammar(source)
-    if given.json_object:
-        yield f"{prefix}json_object", json_object_grammar
-
-
-def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
-    if isinstance(given, dict):
-        return given
-    try:
-        schema = msgspec.json.decode(given)
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
-        schema = None
-    if not isinstance(schema, dict):
-        raise InvalidRequest("grammar: this is neither a schema nor the JSON text of one")
-    return schema
 
 
 T = TypeVar("T")
@@ -435,12 +422,12 @@ def _choose(field: str, value: str | None, table: Mapping[str, T], default: T) -
     return default if value is None else table[one_of(field, value, table)]
 
 
-def _biases(given: Mapping[str, float]) -> dict[int, float]:
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     """Convert the keys to token ids: JSON has no number keys."""
-    for key in given:
+    for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_KEY_DIGITS):
             raise InvalidRequest(f"logit_bias[{key[:40]!r}] is not a token id")
-    return {int(key): value for key, value in given.items()}
+    return {int(key): value for key, value in biases.items()}
 
 
 def _or(value: T | None, default: T) -> T:
@@ -475,14 +462,17 @@ class ChunkEncoder(AnswerEncoder):
         self._num_tokens = 0  # of all choices, so far
         self._held: Event | None = None
         # Only the choice differs between chunks: the rest is encoded once.
-        self._before = b"data: " + encode_json(self.head(self.chunk_kind))[:-1] + b',"choices":['
+        self._head = self.head(self.chunk_kind)
+        self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
+    @abstractmethod
     def begin_choice(self, index: int) -> list[Event]:
-        raise NotImplementedError
+        """The chunk before the content, if there is one."""
 
+    @abstractmethod
     def logprobs(self, entries: Sequence[TokenLogprob], index: int) -> Struct:
-        raise NotImplementedError
+        """Log probabilities of tokens of a choice."""
 
     def reason(self, sample: Sample) -> str:
         return finish_reason(sample.last)
@@ -555,7 +545,7 @@ class ChunkEncoder(AnswerEncoder):
         return b"".join(events)
 
     def _event(self, choices: list[Event], more: Event) -> bytes:
-        return b"data: " + encode_json(self.head(self.chunk_kind) | {"choices": choices} | more) + b"\n\n"
+        return b"data: " + encode_json(self._head | {"choices": choices} | more) + b"\n\n"
 
 
 def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
@@ -808,14 +798,7 @@ class ChatEncoder(ChunkEncoder):
         return [self.chunk(item.sample, {"tool_calls": [call]})]
 
     def grow(self, item: Item, text: str) -> list[Event]:
-        match item.first:
-            case Words():
-                delta: Event = {"content": text}
-            case Thought():
-                delta = {"reasoning_content": text}
-            case CallStart(number):
-                delta = {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
-        return [self.chunk(item.sample, delta)]
+        return [self.chunk(item.sample, _delta(item, text))]
 
     def logprobs(self, entries: Sequence[TokenLogprob], index: int) -> ChatLogprobs:
         del index
@@ -834,6 +817,16 @@ class ChatEncoder(ChunkEncoder):
             choices.append(ChatChoice(sample.index, message, logprobs, reason, one.stop or UNSET))
         usage = usage_body(self.active.usage, self.active.num_thought_tokens)
         return ChatCompletion(**self.head(self.kind), choices=choices, usage=usage, cache=self.cache)
+
+
+def _delta(item: Item, text: str) -> Event:
+    match item.first:
+        case Words():
+            return {"content": text}
+        case Thought():
+            return {"reasoning_content": text}
+        case CallStart(number):
+            return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
 
 def _answer_message(sample: Sample) -> ChatAnswerMessage:

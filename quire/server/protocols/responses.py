@@ -45,9 +45,9 @@ from quire.server.protocols.openai import (
 from quire.server.protocols.openai_types import (
     Alternatives,
     ChatTokenLogprob,
+    ContentPart,
     GenerationBody,
     JsonSchemaFormat,
-    PromptCacheBreakpoint,
     TokenCount,
 )
 from quire.server.protocols.support import (
@@ -113,11 +113,8 @@ LOGPROBS = "message.output_text.logprobs"  # in `include`; other values are for 
 # Requests
 
 
-class InputPart(Struct, kw_only=True):
+class InputPart(ContentPart, kw_only=True):
     type: Annotated[str, described(enum=["input_text", "output_text", "refusal", "reasoning_text", "summary_text"])]
-    text: str | None = None
-    refusal: str | None = None
-    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
     annotations: Annotated[Any, described("Accepted, without effect.")] = None
     logprobs: Annotated[Any, described("Accepted, without effect.")] = None
 
@@ -447,7 +444,6 @@ _NAMES = NAMES | {
     "logprobs": "top_logprobs",
     "prompt": "input",
     "messages": "input",
-    "stream_options": "stream_options",
 }
 _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 
@@ -588,6 +584,7 @@ def _text_shape(body: ResponsesRequest) -> Shape | None:
 
 
 _NUMBER = 1 << 62  # placeholder for the number of an event; no real event reaches it
+_NUMBER_BYTES = b"%d" % _NUMBER
 _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
 
 
@@ -642,7 +639,7 @@ class Reply(AnswerEncoder):
 
     def stamp(self, data: bytes) -> bytes:
         self._num_events += 1
-        return data.replace(b"%d" % _NUMBER, b"%d" % (self._num_events - 1), 1)
+        return data.replace(_NUMBER_BYTES, b"%d" % (self._num_events - 1), 1)
 
     def take_delta(self, sample: Sample, delta: Delta) -> list[Event]:
         reason = finish_reason(delta)
@@ -679,18 +676,17 @@ class Reply(AnswerEncoder):
     def end(self, item: Item) -> list[Event]:
         done = self._item(item, self._status)
         self._done.append(done)
-        match done:
-            case OutputMessage(content=(part,)):
-                text = self._of_part("output_text.done", item, text=part.text, logprobs=part.logprobs)
-                events = [text, self._of_part("content_part.done", item, part=part)]
-            case ReasoningItem(content=(part,)):
-                text = self._of_part("reasoning_text.done", item, text=part.text)
-                events = [text, self._of_part("content_part.done", item, part=part)]
-            case FunctionCallItem(name=name, arguments=text):
-                events = [self._of_item("function_call_arguments.done", item, name=name, arguments=text)]
-            case CustomToolCallItem(input=text):
-                delta = self._of_item("custom_tool_call_input.delta", item, delta=text)
-                events = [delta, self._of_item("custom_tool_call_input.done", item, input=text)]
+        if isinstance(done, FunctionCallItem):
+            fields = {"name": done.name, "arguments": done.arguments}
+            events = [self._of_item("function_call_arguments.done", item, **fields)]
+        elif isinstance(done, CustomToolCallItem):
+            delta = self._of_item("custom_tool_call_input.delta", item, delta=done.input)
+            events = [delta, self._of_item("custom_tool_call_input.done", item, input=done.input)]
+        else:
+            part, name = _part(item), "output_text" if isinstance(done, OutputMessage) else "reasoning_text"
+            more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
+            text = self._of_part(f"{name}.done", item, text=part.text, **more)
+            events = [text, self._of_part("content_part.done", item, part=part)]
         return [*events, _event("output_item.done", output_index=item.number, item=done)]
 
     def _of_item(self, event: str, item: Item, /, **fields: Any) -> Event:
@@ -700,13 +696,10 @@ class Reply(AnswerEncoder):
         return self._of_item(event, item, content_index=0, **fields)
 
     def _id(self, item: Item) -> str:
-        match item.first:
-            case Words():
-                prefix = "msg"
-            case Thought():
-                prefix = "rs"
-            case CallStart():
-                prefix = "ctc" if self._is_custom(item) else "fc"
+        if isinstance(item.first, CallStart):
+            prefix = "ctc" if self._is_custom(item) else "fc"
+        else:
+            prefix = "msg" if isinstance(item.first, Words) else "rs"
         return f"{prefix}_{self.active.request_id}_{item.number}"
 
     def _is_custom(self, item: Item) -> bool:
@@ -716,21 +709,17 @@ class Reply(AnswerEncoder):
         return self._tools.get(call.name) or ClientTool(FunctionTool(name=call.name), "")
 
     def _item(self, item: Item, status: ItemStatus) -> OutputItem:
-        item_id, text = self._id(item), item.text
-        content = () if status == "in_progress" else (_part(item),)
-        match item.first:
-            case Words():
-                return OutputMessage(id=item_id, status=status, content=content)
-            case Thought():
-                return ReasoningItem(id=item_id, status=status, content=content)
-            case CallStart(_, call_id, _) as call:
-                client = self._client_tool(call)
-                fields = {"id": item_id, "status": status, "call_id": call_id, "name": client.tool.name}
-                fields["namespace"] = UNSET if client.namespace is None else client.namespace
-                if not self._is_custom(item):
-                    return FunctionCallItem(**fields, arguments=text)
-                text = (decoded_arguments(text) or {}).get(INPUT)
-                return CustomToolCallItem(**fields, input=text if isinstance(text, str) else "")
+        fields: dict[str, Any] = {"id": self._id(item), "status": status}
+        if not isinstance(item.first, CallStart):
+            fields["content"] = () if status == "in_progress" else (_part(item),)
+            return OutputMessage(**fields) if isinstance(item.first, Words) else ReasoningItem(**fields)
+        client = self._client_tool(item.first)
+        fields |= {"call_id": item.first.call_id, "name": client.tool.name}
+        fields["namespace"] = UNSET if client.namespace is None else client.namespace
+        if not self._is_custom(item):
+            return FunctionCallItem(**fields, arguments=item.text)
+        found = (decoded_arguments(item.text) or {}).get(INPUT)
+        return CustomToolCallItem(**fields, input=found if isinstance(found, str) else "")
 
     def _object(self, status: ResponseStatus, **more: Any) -> ResponseObject:
         return ResponseObject(**self._echoed, status=status, output=tuple(self._done), **more)

@@ -14,11 +14,12 @@ and a whole answer are made by the same encoder from the same items. The cache e
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -53,9 +54,6 @@ class Unsupported(NamedTuple):
         """Whether the value requests nothing. A boolean never equals a number here."""
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.harmless)
 
-    def message(self, path: str) -> str:
-        return f"{path} is not supported: {self.why}"
-
 
 def refuse_unsupported(
     part: object, table: Mapping[str, Unsupported], prefix: str = "", *, shown: tuple[type, ...] = ()
@@ -72,7 +70,7 @@ def check_supported(path: str, value: Any, row: Unsupported, *, shown: tuple[typ
     """Raise ApiError if this value of an unsupported field requests something."""
     if value is not None and not row.allows(value):
         text = f" = {value!r:.80}" if isinstance(value, shown) else ""
-        raise unsupported(path, row.message(f"{path}{text}"))
+        raise unsupported(path, f"{path}{text} is not supported: {row.why}")
 
 
 def unsupported(path: str, message: str, *, is_value: bool = False) -> ApiError:
@@ -152,9 +150,10 @@ def with_fields(
 
     def add(body: type[S]) -> type[S]:
         doc = {"__doc__": body.__doc__}
-        return msgspec.defstruct(
+        made = msgspec.defstruct(
             body.__name__, fields, bases=(body,), kw_only=True, module=body.__module__, namespace=doc
         )
+        return cast("type[S]", made)
 
     return add
 
@@ -465,16 +464,17 @@ class AnswerEncoder(EventEncoder):
         del item
         return []
 
+    @abstractmethod
     def grow(self, item: Item, text: str) -> list[Event]:
-        raise NotImplementedError
+        """The events of a text that continues an item."""
 
     def end(self, item: Item) -> list[Event]:
         del item
         return []
 
+    @abstractmethod
     def whole(self) -> msgspec.Struct:
         """The answer after `collect`. May be called in a thread."""
-        raise NotImplementedError
 
     def encode(self, event: Event) -> bytes:
         return event_bytes(event)
@@ -558,11 +558,12 @@ class AnswerEncoder(EventEncoder):
             return None
         pieces = sample.parser.push(text)
         item = sample.open
-        match pieces:
-            case [Words(text) | Thought(text) as piece] if item is not None and type(piece) is type(item.first):
-                item.texts.append(text)
-                before, after = self.frame(item)
-                return self.stamp(before) + encode_json(text) + after
+        if item is not None and len(pieces) == 1:
+            piece = pieces[0]
+            if isinstance(piece, Words | Thought) and type(piece) is type(item.first):
+                item.texts.append(piece.text)
+                before, after = item.frame or self.frame(item)
+                return self.stamp(before) + encode_json(piece.text) + after
         return self.write(self.take(sample, pieces))
 
     def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
@@ -611,7 +612,8 @@ async def respond(
 def event_bytes(event: Event) -> bytes:
     """A server-sent event with a name."""
     fields = {name: value for name, value in event.items() if value is not UNSET}
-    return b"event: " + event["type"].encode() + b"\ndata: " + encode_json(fields) + b"\n\n"
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + encode_json(fields) + b"\n\n"
 
 
 def merged(batch: Sequence[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
