@@ -46,9 +46,9 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # The aim of decision 0048 is 41,000 statements in 320 files.
 BUDGETS = {
     "quire/backends": (11_760, 76), "quire/batch": (410, 2), "quire/bench": (730, 4), "quire/cli": (4_250, 26),
-    "quire/core": (4_760, 22), "quire/engine": (6_200, 27), "quire/scale": (1_480, 9), "quire/server": (8_100, 29),
+    "quire/core": (4_760, 22), "quire/engine": (6_200, 27), "quire/scale": (1_480, 9), "quire/server": (8_090, 29),
     "quire/sim": (710, 4), "quire/text": (4_390, 23), "quire/weights": (3_680, 20),
-    "benchmarks": (2_800, 25), "tests": (53_840, 417),
+    "benchmarks": (2_800, 25), "tests": (53_810, 417),
 }  # fmt: skip
 
 
