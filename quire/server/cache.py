@@ -126,10 +126,8 @@ CacheStatsView = _json_type(
     windows=Annotated[WindowStatsView | None, Meta(description="null: the model has no window blocks.")],
     states=Annotated[StateStatsView | None, Meta(description="null: the model has no recurrent states.")],
     levels=Annotated[
-        tuple[LowerTierView, ...],
-        Meta(  # type: ignore[valid-type]
-            description="Tiers below the device: host memory, disk."
-        ),
+        tuple[LowerTierView, ...],  # type: ignore[valid-type]
+        Meta(description="Tiers below the device: host memory, disk."),
     ],
 )
 

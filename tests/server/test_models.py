@@ -376,8 +376,8 @@ def test_a_request_is_refused_before_it_is_read_only_if_every_queue_is_full(fold
     key = Key("plain")
     for model in models:
         models.check_open(key)
-        for queue in model.queues.queues.values():
-            queue.enter(key.tier, key.name, shared.max_queue)
+        for tier in model.queues.queues:
+            model.queues.enter(shared.max_queue, tier, key.name)
     with pytest.raises(ApiError, match="requests are already waiting") as refused:
         models.check_open(key)
     assert refused.value.reason == "queue_full"
