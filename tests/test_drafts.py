@@ -103,7 +103,7 @@ def test_preempted_with_drafts(default_model: Path, plain_answer: PlainAnswer) -
     with LLM(default_model, num_blocks=16, threads=1, enable_prefix_caching=False) as small:
         scheduler = small.engine.scheduler
         scheduler.policy.ledger.cost = StepCost(base_ns=1_000_000, token_ns=1_000)
-        admission = scheduler.planner._admission
+        admission = scheduler.planner.admission
         admission._observe = lambda event: events.append(event) if isinstance(event, Preempted) else None
         outputs = small.chat([PROMPT] * 4, replace(GREEDY, prediction=DOCUMENT), progress=False)
         assert scheduler.num_accepted > 20

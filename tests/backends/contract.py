@@ -51,6 +51,15 @@ class Alternating:
         self._place += 1
         return self._place == self._num_tokens
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def num_valid(self, tokens: Sequence[int]) -> int:  # noqa: ARG002
+        return 0
+
+    def draft_masks(self, drafts: Sequence[int]) -> bytes:
+        raise NotImplementedError(drafts)
+
 
 @pytest.mark.sweep("class")
 class Contract:

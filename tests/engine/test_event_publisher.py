@@ -382,11 +382,11 @@ async def test_a_worker_process_announces_its_cache(tiny_model: Path) -> None:
         await stats(engine)  # a worker sends the events of a step before it handles later messages
         with Subscriber(status.endpoint, status.replay_endpoint) as subscriber:
             router = await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))
-            explained = await engine.explain((*asked.prompt, 1))
-            assert router.num_matched(asked.prompt) == explained.num_blocks * 32 > 64
+            explained = await engine.explain((*asked.prompt.tokens, 1))
+            assert router.num_matched(tuple(asked.prompt.tokens)) == explained.num_blocks * 32 > 64
             salted = request(engine, "secret " + prompt)
-            assert (await engine.explain(salted.prompt, "tenant")).num_blocks > 1
-            assert router.num_matched(salted.prompt) == 0
+            assert (await engine.explain(tuple(salted.prompt.tokens), "tenant")).num_blocks > 1
+            assert router.num_matched(tuple(salted.prompt.tokens)) == 0
             await engine.clear_cache()
             await stats(engine)
             assert not (await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))).device

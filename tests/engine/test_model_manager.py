@@ -238,19 +238,19 @@ async def test_cancelling_a_waiter_when_the_model_becomes_ready_frees_its_lease(
 
 async def test_a_failed_load_raises_in_all_waiters_and_is_retried() -> None:
     rig = Rig("ab", 40)
-    rig.models["a"].error = ModelFileError("not sound")
+    rig.models["a"].failure = ModelFileError("not sound")
     results = await asyncio.gather(*(rig.hold("a") for _ in range(3)), return_exceptions=True)
     assert [str(result) for result in results] == ["not sound"] * 3
     assert (rig.managed["a"].state, rig.managed["a"].num_failures, rig.manager.num_bytes) == (FAILED, 1, 0)
     await rig.touch("b")  # its memory is free
-    rig.models["a"].error = None
+    rig.models["a"].failure = None
     await rig.touch("a")
     assert rig.states() == "a:ready b:unloaded"
 
 
 async def test_repeated_failures_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig("ab", None)
-    rig.models["a"].error = RuntimeError("bug")
+    rig.models["a"].failure = RuntimeError("bug")
     slept: list[float] = []
     sleep = asyncio.sleep
 
@@ -263,7 +263,7 @@ async def test_repeated_failures_back_off(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(LoadFailed, match="RuntimeError: bug"):
             await rig.hold("a")
     assert slept == [1, 2, 4, 8, 16, 30, 30]
-    rig.models["a"].error = None
+    rig.models["a"].failure = None
     await rig.manager.load(rig.managed["a"])  # an administrator does not wait
     assert len(slept) == 7
     assert rig.managed["a"].num_failed_in_a_row == 0

@@ -110,8 +110,8 @@ class _BadMatcher:
         found: bytes = self._matcher.mask()
         return found
 
-    def consume(self, token: int) -> bool:
-        return bool(self._matcher.consume(token))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
 
 
 def _break_worker() -> None:

@@ -145,5 +145,6 @@ def test_the_metrics_of_a_cluster_count_once() -> None:
     assert 'quire:num_preemptions_total{engine="0",model_name="m"} 4.0' in text
     assert 'quire:worker_restarts_total{engine="0",model_name="m"} 1.0' in text
     assert 'quire:replica_requests_routed_total{engine="0",model_name="m",replica="r"} 1.0' in text
-    metrics.take(stats(), SimpleNamespace(num_restarts=1, is_moving=True, facts=None, replica_statuses=()))
+    left: Any = SimpleNamespace(num_restarts=1, is_moving=True, facts=None, replica_statuses=())
+    metrics.take(stats(), left)
     assert 'replica="r"' not in metrics.exposition.render()[0].decode()

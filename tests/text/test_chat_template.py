@@ -285,7 +285,7 @@ def test_invalid_requests_are_refused(fields: dict[str, Any], message: str) -> N
         ChatRequest(**fields)
 
 
-SPECIAL = (
+SPECIAL_TOKENS = (
     "<|turn>", "<turn|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>",
     "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]", "</s>", "<|user|>", "<|assistant|>",
 )  # fmt: skip
@@ -305,7 +305,7 @@ def tokenizer() -> Tokenizer:
     first = max(token["id"] for token in spec["added_tokens"]) + 1
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     spec["added_tokens"] += [
-        {"id": first + i, "content": content, "special": True, **flags} for i, content in enumerate(SPECIAL)
+        {"id": first + i, "content": content, "special": True, **flags} for i, content in enumerate(SPECIAL_TOKENS)
     ]
     config = {"bos_token": "<|endoftext|>", "eos_token": "</s>"}
     return Tokenizer.from_json(json.dumps(spec).encode(), config)

@@ -582,7 +582,7 @@ class Pool(Generic[L]):
         self._move_first(block)
         self._lose(block)
 
-    def _move_first(self, block: B) -> None:
+    def _move_first(self, block: L) -> None:
         """If a block is free, take it first from now on: its content is lost."""
         if block.ref_count == 0:
             self._unlink(block)

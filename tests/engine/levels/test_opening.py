@@ -133,7 +133,7 @@ def test_an_llm_saves_its_cache_when_it_is_closed(tiny_model: Path, tmp_path: Pa
     assert len(all_files(tmp_path / "kv")) >= 6
     llm.close()  # no effect the second time
     with LLM(tiny_model, backend="native", **settings) as llm:
-        llm.engine.scheduler.cache.levels.ns_per_token = None  # type: ignore[union-attr]  # loads pay, however fast this machine computes
+        llm.engine.scheduler.cache.levels.ns_per_token = None  # loads pay, however fast this machine computes
         (again,) = llm.generate([prompt], GREEDY)
         assert again.completions[0].token_ids == first.completions[0].token_ids
         assert again.usage.cached_tokens == 198
