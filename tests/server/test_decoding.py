@@ -24,7 +24,7 @@ ROOT = Path(quire.__file__).parents[1]
 ALONE = {
     "quire/engine/worker/protocol.py": "its decoders are built at import",
     "quire/engine/worker/client.py": "its decoders are built at import",
-    "quire/server/batches/store.py": "its decoders are built at import",
+    "quire/server/batches/service.py": "its decoders are built at import",
     "quire/scale/cluster_client.py": "its types have a decoder in the client of a worker",
     "quire/server/limits.py": "the keys file is read once, before the server listens",
     "quire/cli/serve.py": "the configuration is read once, before the server listens",

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, Protocol, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -54,7 +54,6 @@ from quire.batch.runner import (
 )
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key, KeyRing
-from quire.server.request_context import build_decoders, decode
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +216,10 @@ class StoredBatch(msgspec.Struct):
         return self.batch.id.removeprefix("batch_")
 
 
-build_decoders(StoredFile, StoredBatch)  # they are read in a thread
+# Built at import, because they are used in a thread: see decision 0044.
+DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (StoredFile, StoredBatch)
+}
 
 S = TypeVar("S", StoredFile, StoredBatch)
 
@@ -508,7 +510,8 @@ def _read_all(folder: Path, kind: type[S]) -> dict[str, S]:
 
 def _read(path: Path, kind: type[S]) -> S | None:
     try:
-        return decode(path.read_bytes(), kind)
+        found: S = DECODERS[kind].decode(path.read_bytes())
+        return found
     except (OSError, msgspec.DecodeError) as error:
         log.error("%s cannot be read and is ignored: %s", path, error)
         return None
