@@ -6,12 +6,11 @@ also what is sent to a worker. Nothing here needs msgspec: a machine that only m
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from quire.core.cache.prefix import CacheExplanation
 from quire.core.step import PromptLogprobs, TokenLogprobs
@@ -29,6 +28,9 @@ from quire.text.grammar import Grammar, GrammarKind
 from quire.text.stream import AnswerParser, StopStrings
 from quire.text.tokenizer import Detokenizer, Tokenizer
 from quire.weights.spec import GenerationDefaults
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T", int, float)
 
@@ -445,7 +447,11 @@ class Generation:
         self.error: QuireError | None = None  # also before it was raised
         self._is_raised = False
         self._deltas: list[Delta] = []  # not taken yet
-        self._updated = updated or asyncio.Event()
+        if updated is None:
+            import asyncio  # the command line reads the parameters here, and does not need it
+
+            updated = asyncio.Event()
+        self._updated = updated
         self._on_start = on_start
         self.on_cancel: Callable[[Generation], None] | None = None
         self.sink: TokenSink | None = None

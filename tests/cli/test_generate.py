@@ -297,7 +297,6 @@ def test_the_package_exports_lazily() -> None:
     assert outcome.stdout == "module 'quire' has no attribute 'nothing'\n"
 
 
-@pytest.fixture
 def talk(*lines: str, options: tuple[str, ...] = ()) -> Any:
     outcome = CliRunner().invoke(app, ["chat", *options], input="".join(f"{line}\n" for line in lines))
     assert outcome.exit_code == 0, outcome.exception

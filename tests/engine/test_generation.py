@@ -12,7 +12,6 @@ from quire.core.values import FinishReason
 from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams
 from quire.engine.model_text import ModelText
 from quire.errors import RequestFailed, WorkerDied
-from tests.engine.serving import collect
 
 pytestmark = pytest.mark.anyio
 
@@ -82,18 +81,6 @@ async def test_every_change_sets_the_event(text: ModelText) -> None:
     assert feed.generation.is_started  # even with a wait of 0 s
     assert (feed.generation.queued_s, feed.generation.num_cached_tokens) == (0.0, 1)
     assert feed.generation.cache == explanation
-
-
-async def test_iterating_does_not_clear_the_shared_event(text: ModelText) -> None:
-    updated = asyncio.Event()
-    one, other = Feed(text, updated), Feed(text, updated)
-    reading = asyncio.create_task(collect(one.generation.deltas()))
-    await asyncio.sleep(0)  # it waits now
-    other.push(70)
-    one.push(71, reason=FinishReason.LENGTH)
-    assert len(await reading) == 1
-    assert updated.is_set()
-    assert one.cancelled == [one.generation]  # the connection ignores it: the generation has ended
 
 
 async def test_iterating_yields_the_deltas_before_the_failure(text: ModelText) -> None:

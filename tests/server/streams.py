@@ -43,7 +43,7 @@ class FakeActiveRequest:
     prefill_s: float | None = 0.25
     decode_s: float | None = 2.0
     caller: Any = field(default_factory=lambda: SimpleNamespace(arrived_s=0.0))
-    requests: Any = field(default_factory=lambda: [SimpleNamespace(prompt=(5, 6))])
+    prompt: tuple[int, ...] = (5, 6)
     parser: AnswerParser | None = None
     num_done: int = field(default=0, init=False)
 
@@ -53,9 +53,7 @@ class FakeActiveRequest:
 
     @property
     def generations(self) -> Any:
-        one = SimpleNamespace(token_ids=(7,) * self.num_done)
-        answers = SimpleNamespace(output=lambda: SimpleNamespace(completions=[one]))
-        return [SimpleNamespace(answers=answers)]
+        return [SimpleNamespace(samples=[SimpleNamespace(token_ids=(7,) * self.num_done)])]
 
     def new_parser(self) -> AnswerParser:
         if self.parser is not None:

@@ -507,7 +507,6 @@ def keyless(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
 def listed(server: Server, key: str | None = None) -> list[Any]:
     answer = server.get("/v1/requests", headers=None if key is None else as_key(key))
     assert answer.status == 200
