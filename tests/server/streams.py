@@ -44,6 +44,7 @@ class FakeActiveRequest:
     decode_s: float | None = 2.0
     caller: Any = field(default_factory=lambda: SimpleNamespace(arrived_s=0.0))
     prompt: tuple[int, ...] = (5, 6)
+    requests: Any = ()
     parser: AnswerParser | None = None
     num_done: int = field(default=0, init=False)
 

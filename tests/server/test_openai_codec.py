@@ -557,7 +557,7 @@ def work_of(
         usage=USAGE,
         cache=EXPLANATION,
         cache_text=None,
-        requests=[SimpleNamespace(prompt=(1,) * 10)],
+        prompt=(1,) * 10,
         request_id="1",
         created=1_700_000_000,
         model="m",
@@ -758,7 +758,7 @@ def test_chat_logprobs_in_a_stream() -> None:
 def output(
     *texts: str,
     logprobs: tuple[TokenLogprob, ...] | None = None,
-    prompt: tuple[int, ...] = (),
+    prompt: tuple[int, ...] = (5,),
     scores: tuple[TokenLogprob | None, ...] | None = None,
 ) -> GenerationOutput:
     reasons = (FinishReason.STOP, FinishReason.LENGTH)

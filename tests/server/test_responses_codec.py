@@ -470,7 +470,8 @@ def made_up(
         request_id="r1",
         model="m",
         num_thought_tokens=3,
-        requests=(SimpleNamespace(prompt=(1,) * 10, sampling=SamplingParams(temperature=0.25, top_p=0.5)),),
+        prompt=(1,) * 10,
+        requests=(SimpleNamespace(sampling=SamplingParams(temperature=0.25, top_p=0.5)),),
         parser=Script(meanings or {}),
     )
     return cast("ActiveRequest", active)

@@ -585,7 +585,7 @@ class AnswerEncoder(EventEncoder):
         active = self.active
         if not active.request.wants_cache or active.cache is None:
             return UNSET
-        return view(active.cache, len(active.requests[0].prompt), active.cache_text)
+        return view(active.cache, len(active.prompt), active.cache_text)
 
 
 async def respond(
