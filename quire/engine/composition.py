@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -178,12 +178,23 @@ class OpenedLevels:
     def __init__(
         self,
         config: EngineConfig,
-        block_io: BlockIO,
-        pool_sizes: PieceCounts,
+        runner: Runner,
         model: str,
-        arithmetic: Callable[[], Mapping[str, str]],
+        digest: Callable[[], str],
     ) -> None:
-        """`pool_sizes`: blocks, window blocks and states of the runner. `arithmetic`: what determines their content."""
+        """`digest`: of the weights. Raises InvalidRequest if the runner does not support these levels."""
+        block_io = runner.block_io()
+        if block_io is None:
+            name = "disk_cache" if config.disk_cache else "host_cache"
+            reason = f"the {runner.facts().backend} backend does not support it on this device"
+            raise InvalidRequest(f"{name} = {memory_size(getattr(config, name))}: {reason}")
+        if config.host_cache and block_io.is_host_memory:
+            raise InvalidRequest(
+                f"host_cache = {memory_size(config.host_cache)}: the KV cache of this backend is in host memory"
+                " already; kv_memory sets its size"
+            )
+        capacity = runner.capacity()
+        pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
         self.block_io = block_io
         sizes = block_io.sizes
         self.secret = b""  # of the folder; empty: there is none
@@ -206,7 +217,8 @@ class OpenedLevels:
         )
         if config.disk_cache and (folder := disk_cache_folder(config)) is not None:
             self.secret = root_secret(folder)  # keys depend on it
-            facts = {**arithmetic(), "secret": sha256(self.secret).hexdigest()[:16]}
+            facts = describe(digest(), config.load_format, runner.facts())
+            facts |= {"secret": sha256(self.secret).hexdigest()[:16]}
             self._disk = DiskStore(folder, facts, config.disk_cache, name=model)
             self.levels.append(LowerLevel(Level.DISK, pieces, store_bytes=config.disk_cache, buffers=read_counts))
         # Of a model whose layers all have windows, window blocks.
@@ -272,6 +284,7 @@ BACKENDS: dict[str, str] = {
 }
 
 
+CHOICES = {"backend": ("auto", *BACKENDS), "precision": PRECISIONS, "load_format": LOAD_FORMATS}
 DEVICES = ("auto", "cpu", "cuda", "metal")
 QUANTIZING = ("mlx", "torch", "fake")  # backends that know `quantize`
 QUANTIZE_NAMES = {"4": 4, "8": 8, "int4": 4, "fp8": 8}  # bits; the names are those of formats on a GPU
@@ -347,12 +360,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._parse_sizes()
-        if self.backend not in ("auto", *BACKENDS):
-            raise InvalidRequest(f"backend = {self.backend!r} is not one of auto, {', '.join(BACKENDS)}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.backend != "fake" and self.device not in DEVICES:  # the fake backend reads its speed from it
             raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
-        if self.precision not in PRECISIONS:
-            raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.quantize is not None and str(self.quantize) not in QUANTIZE_NAMES:
             raise InvalidRequest(f"quantize = {self.quantize!r} is not one of {', '.join(QUANTIZE_NAMES)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -360,8 +372,6 @@ class EngineConfig:
         if self.backend != "auto":
             _check_kv_cache_dtype(self)
         make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses invalid values
-        if self.load_format not in LOAD_FORMATS:
-            raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
         for name, low in LOWEST.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
@@ -449,7 +459,11 @@ def make_engine(
     finally:
         checkpoint.close()
     try:
-        levels = open_levels(path, config, runner)
+        levels = None
+        if config.host_cache or config.disk_cache:
+            name = path.stem if path.is_file() else path.name
+            files = weight_files(path, config.load_format)
+            levels = OpenedLevels(config, runner, name, lambda: weights_digest(files, _digest_memo(config)))
         scheduler = make_scheduler(
             runner, config, observe, is_server=is_server, levels=levels, chain_secret=chain_secret
         )
@@ -464,33 +478,6 @@ def make_engine(
         runner.close()
         raise
     return Engine(runner, scheduler, transfers=levels.transfers, has_drafts=config.enable_drafts)
-
-
-def open_levels(path: Path, config: EngineConfig, runner: Runner) -> OpenedLevels | None:
-    """Open the levels below the runner's memory. None: there are none."""
-    if not config.host_cache and not config.disk_cache:
-        return None
-    block_io = runner.block_io()
-    if block_io is None:
-        name = "disk_cache" if config.disk_cache else "host_cache"
-        raise InvalidRequest(
-            f"{name} = {memory_size(getattr(config, name))}: the {runner.facts().backend} backend does not support it"
-            " on this device"
-        )
-    if config.host_cache and block_io.is_host_memory:
-        raise InvalidRequest(
-            f"host_cache = {memory_size(config.host_cache)}: the KV cache of this backend is in host memory already;"
-            " kv_memory sets its size"
-        )
-    capacity = runner.capacity()
-    pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
-    name = path.stem if path.is_file() else path.name
-
-    def arithmetic() -> dict[str, str]:
-        digest = weights_digest(weight_files(path, config.load_format), _digest_memo(config))
-        return describe(digest, config.load_format, runner.facts())
-
-    return OpenedLevels(config, block_io, pool_sizes, name, arithmetic)
 
 
 def _digest_memo(config: EngineConfig) -> Path:

@@ -271,7 +271,7 @@ class Engine:
         """
         self.has_progressed = False
         if self.transfers is not None:
-            self.follow_deletions()
+            self.follow_clears()
             self._settle_transfers(self.transfers)
         outputs: list[EngineOutput] = []
         if self.awaits_tokens:
@@ -329,14 +329,14 @@ class Engine:
     def idle(self) -> None:
         """Save some cached content. Call it while `has_idle_work` and not `has_work`."""
         if self.transfers is not None:
-            self.follow_deletions()
+            self.follow_clears()
             self._settle_transfers(self.transfers)
             self.transfers.start(self.scheduler.schedule_idle())
 
     def save_cache(self, limit_s: float) -> bool:
         """Save all cached content, for at most `limit_s`. Returns whether it is all saved. Runs no further step."""
         deadline_ns = self.clock() + int(limit_s * 1e9)
-        self.follow_deletions(at_once=True)
+        self.follow_clears(at_once=True)
         if self._in_flight is not None and self.has_idle_work:  # a device may copy only when no step is running
             self._commit_in_flight()
         while self.has_idle_work and self.transfers is not None:
@@ -346,36 +346,33 @@ class Engine:
             self.transfers.wait(WAIT_S)
         return True
 
-    def follow_deletions(self, *, at_once: bool = False) -> bool:
-        """Forget what `quire cache` has deleted from the folder. Returns whether it has cleared the cache.
+    def follow_clears(self, *, at_once: bool = False) -> bool:
+        """Clear the cache if `quire cache clear` has deleted its files. Returns whether it has.
 
         Looks at most once per second, unless `at_once`.
         """
         if self.transfers is None or self.transfers.disk is None:
             return False
-        deletion = self.transfers.disk.watch.look(at_once=at_once)
-        if deletion is None:
-            return False
-        if deletion.cleared_ns is not None:
-            self.scheduler.cache.clear()
-        self.transfers.follow(deletion)
-        return deletion.cleared_ns is not None
+        cleared_ns = self.transfers.disk.watch.look(at_once=at_once)
+        if cleared_ns is not None:
+            self.drop_cache(cleared_ns)
+        return cleared_ns is not None
 
-    def clear_cache(self) -> None:
-        """Delete all cached content, in all levels.
+    def clear_cache(self, cleared_ns: int | None = None) -> None:
+        """Delete all cached content, in all levels. `cleared_ns`: see `DiskStore.clear`.
 
         Raises CacheFolderError if files cannot be deleted. This process does not use them any more even then.
         """
         self.scheduler.cache.clear()
         if self.transfers is not None:
-            self.transfers.clear()
+            self.transfers.clear(cleared_ns)
 
-    def drop_cache(self) -> None:
-        """Delete cached content that may be wrong. Logs files that cannot be deleted."""
+    def drop_cache(self, cleared_ns: int | None = None) -> None:
+        """Delete cached content that may be wrong or was deleted by others. Logs files that cannot be deleted."""
         try:
-            self.clear_cache()
+            self.clear_cache(cleared_ns)
         except CacheFolderError as error:
-            log.error("the cache was cleared because it may be wrong, but %s", error)
+            log.error("the cache was cleared, but %s", error)
 
     def close(self) -> None:
         self._masking.close()

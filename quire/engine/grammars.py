@@ -38,7 +38,6 @@ FIRST_MASK_LIMIT_S = 0.1  # CPU time: a grammar with a slow first mask stays slo
 WAIT_LIMIT_S = 120.0  # wall-clock time: the machine may be busy with steps
 EXCHANGE_LIMIT_S = 120.0  # of one exchange with the child, or of its start
 LOOK_S = 0.02  # interval of the questions whether a slow trial has ended
-MIN_LIFE_S = 10.0  # a child that lives for a shorter time is not started again at once: it may be killed each time
 log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("trial_child.py")
 
@@ -54,7 +53,7 @@ class Tried(NamedTuple):
 class GrammarTrial:
     """Tries grammars in a child process, which forks for each of them. Thread-safe.
 
-    The child starts at the first use, or when `keep_running` is called, and ends with its parent.
+    The child starts at the first use, or when `start_early` is called, and ends with its parent.
     """
 
     def __init__(self, first_order: Callable[[], Mapping[str, Any]]) -> None:
@@ -63,7 +62,6 @@ class GrammarTrial:
         self._lock = threading.Lock()  # held for one exchange with the child, not for a whole trial
         self._child = Child(_CHILD)
         self._closed = threading.Event()
-        self._keeper: threading.Thread | None = None
 
     def run(self, source: str, patience_s: float) -> Tried:
         """Try a grammar, for `patience_s` at normal priority, and then at a low one."""
@@ -94,20 +92,13 @@ class GrammarTrial:
             except NoAnswer as error:  # not the fault of the grammar, which is compiled in a fork
                 raise Interrupted(str(error)) from None
 
-    def keep_running(self) -> None:
-        """Start the child in a thread, and again whenever it has ended, so that no grammar waits for that."""
-        with self._lock:
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._keep, name="grammar trial", daemon=True)
-                self._keeper.start()
+    def start_early(self) -> None:
+        """Start the child in a thread, so that no grammar waits for that."""
+        threading.Thread(target=self._start_alone, name="grammar trial", daemon=True).start()
 
-    def _keep(self) -> None:
-        while not self._closed.is_set():
-            begin_s = time.monotonic()
-            with self._lock, suppress(NoAnswer, RequestFailed):  # a request that needs the child reports the problem
-                self._start()
-            self._child.wait()
-            self._closed.wait(max(begin_s + MIN_LIFE_S - time.monotonic(), 0.0))
+    def _start_alone(self) -> None:
+        with self._lock, suppress(NoAnswer, RequestFailed):  # a request that needs the child reports the problem
+            self._start()
 
     def close(self) -> None:
         self._closed.set()
@@ -183,45 +174,34 @@ class NormalTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._used: dict[str | None, float] = {}  # seconds that are not earned again yet, as of `_now_s`
-        self._now_s = clock()
+        self._earned_s: dict[str | None, float] = {}  # when an owner has earned again all that it has used
 
     def __len__(self) -> int:
         """Owners that are remembered: those with less than the whole burst."""
-        return len(self._used)
+        return len(self._earned_s)
 
     def take(self, owner: str) -> float:
         """Take time for one grammar: PATIENCE_S, or what is left, or 0."""
         with self._lock:
-            self._earn()
+            now_s = self._clock()
             left_s = min(
-                allowance.burst_s - self._used.get(one, 0.0) for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL))
+                allowance.burst_s - (self._earned_s.get(one, now_s) - now_s) * allowance.share
+                for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL))
             )
             taken_s = min(PATIENCE_S, left_s) if left_s >= MIN_S else 0.0
-            self._add(owner, taken_s)
+            self._use(owner, taken_s)
             return taken_s
 
     def give_back(self, owner: str, seconds: float) -> None:
         """Return time that was not used; a negative number of seconds was used beyond what was taken."""
         with self._lock:
-            self._earn()
-            self._add(owner, -seconds)
+            self._use(owner, -seconds)
 
-    def _earn(self) -> None:
+    def _use(self, owner: str, seconds: float) -> None:
         now_s = self._clock()
-        passed_s, self._now_s = now_s - self._now_s, now_s
-        for owner, used_s in list(self._used.items()):
-            share = (OF_ALL if owner is _ALL else OF_OWNER).share
-            self._used[owner] = used_s - passed_s * share
-        self._drop_unused()
-
-    def _add(self, owner: str, seconds: float) -> None:
-        for one in (owner, _ALL):
-            self._used[one] = self._used.get(one, 0.0) + seconds
-        self._drop_unused()
-
-    def _drop_unused(self) -> None:
-        self._used = {owner: used_s for owner, used_s in self._used.items() if used_s > 0}
+        for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL)):
+            self._earned_s[one] = max(self._earned_s.get(one, now_s), now_s) + seconds / allowance.share
+        self._earned_s = {one: earned_s for one, earned_s in self._earned_s.items() if earned_s > now_s}
 
 
 MAX_COMPILED = 256
@@ -293,7 +273,7 @@ class Grammars:
         An error is not reported: the first grammar gets the same.
         """
         with self._lock:
-            _submit(self._pool, self._open, keeps_running=True)
+            _submit(self._pool, self._open, is_early=True)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile and wait for the result."""
@@ -335,10 +315,10 @@ class Grammars:
         self._normal_time.give_back(owner, start_s - time.thread_time())
         return compiled
 
-    def _open(self, *, keeps_running: bool = False) -> _Compiler:
+    def _open(self, *, is_early: bool = False) -> _Compiler:
         with self._opening:
             if self._compiler is None:
-                self._compiler = _Compiler(*self._open_tokenizer(), self.vocab_size, keeps_running=keeps_running)
+                self._compiler = _Compiler(*self._open_tokenizer(), self.vocab_size, is_early=is_early)
             if self._is_closed:
                 self._compiler.trial.close()
             return self._compiler
@@ -528,7 +508,7 @@ class VocabularyAdapter:
 
 class _Compiler:
     def __init__(
-        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], vocab_size: int, *, keeps_running: bool = False
+        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], vocab_size: int, *, is_early: bool = False
     ) -> None:
         try:
             import llguidance
@@ -538,8 +518,8 @@ class _Compiler:
             raise InvalidRequest("grammar: this model has no end-of-text token, so an answer could not end")
         vocabulary = VocabularyAdapter(tokenizer, eos_token_ids, vocab_size)
         self.trial = GrammarTrial(vocabulary.first_order)
-        if keeps_running:
-            self.trial.keep_running()  # the child prepares the vocabulary at the same time
+        if is_early:
+            self.trial.start_early()  # the child prepares the vocabulary at the same time
         self._library = llguidance
         self._mask_bytes = -(-vocab_size // 8)
         self._tokenizer = llguidance.LLTokenizer(

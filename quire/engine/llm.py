@@ -38,12 +38,10 @@ from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 SHOW_S = 0.1  # between two updates: steps may be much shorter
 
-OnDelta = Callable[[int, Delta], None]  # index of the prompt, its new output
-
 
 @contextmanager
-def progress_bar(num_answers: Sequence[int]) -> Iterator[OnDelta | None]:
-    """Count finished prompts and tokens per second. None: stderr is not a terminal. `num_answers`: per prompt."""
+def progress_bar(num_answers: int) -> Iterator[Callable[[Delta], None] | None]:
+    """Count finished answers and tokens per second. None: stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -58,31 +56,20 @@ def progress_bar(num_answers: Sequence[int]) -> Iterator[OnDelta | None]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("prompts", total=len(num_answers), rate="")
-        yield _Counter(num_answers, lambda done, rate: bar.update(task, completed=done, rate=rate, refresh=True)).add
+        task = bar.add_task("answers", total=num_answers, rate="")
+        began_s = shown_s = time.monotonic()
+        num_done = num_tokens = 0
 
+        def count(delta: Delta) -> None:
+            nonlocal shown_s, num_done, num_tokens
+            num_tokens += len(delta.token_ids)
+            num_done += delta.finish_reason is not None
+            now_s = time.monotonic()
+            if now_s - shown_s >= SHOW_S:
+                shown_s = now_s
+                bar.update(task, completed=num_done, rate=f"{num_tokens / (now_s - began_s):.0f} tok/s", refresh=True)
 
-class _Counter:
-    """Counts deltas, and shows the counts now and then."""
-
-    def __init__(self, num_answers: Sequence[int], show: Callable[[int, str], object]) -> None:
-        self._left = list(num_answers)
-        self._show = show
-        self._num_done = 0
-        self._num_tokens = 0
-        self._began_s = time.monotonic()
-        self._shown_s = self._began_s
-
-    def add(self, number: int, delta: Delta) -> None:
-        self._num_tokens += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            self._left[number] -= 1
-            self._num_done += self._left[number] == 0
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= SHOW_S or self._num_done == len(self._left):
-            self._shown_s = now_s
-            rate = self._num_tokens / max(now_s - self._began_s, 1e-9)
-            self._show(self._num_done, f"{rate:.0f} tok/s")
+        yield count
 
 
 Prompt = str | Sequence[int]
@@ -132,6 +119,7 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Continue each prompt, raw text or token ids. A failed prompt has its error in its output; others continue.
 
+        `on_output` is called with the index of a prompt and its new text. If it raises, all prompts end.
         `progress`: show a bar on a terminal while there are several prompts.
         """
         if not isinstance(prompts, str | list | tuple):
@@ -206,13 +194,13 @@ class LLM:
     def _run(self, asked: Sequence[Asked], on_output: OnOutput | None, *, has_bar: bool) -> list[GenerationOutput]:
         run = _Run(self, asked)
         try:
-            with progress_bar([request.n for request, _ in asked]) if has_bar else nullcontext() as bar:
+            with progress_bar(sum(request.n for request, _ in asked)) if has_bar else nullcontext() as count_delta:
                 while not run.is_finished:
                     for number, delta in run.step():
-                        if bar is not None:
-                            bar(number, delta)
+                        if count_delta is not None:
+                            count_delta(delta)
                         if on_output is not None:
-                            run.call_back(on_output, number, delta)
+                            on_output(number, delta)
         finally:
             run.close()
         return [generation.output() for generation in run.generations]
@@ -241,7 +229,6 @@ class _Run:
         self._todo = deque((number, index) for number, (request, _) in enumerate(asked) for index in range(request.n))
         self._alive: dict[int, tuple[int, int]] = {}  # request id -> number of the request, index of the sample
         self._deltas: list[tuple[int, Delta]] = []  # not returned yet
-        self._failed_callbacks: set[int] = set()  # request numbers whose callback raised
 
     @property
     def is_finished(self) -> bool:
@@ -271,24 +258,6 @@ class _Run:
         if delta.finish_reason is not None:
             self._end(output.request_id, output.finish_reason, generation.num_tokens(index))
         self._deltas.append((number, delta))
-
-    def call_back(self, on_output: OnOutput, number: int, delta: Delta) -> None:
-        """Call `on_output`. If it raises, its request ends and it is not called for that request again."""
-        if number in self._failed_callbacks:
-            return
-        try:
-            on_output(number, delta)
-        except Exception as error:
-            self._failed_callbacks.add(number)
-            message = f"the callback raised {type(error).__name__}: {error}"
-            with self._llm.lock:
-                for sample in self.generations[number].samples:  # finished ones included
-                    sample.finish_reason, sample.error = FinishReason.ERROR, message
-                for request_id, (other, _) in list(self._alive.items()):
-                    if other == number:
-                        self._end(request_id, None, None)
-                self._todo = deque(place for place in self._todo if place[0] != number)
-                self._deltas = [entry for entry in self._deltas if entry[0] != number]
 
     def close(self) -> None:
         """Cancel unfinished requests. The last run to end also collects a step that is still in flight."""

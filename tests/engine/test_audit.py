@@ -31,7 +31,6 @@ from quire.engine.worker.protocol import (
     FrameReader,
     FromWorker,
     GetStats,
-    Gone,
     Load,
     PinCache,
     Query,
@@ -99,7 +98,7 @@ def working() -> Iterator[tuple[Peer, Engine]]:
     worker = Worker(Channel(worker_end), engine, observer)
 
     def serve() -> None:
-        with pytest.raises(Gone):
+        with pytest.raises(ConnectionError):
             worker.run()
 
     thread = threading.Thread(target=serve)

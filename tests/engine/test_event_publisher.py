@@ -39,7 +39,6 @@ from quire.engine.worker.protocol import (
     ClearCache,
     FrameReader,
     GetStats,
-    Gone,
     Stats,
     ToWorker,
     from_worker,
@@ -296,7 +295,7 @@ def working(publisher: EventPublisher) -> Iterator[tuple[Peer, Engine]]:
     worker = Worker(Channel(worker_end), engine, observer, publisher=publisher)
 
     def serve() -> None:
-        with pytest.raises(Gone):
+        with pytest.raises(ConnectionError):
             worker.run()
 
     thread = threading.Thread(target=serve)

@@ -85,13 +85,11 @@ async def test_a_worker_starts_the_child_before_the_first_grammar(tiny_model: Pa
         assert [one.pid for one in trial_children(pid)] == [child.pid]
 
 
-def test_a_killed_child_is_started_again_without_a_request(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "MIN_LIFE_S", 0.0)
+def test_a_killed_child_is_started_again_by_the_next_grammar(grammars: Grammars) -> None:
     grammars.prepare()
     grammars.compile(regex_grammar("before"))
     (child,) = trial_children()
     child.kill()
-    eventually(lambda: [one for one in trial_children() if one.pid != child.pid], "another child is started")
     assert grammars.compile(regex_grammar("after")).matcher().mask()
     grammars.close()
     eventually(lambda: not trial_children(), "no child is left")
@@ -207,7 +205,7 @@ def test_only_grammars_with_a_slow_trial_are_compiled_at_a_low_priority(
 ) -> None:
     grammars.compile(regex_grammar("fast[ab]{3}"))
     assert not grammars._slow_pool._threads
-    monkeypatch.setattr(grammars_module, "OF_OWNER", grammars_module.Allowance(0.0, 0.0))
+    monkeypatch.setattr(grammars_module, "OF_OWNER", grammars_module.Allowance(0.0, 1.0))
     grammars.compile(regex_grammar("slow[ab]{3}"))
     for pool, expected in ((grammars._pool, psutil.Process().nice()), (grammars._slow_pool, LOW)):
         threads = [thread.native_id for thread in pool._threads]

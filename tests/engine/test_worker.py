@@ -24,7 +24,7 @@ from quire.engine.engine import Engine, StepEstimator, Work
 from quire.engine.generation import GenerationParams, GenerationRequest
 from quire.engine.model_text import ModelText
 from quire.engine.worker.client import EngineClient, WorkerProcess
-from quire.engine.worker.protocol import Add, Cancel, FrameReader, Gone, Stepped, Working, from_worker, pack, to_worker
+from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, WorkerDied
 from tests.engine.serving import client, request, run, until, usage
@@ -466,14 +466,14 @@ class _Script(_Recorder):
     def receive(self, timeout_s: float | None) -> list[Any]:
         self.sleeps.append(timeout_s)
         if len(self.sleeps) > self._num_calls:
-            raise Gone
+            raise ConnectionError
         return [order] if (order := self._orders.get(len(self.sleeps))) is not None else []
 
 
 def serve_script(runner: _Preparing, channel: _Script) -> list[int]:
     """Run a worker and return the generated tokens."""
     worker = Worker(channel, runner.engine, Observer())  # type: ignore[arg-type]
-    with pytest.raises(Gone):
+    with pytest.raises(ConnectionError):
         worker.run()
     steps = [message for message in channel.sent if isinstance(message, Stepped)]
     full = [tuple(token for output in step.outputs for token in output.tokens) for step in steps]

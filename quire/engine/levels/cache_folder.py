@@ -4,16 +4,16 @@
     ROOT/digests.json                        digests of weights that were computed before
     ROOT/NAME-0123456789abcdef/              a space: content of one model, computed in one way
     ROOT/NAME-0123456789abcdef/facts.json    what the space is a digest of
-    ROOT/cleared, ROOT/pruned, SPACE/cleared marks of deletions
+    ROOT/cleared, SPACE/cleared              marks of clears
     ROOT/NAME-0123456789abcdef/5e/block-5e1c....kv
 
 A file is named by the kind and the key of its content, and lies in one of 256 folders by the first byte of the key.
 The time of its last change is the time of its last use. Files with other names are not quire's: they are counted as
 foreign and never deleted.
 
-By the marks running servers learn that `quire cache` has deleted files: `cleared` means the content of all models or of
-one, `pruned` some files. A mark is a small file with a random id. A server remembers the ids and looks for new ones. A
-mark that disappears means nothing: the folder may have been deleted and created again.
+By the marks running servers learn that `quire cache clear` has deleted the content of all models or of one. A mark is
+an empty file. A server looks whether its time has changed. A mark that disappears means nothing: the folder may have
+been deleted and created again.
 """
 
 from __future__ import annotations
@@ -37,66 +37,46 @@ from quire.engine.levels.block_file import TEMPORARY_PREFIX, VERSION, write_priv
 from quire.errors import CacheFolderError, InvalidRequest
 
 LOOK_S = 1.0  # between two looks at the marks
-_ID_BYTES = 16
 
 
-class Deletion(NamedTuple):
-    """Files were deleted by another process."""
-
-    cleared_ns: int | None  # when all content was deleted, memory included; None: only some files were
-
-
-class DeletionWatch:
-    """Looks for new marks. A look opens three files."""
+class ClearWatch:
+    """Looks for new marks. A look opens two files."""
 
     def __init__(self, root: Path, space: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clears = (root / CLEARED_NAME, space / CLEARED_NAME)
-        self._prune = root / PRUNED_NAME
+        self._marks = (root / CLEARED_NAME, space / CLEARED_NAME)
         self._clock = clock
-        self._seen: dict[Path, bytes] = {}
+        self._seen: dict[Path, int] = {}  # mark -> its time
         self._next_s = 0.0
         self.look(at_once=True)
 
-    def look(self, *, at_once: bool = False) -> Deletion | None:
-        """Return what was deleted since the last look. `at_once`: look even if the last one was a moment ago."""
+    def look(self, *, at_once: bool = False) -> int | None:
+        """When another process has deleted all content, memory included. None: it has not since the last look.
+
+        `at_once`: look even if the last look was a moment ago.
+        """
         now_s = self._clock()
         if now_s < self._next_s and not at_once:
             return None
         self._next_s = now_s + LOOK_S
-        times_ns = [self._find_new(path) for path in self._clears]
-        has_prune = self._find_new(self._prune) is not None
-        cleared_ns = max((time_ns for time_ns in times_ns if time_ns is not None), default=None)
-        return Deletion(cleared_ns) if has_prune or cleared_ns is not None else None
-
-    def _find_new(self, path: Path) -> int | None:
-        """The time of a mark that was not seen before."""
-        with suppress(OSError), open(path, "rb") as file:
-            found, time_ns = file.read(2 * _ID_BYTES), os.fstat(file.fileno()).st_mtime_ns
-            if found != self._seen.get(path):
-                self._seen[path] = found
-                return time_ns
-        return None
+        cleared_ns: int | None = None
+        for path in self._marks:
+            with suppress(OSError), open(path, "rb") as file:
+                time_ns = os.fstat(file.fileno()).st_mtime_ns
+                if time_ns != self._seen.get(path):
+                    self._seen[path] = time_ns
+                    cleared_ns = max(cleared_ns or 0, time_ns)
+        return cleared_ns
 
 
 def mark_cleared(folder: Path) -> None:
     """Let the servers that use a root or a space clear their caches. Raises OSError."""
-    _mark(folder / CLEARED_NAME)
-
-
-def mark_pruned(root: Path) -> None:
-    """Let the servers that use a root list its files again. Raises OSError."""
-    _mark(root / PRUNED_NAME)
-
-
-def _mark(path: Path) -> None:
-    write_private(path, [secrets.token_hex(_ID_BYTES).encode()])
+    write_private(folder / CLEARED_NAME, [])
 
 
 SECRET_BYTES = 32
 SECRET_NAME = "secret"
 FACTS_NAME = "facts.json"
 CLEARED_NAME = "cleared"
-PRUNED_NAME = "pruned"
 STALE_S = 3600.0  # a temporary file of this age was left by a process that died: a write takes seconds
 
 _SPACE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}-([0-9a-f]{16})")
@@ -121,7 +101,7 @@ class Listing(NamedTuple):
     """The files of one space."""
 
     files: list[StoredFile]
-    temporaries: list[StoredFile]  # being written, or left by a process that died; kind and key mean nothing
+    temporaries: list[str]  # being written, or left by a process that died
     foreign: list[str]  # names that quire does not use
     unreadable: list[str]  # folders that may not be read
 
@@ -227,7 +207,7 @@ def list_files(folder: Path) -> Listing:
         if prefix.name in (FACTS_NAME, CLEARED_NAME):
             continue
         if prefix.name.startswith(TEMPORARY_PREFIX):
-            _add(listing.temporaries, prefix, MemoryKind.BLOCK, b"")
+            listing.temporaries.append(prefix.path)
         elif not _PREFIX_NAME.fullmatch(prefix.name) or not prefix.is_dir(follow_symlinks=False):
             listing.foreign.append(prefix.path)
         else:
@@ -239,18 +219,15 @@ def _list_prefix(listing: Listing, prefix: os.DirEntry[str]) -> None:
     for entry in _scan(prefix.path, listing.unreadable):
         found = _FILE_NAME.fullmatch(entry.name)
         if found is not None and found[2].startswith(prefix.name):
-            _add(listing.files, entry, MemoryKind[found[1].upper()], bytes.fromhex(found[2]))
+            kind, key = MemoryKind[found[1].upper()], bytes.fromhex(found[2])
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                is_regular = stat.S_ISREG(status.st_mode)
+                listing.files.append(StoredFile(entry.path, kind, key, status.st_size, status.st_mtime_ns, is_regular))
         elif entry.name.startswith(TEMPORARY_PREFIX):
-            _add(listing.temporaries, entry, MemoryKind.BLOCK, b"")
+            listing.temporaries.append(entry.path)
         else:
             listing.foreign.append(entry.path)
-
-
-def _add(files: list[StoredFile], entry: os.DirEntry[str], kind: MemoryKind, key: bytes) -> None:
-    with suppress(FileNotFoundError):
-        found = entry.stat(follow_symlinks=False)
-        is_regular = stat.S_ISREG(found.st_mode)
-        files.append(StoredFile(entry.path, kind, key, found.st_size, found.st_mtime_ns, is_regular))
 
 
 def _scan(folder: Path | str, unreadable: list[str]) -> list[os.DirEntry[str]]:
@@ -264,24 +241,18 @@ def _scan(folder: Path | str, unreadable: list[str]) -> list[os.DirEntry[str]]:
     return []
 
 
-def list_drafts(root: Path) -> list[StoredFile]:
+def list_drafts(root: Path) -> list[str]:
     """Temporary files in the root itself."""
-    drafts: list[StoredFile] = []
-    for entry in _scan(root, []):
-        if entry.name.startswith(TEMPORARY_PREFIX):
-            _add(drafts, entry, MemoryKind.BLOCK, b"")
-    return drafts
+    return [entry.path for entry in _scan(root, []) if entry.name.startswith(TEMPORARY_PREFIX)]
 
 
-def remove_stale(temporaries: Iterable[StoredFile], now_ns: int) -> int:
-    """Remove temporary files of processes that died. Returns their number."""
-    num_removed = 0
-    for file in temporaries:
-        if now_ns - file.used_ns > STALE_S * 1e9 and file.is_regular:
-            with suppress(OSError):
-                os.unlink(file.path)
-                num_removed += 1
-    return num_removed
+def remove_stale(temporaries: Iterable[str]) -> None:
+    """Remove temporary files of processes that died."""
+    for path in temporaries:
+        with suppress(OSError):
+            found = os.lstat(path)
+            if time.time_ns() - found.st_mtime_ns > STALE_S * 1e9 and stat.S_ISREG(found.st_mode):
+                os.unlink(path)
 
 
 def make_private(folder: Path, *, parents: bool = True) -> None:

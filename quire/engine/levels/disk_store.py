@@ -37,7 +37,7 @@ from quire.engine.levels.block_file import (
     write_block,
 )
 from quire.engine.levels.cache_folder import (
-    DeletionWatch,
+    ClearWatch,
     StoredFile,
     list_drafts,
     list_files,
@@ -53,7 +53,7 @@ from quire.errors import CacheFolderError, InvalidRequest
 
 
 class Entry(NamedTuple):
-    """A file. `content` is known if this process has scanned, read or written the file."""
+    """A file. `content` is known if this process has scanned or written the file."""
 
     size: int
     used_ns: int
@@ -63,8 +63,9 @@ class Entry(NamedTuple):
 class FileIndex:
     """Files by path, least recently used first, within a budget of bytes. Makes no system calls.
 
-    Any thread may call any method. A listing of the folder takes a while, in which other threads enter files: these are
-    kept. A file that they delete meanwhile may stay known until the next listing.
+    Any thread may call any method; the one that writes lists the folder too. A file that others delete while the folder
+    is listed may stay known until the next listing. A file that was used since it was entered is evicted later: see
+    `DiskStore._evict`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -73,7 +74,6 @@ class FileIndex:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self.num_bytes = 0
         self._gone: dict[Content, None] = {}
-        self.fresh: set[str] = set()  # entered since the last listing began
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -83,7 +83,6 @@ class FileIndex:
         with self._lock:
             self.drop(path)
             self._entries[path] = entry
-            self.fresh.add(path)
             self.num_bytes += entry.size
             if entry.content is not None:
                 self._gone.pop(entry.content, None)
@@ -133,26 +132,25 @@ class FileIndex:
     # Listings
 
     def end_listing(self, found: Iterable[StoredFile]) -> None:
-        """Replace the entries by what a listing found, except those that were entered while it ran."""
+        """Replace the entries by what a listing found."""
         with self._lock:
-            old = self._entries
-            new = {path: entry for path, entry in old.items() if path in self.fresh}
-            for file in found:
-                known = old.get(file.path)
-                content = None if known is None else known.content
-                new.setdefault(file.path, Entry(file.size, file.used_ns, content))
-            for path, entry in old.items():
-                if path not in new:
-                    self.note_gone(entry)
-            self._entries = OrderedDict(sorted(new.items(), key=lambda pair: (pair[1].used_ns, pair[0])))
-            self.num_bytes = sum(entry.size for entry in new.values())
+            old, self._entries = self._entries, OrderedDict()
+            for file in sorted(found, key=_by_use):
+                known = old.pop(file.path, None)
+                self._entries[file.path] = Entry(file.size, file.used_ns, None if known is None else known.content)
+            for entry in old.values():
+                self.note_gone(entry)
+            self.num_bytes = sum(entry.size for entry in self._entries.values())
+
+
+def _by_use(file: StoredFile) -> tuple[int, str]:
+    return file.used_ns, file.path
 
 
 RESCAN_S = 10.0
 RESCAN_COST = 50  # times the duration of the last listing
 CALL_BYTES = 8 << 20  # that a thread reads in one call: a return from C may wait for the GIL
 PAUSE_S = 30.0  # without writes after one failed: the next would fail too
-WARN_AGAIN_S = 300.0  # between two warnings that writes fail
 
 # The file is not at fault, or it belongs to another version of quire.
 KEPT_FAULTS = (Fault.MISSING, Fault.UNREADABLE, Fault.NEWER_VERSION)
@@ -167,7 +165,6 @@ class Written(NamedTuple):
 
     is_stored: bool  # False: writes are paused, there is no room, or the write failed
     gone: tuple[Content, ...]  # content of this space that was found or stored before and is not there any more
-    error: OSError | None = None
 
 
 def reads_per_thread(num_reads: int, size: int, num_threads: int) -> int:
@@ -198,14 +195,13 @@ class DiskStore:
         self._secret = root_secret(root)
         self.space = open_space(root, name, facts)
         self._root = root
-        self.watch = DeletionWatch(root, self.space.path, clock)
+        self.watch = ClearWatch(root, self.space.path, clock)
         self._own_prefix = f"{self.space.path}{os.sep}"
         self.index = FileIndex(max_bytes)
         self._clock = clock
         self._next_listing_s = 0.0
         self._paused_until_s = 0.0
-        self._warned_s: float | None = None  # time of the last warning
-        self._is_warned = False  # of failures, and no write succeeded since
+        self._has_failed = False  # the last write; a file that has the name of a folder does not count
         self._lock = threading.Lock()
         self.faults: Counter[Fault] = Counter()  # files that were not used; protected by the lock
 
@@ -232,7 +228,6 @@ class DiskStore:
         """
         size = file_bytes(len(content.tokens), payload.nbytes)
         path = self.space.file(content.kind, content.key)
-        error = None
         is_stored = False
         try:
             if size <= self.index.max_bytes and not self.is_paused:
@@ -241,22 +236,17 @@ class DiskStore:
                 if not self._renew(path, size, content):
                     self._write(path, content, payload, size)
                 is_stored = True
-        except OSError as failure:
-            error = failure
-            self._note_error(failure)
-        return Written(is_stored, self.index.take_gone(), error)
+        except OSError as error:
+            self._note_error(error)
+        return Written(is_stored, self.index.take_gone())
 
     def read_many(self, contents: Sequence[Content], outs: Sequence[memoryview]) -> list[DamagedBlock | None]:
         """Read contents into buffers. Returns what is wrong with each; damaged files are deleted."""
-        now_ns = time.time_ns()
         paths = [self.space.file(content.kind, content.key) for content in contents]
         reads = [BlockRead(*read) for read in zip(paths, contents, outs, strict=True)]
-        found = read_blocks(reads, self.space.digest, now_ns)
+        found = read_blocks(reads, self.space.digest, time.time_ns())
         for read, damage in zip(reads, found, strict=True):
-            if damage is None:
-                size = file_bytes(len(read.content.tokens), read.out.nbytes)
-                self.index.put(read.path, Entry(size, now_ns, read.content))
-            else:
+            if damage is not None:
                 self._note_damage(read.path, damage.fault)
         return found
 
@@ -270,10 +260,17 @@ class DiskStore:
             return False
         return True
 
-    def clear(self) -> None:
-        """Delete all content of this space. If some of it cannot be deleted, deletes the rest and raises OSError."""
+    def clear(self, cleared_ns: int | None = None) -> None:
+        """Delete all content of this space. If some of it cannot be deleted, deletes the rest and raises OSError.
+
+        `cleared_ns`: another process cleared the cache then. Files that are newer are kept, except those that this
+        process has written, because they may have old content.
+        """
         problem: OSError | None = None
+        self._next_listing_s = 0.0  # files that others have deleted are known until then
         for file in list_files(self.space.path).files:
+            if cleared_ns is not None and file.used_ns > cleared_ns and not self.index.knows(file.path):
+                continue
             self.index.drop(file.path)
             try:
                 if file.is_regular:
@@ -284,21 +281,6 @@ class DiskStore:
                 problem = problem or error
         if problem is not None:
             raise problem
-
-    def resync(self, cleared_ns: int | None = None) -> tuple[Content, ...]:
-        """List the folder now. Returns the content of this space that is not there any more. Raises OSError.
-
-        `cleared_ns`: another process cleared the cache then. Files that this process has written or read meanwhile are
-        deleted first, because they may have old content. Others that are newer were written after the clear.
-        """
-        if cleared_ns is not None:
-            for file in list_files(self.space.path).files:
-                if file.is_regular and (file.used_ns <= cleared_ns or self.index.knows(file.path)):
-                    self.index.drop(file.path)
-                    with suppress(FileNotFoundError):
-                        os.unlink(file.path)
-        self._list_root()
-        return self.index.take_gone()
 
     @property
     def is_paused(self) -> bool:
@@ -328,9 +310,9 @@ class DiskStore:
                 self._evict(*oldest)
         self._write_file(path, content, payload)
         self.index.put(path, Entry(size, time.time_ns(), content))
-        was_warned, self._is_warned = self._is_warned, False
-        if was_warned:
+        if self._has_failed:
             log.warning("cached content is saved to %s again", self._root)
+        self._has_failed = False
 
     def _write_file(self, path: str, content: Content, payload: memoryview) -> None:
         try:
@@ -361,15 +343,14 @@ class DiskStore:
         self.index.note_gone(entry)
 
     def _note_error(self, error: OSError) -> None:
-        now_s = self._clock()
-        is_single = error.errno in _SINGLE_FILE_ERRORS
-        if not is_single:
-            self._paused_until_s = now_s + PAUSE_S
-        if self._warned_s is None or now_s - self._warned_s >= WARN_AGAIN_S:
-            self._warned_s, self._is_warned = now_s, not is_single
-            reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename and is_single else ''}"
-            later = "" if is_single else f"; it is tried again after {PAUSE_S:g} s"
-            log.warning("cached content cannot be saved to %s: %s%s", self._root, reason, later)
+        if error.errno in _SINGLE_FILE_ERRORS:
+            log.warning("cached content cannot be saved to %s: %s", self._root, error)
+            return
+        self._paused_until_s = self._clock() + PAUSE_S
+        if not self._has_failed:
+            text = "cached content cannot be saved to %s: %s; it is tried again after %g s"
+            log.warning(text, self._root, error.strerror or error, PAUSE_S)
+        self._has_failed = True
 
     # What is in the folder
 
@@ -378,10 +359,8 @@ class DiskStore:
         path = file.path
         try:
             space, content, _ = read_header(path)
-            if space != self.space.digest:
-                raise DamagedBlock(Fault.SPACE, path)
-            if self.space.file(content.kind, content.key) != path:
-                raise DamagedBlock(Fault.KEY, path)
+            if space != self.space.digest or self.space.file(content.kind, content.key) != path:
+                raise DamagedBlock(Fault.OTHER, path)
         except DamagedBlock as damage:
             self._note_damage(path, damage.fault)
             return None
@@ -400,14 +379,12 @@ class DiskStore:
         """List the files of all spaces. Returns those of this space, least recently used first."""
         begin_s = self._clock()
         found: list[StoredFile] = []
-        self.index.fresh = set()
-        remove_stale(list_drafts(self._root), time.time_ns())
+        remove_stale(list_drafts(self._root))
         for folder in space_folders(self._root):
             listing = list_files(folder)
             found += listing.files
-            remove_stale(listing.temporaries, time.time_ns())
+            remove_stale(listing.temporaries)
         self.index.end_listing(file for file in found if file.is_regular)
         now_s = self._clock()
         self._next_listing_s = now_s + max(RESCAN_S, RESCAN_COST * (now_s - begin_s))
-        own = [file for file in found if file.path.startswith(self._own_prefix)]
-        return sorted(own, key=lambda file: (file.used_ns, file.path))
+        return sorted((file for file in found if file.path.startswith(self._own_prefix)), key=_by_use)

@@ -10,7 +10,6 @@ the worker only executes steps.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import NoneType
@@ -108,6 +108,10 @@ ANSWERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
 log = logging.getLogger(__name__)
 
 
+def ignore(*_: object) -> None:
+    """A callback that does nothing."""
+
+
 class WorkerLink(ABC):
     """Exchanges messages with a worker: a process of this machine, or a replica of a cluster.
 
@@ -134,7 +138,10 @@ class WorkerLink(ABC):
         self.announced_s = message.limit_s if isinstance(message, Working) else 0.0
         self._heard_s = self._loop.time()
         if not self.is_over:
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:
+                log.exception("a message could not be processed")
 
     @abstractmethod
     def send(self, message: ToWorker) -> None:
@@ -255,7 +262,7 @@ class WorkerProcess(WorkerLink):
         if self._loop.time() < self._deadline_s:
             self._watch = self._loop.call_at(self._deadline_s, self._check)
             return
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
         limit_s = max(self._limit_s, self.announced_s)
         self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
@@ -313,23 +320,6 @@ LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or r
 Connect = Callable[[Callable[[FromWorker], None], Callable[[str], None]], WorkerLink]  # takes on_message and on_end
 
 
-class SafeCallback:
-    """An optional callback. If it raises, the exception is logged and it is not called again."""
-
-    def __init__(self, name: str, function: Callable[..., None] | None) -> None:
-        self._name = name
-        self._function = function
-
-    def __call__(self, *values: object) -> None:
-        if self._function is None:
-            return
-        try:
-            self._function(*values)
-        except Exception:
-            log.exception("%s raised; it is not called again", self._name)
-            self._function = None
-
-
 class WorkerConnection:
     """The connection to one worker process: its running requests and open queries.
 
@@ -344,11 +334,11 @@ class WorkerConnection:
         name: str,
         hang_limit_s: float,
         *,
-        on_loading: SafeCallback,
-        on_step: SafeCallback,
-        on_gap: SafeCallback,
         on_end: Callable[[bool], None],
-        on_report: Callable[[CacheReport], None] | None = None,
+        on_loading: Progress = ignore,
+        on_step: Callable[[Stepped], None] = ignore,
+        on_gap: Callable[[float, int], None] = ignore,
+        on_report: Callable[[CacheReport], None] = ignore,
         on_lost: Callable[[Generation], None] | None = None,
         connect: Connect = WorkerProcess,
         probe_id: int = PROBE_ID,
@@ -469,8 +459,7 @@ class WorkerConnection:
                 self._error = errors.error_of(kind, text)
                 self.process.end()  # at once, so that the next request starts another worker
             case CacheReport():
-                if self._on_report is not None:
-                    self._on_report(message)
+                self._on_report(message)
             case Working():
                 pass  # handled by the watchdog of the process
 
@@ -757,10 +746,10 @@ class EngineClient(ModelClient):
         text: ModelText,
         config: EngineConfig,
         *,
-        on_loading: Progress | None = None,
+        on_loading: Progress = ignore,
         hang_limit_s: float = HANG_LIMIT_S,
-        on_step: Callable[[Stepped], None] | None = None,
-        on_gap: Callable[[float, int], None] | None = None,
+        on_step: Callable[[Stepped], None] = ignore,
+        on_gap: Callable[[float, int], None] = ignore,
         kv_events: KvEventsConfig | None = None,
     ) -> None:
         """`on_gap`: called with the time between a token and the one before it, and the number of tokens with that gap.
@@ -771,10 +760,15 @@ class EngineClient(ModelClient):
         super().__init__(text, config, count(1))
         self._path = path
         self._kv_events = kv_events
-        self._on_loading = SafeCallback("on_loading", on_loading)
-        self._on_step = SafeCallback("on_step", on_step)
-        self._on_gap = SafeCallback("on_gap", on_gap)
-        self._hang_limit_s = hang_limit_s
+        self._connect = partial(
+            WorkerConnection,
+            text.name,
+            hang_limit_s,
+            on_loading=on_loading,
+            on_step=on_step,
+            on_gap=on_gap,
+            on_end=self._count_death,
+        )
         self._connection: WorkerConnection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
@@ -877,14 +871,7 @@ class EngineClient(ModelClient):
     def _start_worker(self) -> WorkerConnection:
         self._num_starts += 1
         try:
-            connection = WorkerConnection(
-                self.text.name,
-                self._hang_limit_s,
-                on_loading=self._on_loading,
-                on_step=self._on_step,
-                on_gap=self._on_gap,
-                on_end=self._count_death,
-            )
+            connection = self._connect()
         except OSError as error:  # out of processes, descriptors or memory
             self._count_death(False)
             raise WorkerDied(f"no process could be started for {self.text.name}: {error}") from error

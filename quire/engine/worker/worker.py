@@ -50,7 +50,6 @@ from quire.engine.worker.protocol import (
     Finish,
     GetBlocks,
     GetStats,
-    Gone,
     Load,
     Loading,
     PinCache,
@@ -180,7 +179,7 @@ class Worker:
         self._handle(waiting)
         while True:
             messages = self._channel.receive(self._sleep_s())
-            if messages and self._engine.follow_deletions():  # before messages: it may have slept for long
+            if messages and self._engine.follow_clears():  # before messages: it may have slept for long
                 self._note_change()
             self._handle(messages)
             if self._compilations:
@@ -330,7 +329,6 @@ class Worker:
             compiled = self._grammars.find(grammar, tenant)
             if compiled is None:
                 if self._compilations is None:
-                    self._channel.expect_wake()
                     self._compilations = GrammarQueue(self._grammars, self._channel.wake)
                 self._compilations.add(message)
                 return
@@ -467,14 +465,14 @@ def serve(peer: socket.socket) -> int:
     channel = Channel(peer)
     try:
         return _load_and_run(channel)
-    except Gone:
+    except ConnectionError:  # the client has ended
         return 0
     except QuireError as error:
         problem = Failed(type(error).__name__, str(error))
     except Exception as error:
         log.exception("the worker failed")
         problem = Failed("WorkerDied", f"{type(error).__name__}: {error}")
-    with contextlib.suppress(Gone):
+    with contextlib.suppress(ConnectionError):
         channel.send(problem)
     return 1
 
@@ -501,7 +499,7 @@ def _load_and_run(channel: Channel) -> int:
             engine = make_engine(
                 Path(first.path),
                 first.config,
-                _Throttled(channel),
+                lambda num_done, num_bytes: channel.send(Loading(num_done, num_bytes)),
                 observer,
                 is_server=True,
                 chain_secret=first.chain_secret,
@@ -513,7 +511,6 @@ def _load_and_run(channel: Channel) -> int:
             prepare_grammars(engine.capacity.vocab_size)
         cache = engine.scheduler.cache
         reporter = CacheReporter(cache) if first.reports_cache else None
-        channel.expect_wake()
         fingerprinting = begin_fingerprint(Path(first.path), first.config, engine, channel.wake)
         worker = Worker(channel, engine, observer, prepared[-1], publisher, reporter)
         with _timed(timings_s, "warm_up"):
@@ -530,7 +527,7 @@ def _load_and_run(channel: Channel) -> int:
         channel.send(msgspec.structs.replace(ready, system_fingerprint=fingerprint))
         try:
             worker.run(rest, None if fingerprint else fingerprinting)
-        except Gone:
+        except ConnectionError:
             engine.save_cache(MAX_FINAL_SAVE_S)
             raise
     return 0
@@ -549,20 +546,6 @@ def _timed(timings_s: dict[str, float], name: str) -> Iterator[None]:
     start_s = time.monotonic()
     yield
     timings_s[name] = time.monotonic() - start_s
-
-
-class _Throttled:
-    """Reports the progress of loading at most ten times per second."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._last_s = 0.0
-
-    def __call__(self, num_done: int, num_bytes: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_s > 0.1 or num_done == num_bytes:
-            self._last_s = now_s
-            self._channel.send(Loading(num_done, num_bytes))
 
 
 def main() -> None:

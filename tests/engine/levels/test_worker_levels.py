@@ -18,7 +18,7 @@ from quire.core.values import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import DamagedBlock
-from quire.engine.worker.protocol import Add, Ask, ClearCache, Gone, Refused, Stepped, Working
+from quire.engine.worker.protocol import Add, Ask, ClearCache, Refused, Stepped, Working
 from quire.engine.worker.worker import SAVE_INTERVAL_S, Observer, Worker
 from quire.errors import CacheFolderError, error_of
 from tests.engine.levels.contents import all_files
@@ -41,7 +41,7 @@ class Script:
         if self._orders:
             return [self._orders.pop(0)]
         if self._is_over():
-            raise Gone
+            raise ConnectionError
         return []
 
     def send(self, message: Any) -> None:
@@ -53,7 +53,7 @@ def prompt(num_tokens: int = 30) -> Add:
 
 
 def serve(engine: Engine, channel: Script) -> None:
-    with pytest.raises(Gone):
+    with pytest.raises(ConnectionError):
         Worker(channel, engine, Observer()).run()  # type: ignore[arg-type]
     check_scheduler(engine.scheduler)
 
@@ -86,7 +86,7 @@ def test_a_busy_worker_does_not_save_yet(tmp_path: Path, monkeypatch: pytest.Mon
 def test_files_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(tmp_path / "kv", is_late=False, disk_files=100)
 
-    def fail() -> None:
+    def fail(_: object) -> None:
         raise OSError(30, "Read-only file system")
 
     assert engine.transfers is not None
