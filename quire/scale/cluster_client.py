@@ -410,10 +410,6 @@ class ClusterClient(ModelClient):
         views = self.replicas
         return dict(zip(views, accumulate((view.num_blocks for view in views), initial=0), strict=False))
 
-    def drop_blocks(self) -> None:
-        for view in self.replicas:
-            view.connection.drop_blocks()
-
 
 def _chain_keys(secrets: Sequence[bytes], request: GenerationRequest, block_size: int) -> list[list[bytes]]:
     """The keys of the whole blocks of a prompt that may be cached, for each secret."""

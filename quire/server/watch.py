@@ -608,5 +608,3 @@ class ModelReport:
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
-        if self.service is not None:
-            self.service.client.drop_blocks()

@@ -23,7 +23,6 @@ from quire.engine.worker.protocol import (
     Add,
     Answered,
     Ask,
-    Begun,
     Cancel,
     Channel,
     ClearCache,
@@ -222,11 +221,3 @@ def test_every_message_is_read_only_or_a_change() -> None:
     """A new kind of message counts as a change unless it is listed in READ_ONLY."""
     changes = {Add, Cancel, Finish, ClearCache, PinCache, UnpinCache}
     assert {*READ_ONLY, *changes, Load} == {*get_args(ToWorker), *get_args(Query)} - {Ask}
-
-
-def test_a_start_is_reported_once_before_its_step() -> None:
-    with working() as (peer, _):
-        first, *rest = peer.answer(1, (1, 2, 3))
-        assert isinstance(first, Begun)
-        assert [one.request_id for one in first.started] == [1]
-        assert all(isinstance(message, Stepped) for message in rest)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -48,7 +45,7 @@ from quire.engine.worker.worker import Observer, Worker
 from quire.errors import InvalidRequest
 from tests.core.following import public_content
 from tests.engine import vllm_events as vllm
-from tests.engine.serving import client, request, stats
+from tests.engine.serving import client
 from tests.engine.subscriber import Subscriber, free_ports, routed
 from tests.waiting import HANG_S, eventually
 
@@ -212,11 +209,6 @@ def test_a_taken_port_is_refused_by_the_name_of_its_setting() -> None:
         assert publisher.endpoint == address
 
 
-def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"kv_events = 'tcp://192.0.2.1:5557': cannot listen there: .*assign"):
-        EventPublisher(KvEventsConfig("tcp://192.0.2.1:5557"))
-
-
 def test_numbers_continue_above_those_of_an_earlier_worker() -> None:
     """A subscriber that stays connected must not take the batches of a new worker for old ones."""
     with publishing() as (publisher, cache):
@@ -233,14 +225,6 @@ def test_numbers_continue_above_those_of_an_earlier_worker() -> None:
             if subscriber.poll(50):
                 subscriber.receive()
         assert subscriber.batches[-1][0] > last
-
-
-def test_closing_ends_the_thread() -> None:
-    num_before = threading.active_count()
-    for config in (BOTH, KvEventsConfig(ANY)):
-        with publishing(config) as (publisher, _):
-            assert (publisher.replay_endpoint is None) == (config.replay_endpoint is None)
-        assert threading.active_count() == num_before
 
 
 @pytest.mark.parametrize(
@@ -364,49 +348,6 @@ def test_a_worker_without_a_publisher_keeps_no_changes() -> None:
 
 
 # A worker process
-
-
-async def test_a_worker_process_announces_its_cache(tiny_model: Path) -> None:
-    prompt = "The quick brown fox jumps over the lazy dog. " * 9
-
-    async with client(tiny_model, backend="fake", kv_events=BOTH) as engine:
-        await engine.start()
-        assert engine.facts is not None
-        status = engine.facts.kv_events
-        assert status is not None
-        assert (status.topic, status.silent_because) == ("kv@here@model", None)
-        asked = request(engine, prompt)
-        await engine.generate(asked)
-        await engine.generate(request(engine, "secret " + prompt, salt="tenant"))
-        await stats(engine)  # a worker sends the events of a step before it handles later messages
-        with Subscriber(status.endpoint, status.replay_endpoint) as subscriber:
-            router = await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))
-            explained = await engine.explain((*asked.prompt.tokens, 1))
-            assert router.num_matched(tuple(asked.prompt.tokens)) == explained.num_blocks * 32 > 64
-            salted = request(engine, "secret " + prompt)
-            assert (await engine.explain(tuple(salted.prompt.tokens), "tenant")).num_blocks > 1
-            assert router.num_matched(tuple(salted.prompt.tokens)) == 0
-            await engine.clear_cache()
-            await stats(engine)
-            assert not (await asyncio.to_thread(lambda: routed(subscriber.replay(), 32))).device
-
-
-async def test_a_new_worker_binds_the_same_ports(tiny_model: Path) -> None:
-    free = KvEventsConfig(*(f"tcp://127.0.0.1:{port}" for port in free_ports(2)))
-    async with client(tiny_model, backend="fake", kv_events=free) as engine:
-        numbers = []
-        for _ in range(3):
-            await engine.generate(request(engine))
-            assert engine.facts is not None
-            assert engine.facts.kv_events is not None
-            assert engine.facts.kv_events.endpoint == free.endpoint
-            with Subscriber(free.endpoint, free.replay_endpoint) as subscriber:
-                numbers.append((await asyncio.to_thread(subscriber.replay))[0][0])
-            assert engine.worker_pid is not None
-            os.kill(engine.worker_pid, signal.SIGKILL)
-            while engine.facts is not None:
-                await asyncio.sleep(0.01)
-        assert numbers == sorted(set(numbers))
 
 
 async def test_a_worker_whose_port_is_taken_does_not_start(tiny_model: Path) -> None:

@@ -200,17 +200,6 @@ def test_answers_do_not_depend_on_batching(seed: int, max_drafts: int, has_overl
     assert not engine.speculation.has_active
 
 
-def test_the_setup_above_causes_preemptions() -> None:
-    """Otherwise the test above would not cover them."""
-    engine = make(num_blocks=18)
-    for request_id in range(1, 8):
-        sampling = SamplingParams(seed=request_id, max_tokens=24, stop_token_ids=(EOS,))
-        engine.add(request_id, GenerationRequest.of(list(range(1, 12)), sampling), matcher=Toy(request_id, 30))
-    requests = [engine.scheduler.get(request_id) for request_id in range(1, 8)]
-    drain(engine)
-    assert sum(request.num_preemptions for request in requests if request is not None) > 0
-
-
 @pytest.mark.parametrize(("has_overlap", "is_late"), MODES)
 def test_a_matcher_that_fails_ends_its_own_request(has_overlap: bool, is_late: bool) -> None:
     engine = make(has_overlap=has_overlap, is_late=is_late)

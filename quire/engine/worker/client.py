@@ -55,7 +55,6 @@ from quire.engine.worker.protocol import (
     Blocks,
     Cancel,
     ClearCache,
-    DropBlocks,
     Explain,
     Failed,
     FindHeld,
@@ -83,7 +82,6 @@ from quire.engine.worker.protocol import (
     pack,
 )
 from quire.errors import (
-    InvalidRequest,
     LostBeforeStart,
     QueueFull,
     QuireError,
@@ -178,7 +176,6 @@ class WorkerProcess(WorkerLink):
         self._writer = FrameWriter(self._socket)
         self._ending: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._deadline_s = 0.0
         self._loop.add_reader(self._socket, self._read)
         self.pid = self._process.pid
 
@@ -188,15 +185,8 @@ class WorkerProcess(WorkerLink):
             return
         if self._writer.num_unsent + len(frame) > MAX_UNSENT and not isinstance(message, Cancel | Finish):
             raise QueueFull(f"{self._writer.num_unsent} bytes are waiting to be read by the model's process")
-        try:
-            self._writer.send(frame)
-        except ConnectionError:
-            return  # it has ended: `_read` handles that after its last messages
-        except OSError as error:
-            self.end(f"cannot be reached: {error}")
-            return
-        if self._writer.num_unsent:
-            self._loop.add_writer(self._socket, self._flush)
+        self._writer.push(frame)
+        self._flush()
 
     def expect_message(self, limit_s: float | None) -> None:
         if self._watch is not None and limit_s != self._limit_s:
@@ -205,8 +195,7 @@ class WorkerProcess(WorkerLink):
         if limit_s is not None and self._watch is None and not self.is_over:
             self._limit_s = limit_s
             self._heard_s, self.announced_s = self._loop.time(), 0.0
-            self._deadline_s = self._heard_s + limit_s
-            self._watch = self._loop.call_at(self._deadline_s, self._check)
+            self._watch = self._loop.call_at(self._heard_s + limit_s, self._check)
 
     def end(self, reason: str = "", grace_s: float = EXIT_LIMIT_S) -> None:
         """End the process. `on_end` is called when it has ended, with `reason` or a description of its exit code."""
@@ -241,30 +230,29 @@ class WorkerProcess(WorkerLink):
             self.end(f"sent an invalid message: {error}")
             return
         for message in messages:
-            announced_s = message.limit_s if isinstance(message, Working) else 0.0
-            self._deadline_s = self._loop.time() + max(self._limit_s, announced_s)
             self._hear(message)
 
     def _flush(self) -> None:
         try:
-            self._writer.flush()
+            is_over = self._writer.flush()
         except ConnectionError:
-            self._loop.remove_writer(self._socket)
-            return
+            is_over = True  # it has ended: `_read` handles that after its last messages
         except OSError as error:
             self.end(f"cannot be reached: {error}")
             return
-        if not self._writer.num_unsent:
+        if is_over:
             self._loop.remove_writer(self._socket)
+        else:
+            self._loop.add_writer(self._socket, self._flush)
 
     def _check(self) -> None:
         self._watch = None
-        if self._loop.time() < self._deadline_s:
-            self._watch = self._loop.call_at(self._deadline_s, self._check)
+        limit_s = max(self._limit_s, self.announced_s)
+        if self.silence_s < limit_s:
+            self._watch = self._loop.call_at(self._heard_s + limit_s, self._check)
             return
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
-        limit_s = max(self._limit_s, self.announced_s)
         self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
@@ -414,10 +402,6 @@ class WorkerConnection:
             else:
                 self._watch()
 
-    def drop_blocks(self) -> None:
-        with suppress(QueueFull):  # it is sent again next time
-            self.process.send(DropBlocks())
-
     def fail(self, error: QuireError) -> None:
         """Fail everything that waits for this worker."""
         if not self.ready.done():
@@ -447,8 +431,11 @@ class WorkerConnection:
                 self._refuse(request_ids, errors.error_of(message.kind, message.message))
             case Loading(num_done=num_done, num_bytes=num_bytes):
                 self._on_loading(num_done, num_bytes)
-            case Ready() | Fingerprinted():
-                self._take_facts(message)
+            case Ready():
+                self._take_ready(message)
+            case Fingerprinted(system_fingerprint=system_fingerprint):
+                assert self.facts is not None  # it follows Ready
+                self.facts = msgspec.structs.replace(self.facts, system_fingerprint=system_fingerprint)
             case Answered(query_id=query_id, result=result):
                 if query_id == self._probe_id:
                     self._is_probing = False
@@ -463,11 +450,7 @@ class WorkerConnection:
             case Working():
                 pass  # handled by the watchdog of the process
 
-    def _take_facts(self, message: Ready | Fingerprinted) -> None:
-        if isinstance(message, Fingerprinted):
-            assert self.facts is not None  # it follows Ready
-            self.facts = msgspec.structs.replace(self.facts, system_fingerprint=message.system_fingerprint)
-            return
+    def _take_ready(self, message: Ready) -> None:
         self.facts = message
         self._ready_s = self._loop.time()
         self._watch()
@@ -696,7 +679,7 @@ class ModelClient(ABC):
         return _first(await self.ask(GetStats(), Stats))
 
     async def blocks(self, max_cells: int) -> Blocks | None:
-        """The block map, in at most `max_cells` cells. The worker maintains it until `drop_blocks`."""
+        """The block map, in at most `max_cells` cells. The worker maintains it as long as it is asked for."""
         return _first(await self.ask(GetBlocks(max_cells), Blocks))
 
     async def view_blocks(self, first: int, count: int) -> BlocksView | None:
@@ -706,10 +689,6 @@ class ModelClient(ABC):
     async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """The blocks that these requests hold, as (first, count)."""
         return _first(await self.ask(FindHeld(request_ids), HeldRanges)) or ()
-
-    @abstractmethod
-    def drop_blocks(self) -> None:
-        """Stop maintaining the block map."""
 
     async def clear_cache(self) -> None:
         """Drop all cached content and all pins. Running requests keep their blocks.
@@ -735,10 +714,7 @@ def _first(answers: Sequence[T]) -> T | None:
 
 
 class EngineClient(ModelClient):
-    """The client of a worker on this machine, which it starts and restarts.
-
-    `async with` closes it and ends its worker.
-    """
+    """The client of a worker on this machine, which it starts and restarts. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -770,18 +746,11 @@ class EngineClient(ModelClient):
             on_end=self._count_death,
         )
         self._connection: WorkerConnection | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self._pause: asyncio.Task[None] | None = None  # backoff before the next start
         self._num_starts = 0
         self._num_early_deaths = 0  # in a row, without a finished request in between
         self._is_closed = False
-
-    async def __aenter__(self) -> EngineClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     @property
     def facts(self) -> Ready | None:
@@ -844,18 +813,10 @@ class EngineClient(ModelClient):
         connection = self._serving_connection()
         return [] if connection is None else [await connection.ask(next(self._ids), query, kind)]
 
-    def drop_blocks(self) -> None:
-        if (connection := self._serving_connection()) is not None:
-            connection.drop_blocks()
-
     # The worker
 
     async def _ready_connection(self) -> WorkerConnection:
         """The connection to a ready worker. Waits while it loads; cancelling one waiter does not affect others."""
-        loop = asyncio.get_running_loop()
-        if self._loop not in (None, loop):
-            raise InvalidRequest("this EngineClient belongs to another event loop: create a new one")
-        self._loop = loop
         async with self._starting:
             connection = self._connection
             if connection is None or connection.process.is_over:

@@ -73,7 +73,7 @@ class GetStats(msgspec.Struct, tag="stats", frozen=True):
 
 
 class GetBlocks(msgspec.Struct, tag="blocks", frozen=True):
-    """Get the block map, for display. The worker maintains it until `DropBlocks`."""
+    """Get the block map, for display. The worker maintains it as long as it is asked for."""
 
     max_cells: int
     min_per_cell: int = 1  # blocks; maps with the same number of blocks per cell can be joined
@@ -90,10 +90,6 @@ class FindHeld(msgspec.Struct, tag="find_held", frozen=True):
     """Which blocks do these requests hold? Answered with pairs of a first block and a count."""
 
     request_ids: tuple[int, ...]
-
-
-class DropBlocks(msgspec.Struct, tag="drop_blocks", frozen=True):
-    """Stop maintaining the block map."""
 
 
 class ClearCache(msgspec.Struct, tag="clear", frozen=True):
@@ -287,7 +283,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
-ToWorker = Load | Add | Cancel | Finish | DropBlocks | Ask
+ToWorker = Load | Add | Cancel | Finish | Ask
 FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | CacheReport | Refused | Answered | Failed
 
 _encoder = msgspec.msgpack.Encoder()
@@ -339,22 +335,23 @@ class FrameWriter:
         self._unsent: deque[memoryview] = deque()
         self.num_unsent = 0  # bytes
 
-    def send(self, frame: bytes) -> None:
+    def push(self, frame: bytes) -> None:
         self.num_unsent += len(frame)
         self._unsent.append(memoryview(frame))
-        self.flush()
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
+        """Write what the socket accepts. Returns whether this is all."""
         while self._unsent:
             try:
                 num_sent = self._peer.send(self._unsent[0])
             except BlockingIOError:
-                return
+                return False
             self.num_unsent -= num_sent
             if num_sent == len(self._unsent[0]):
                 self._unsent.popleft()
             else:
                 self._unsent[0] = self._unsent[0][num_sent:]
+        return True
 
 
 class Channel:
@@ -374,7 +371,8 @@ class Channel:
             self._waker.send(b"!")
 
     def send(self, message: FromWorker) -> None:
-        self._writer.send(pack(message))
+        self._writer.push(pack(message))
+        self._writer.flush()
         if self._writer.num_unsent > MAX_UNSENT:
             raise ConnectionError(f"{self._writer.num_unsent} bytes are waiting to be read by the client")
 

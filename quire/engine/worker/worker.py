@@ -42,7 +42,6 @@ from quire.engine.worker.protocol import (
     Cancel,
     Channel,
     ClearCache,
-    DropBlocks,
     Explain,
     Failed,
     FindHeld,
@@ -84,7 +83,8 @@ WARM_UP_TOKENS = 8  # tokens of the prompt
 WARM_UP_ANSWER = 2
 MAX_VISITED_BLOCKS = 500  # visited at once by the block map or an audit, which takes one to two milliseconds
 MAX_HELD_BLOCKS = 2000  # listed one by one for the map
-READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # do not change the core
+MAP_LIFE_S = 10.0  # after it was last asked for, the map is not maintained any more
+READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld})  # do not change the core
 
 log = logging.getLogger(__name__)
 
@@ -145,12 +145,12 @@ class Worker:
         self._reporter = reporter
         self._compilations: GrammarQueue | None = None  # created with the first grammar
         self._map: BlockMap | None = None  # while a client requests it
+        self._map_end_s = 0.0  # unless it is requested again
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
             Add: self._add,
             Cancel: self._cancel,
             Finish: self._finish,
-            DropBlocks: self._drop_blocks,
             Ask: self._answer,
         }
 
@@ -182,6 +182,9 @@ class Worker:
             if messages and self._engine.follow_clears():  # before messages: it may have slept for long
                 self._note_change()
             self._handle(messages)
+            if self._map is not None and time.monotonic() > self._map_end_s:
+                self._map.close()
+                self._map = None
             if self._compilations:
                 self._take_compiled(self._compilations)
             if fingerprinting is not None and fingerprinting.found:
@@ -426,6 +429,7 @@ class Worker:
         if found is None or (found.max_cells, found.min_per_cell) != (max_cells, min_per_cell):
             found = self._map = BlockMap(scheduler.cache, max_cells, min_per_cell)
         found.update(MAX_VISITED_BLOCKS)
+        self._map_end_s = time.monotonic() + MAP_LIFE_S
         running = islice(scheduler.running, MAX_RUNNING_LISTED)
         return Blocks(
             num_blocks=found.num_blocks,
@@ -438,11 +442,6 @@ class Worker:
             running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
             held=found.held_runs(MAX_HELD_BLOCKS),
         )
-
-    def _drop_blocks(self, _: DropBlocks) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map = None
 
 
 def tier_stats(waiting: Iterable[Request], now_ns: int) -> tuple[TierStats, ...]:

@@ -89,14 +89,6 @@ def test_content_survives_a_restart(tmp_path: Path) -> None:
     assert (again.faults, again.is_paused) == ({}, False)
 
 
-def test_a_space_has_its_own_content(tmp_path: Path) -> None:
-    store, other = new_store(tmp_path), new_store(tmp_path, facts={**FACTS, "dtype": "float32"})
-    write_all(store, [1])
-    assert is_missing(other, 1)
-    assert list(other.scan()) == []
-    assert len(other.index) == 1
-
-
 def test_content_that_is_stored_is_not_written_again(tmp_path: Path) -> None:
     store, other = new_store(tmp_path), new_store(tmp_path)
     write_all(store, [1, 2])
@@ -148,13 +140,6 @@ def test_the_order_survives_a_restart(tmp_path: Path) -> None:
     assert gone == [[1], [2], [4], [6], [7], [5], [0]]
 
 
-def test_a_store_that_did_not_scan_still_keeps_the_budget(tmp_path: Path) -> None:
-    write_all(new_store(tmp_path, 6), range(6))
-    again = new_store(tmp_path, 6)
-    assert write(again, 7) == Written(True, ())  # it never heard of what it evicts
-    assert stored_numbers(tmp_path) == [1, 2, 3, 4, 5, 7]
-
-
 def test_the_budget_is_for_all_spaces(tmp_path: Path) -> None:
     facts = {**FACTS, "weights": "another"}
     first, second = new_store(tmp_path, 6), new_store(tmp_path, 6, facts=facts)
@@ -174,12 +159,6 @@ def test_the_folder_never_exceeds_its_budget(tmp_path: Path, num_bytes: int) -> 
         sizes = [file.size for file in all_files(tmp_path)]
         assert sum(sizes) <= 20_000
         assert (store.index.num_bytes, len(store.index)) == (sum(sizes), len(sizes))
-
-
-def test_a_smaller_budget_is_reached_with_the_first_write(tmp_path: Path) -> None:
-    write_all(new_store(tmp_path, 10), range(10))
-    assert write(new_store(tmp_path, 3), 77).is_stored
-    assert stored_numbers(tmp_path) == [8, 9, 77]
 
 
 def test_files_with_other_names_are_never_deleted(tmp_path: Path) -> None:
@@ -428,20 +407,6 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CacheFolderError, match="cannot be read: Permission denied"):
         list(store.scan())
     assert not write(store, 1).is_stored
-
-
-def test_victims_that_cannot_be_deleted_stay_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = new_store(tmp_path, 2)
-    write_all(store, [1, 2])
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", fail)
-        result = write(store, 3)
-    assert result == Written(False, ())
-    assert len(store.index) == 2
 
 
 REAL_DISK = """

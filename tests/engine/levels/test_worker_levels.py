@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,11 +17,10 @@ from quire.core.values import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import DamagedBlock
-from quire.engine.worker.protocol import Add, Ask, ClearCache, Refused, Stepped, Working
+from quire.engine.worker.protocol import Add, Stepped, Working
 from quire.engine.worker.worker import SAVE_INTERVAL_S, Observer, Worker
-from quire.errors import CacheFolderError, error_of
 from tests.engine.levels.contents import all_files
-from tests.engine.levels.test_engine_levels import CAPACITY, Client, make
+from tests.engine.levels.test_engine_levels import make
 from tests.engine.serving import client, request, run, stats
 from tests.waiting import HANG_S, eventually
 
@@ -81,28 +79,6 @@ def test_a_busy_worker_does_not_save_yet(tmp_path: Path, monkeypatch: pytest.Mon
     assert engine.has_idle_work
     engine.close()
     assert all_files(tmp_path / "kv") == []
-
-
-def test_files_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(tmp_path / "kv", is_late=False, disk_files=100)
-
-    def fail(_: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    assert engine.transfers is not None
-    assert engine.transfers.disk is not None
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.transfers.disk, "clear", fail)
-        channel = Script([Ask(5, ClearCache()), prompt()], lambda: not engine.has_work)
-        serve(engine, channel)
-    (answer,) = [message for message in channel.sent if isinstance(message, Refused)]
-    assert answer.request_ids == (5,)
-    assert answer.message.endswith("could be deleted: Read-only file system")
-    assert isinstance(error_of(answer.kind, answer.message), CacheFolderError)
-    client_ = Client(Random(0), CAPACITY)
-    client_.send(engine)
-    client_.finish(engine)
-    engine.close()
 
 
 def test_a_worker_saves_at_its_end(tiny_model: Path, tmp_path: Path) -> None:
