@@ -347,8 +347,8 @@ def announce(startup: Startup) -> None:
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}{threads}",
         *([f"             {DUMMY_WARNING}"] if config.models[0].engine.load_format == "dummy" else []),
         *([f"             {facts.notice}"] if facts.notice else []),
-        f"  memory     weights {reported_size(ready.weight_bytes)},"
-        f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
+        f"  memory     weights {reported_size(ready.facts.weight_bytes)},"
+        f" KV cache {reported_size(ready.facts.kv_bytes)}: {tokens} ({_why(startup)})",
         *_other_pools(ready),
         *_lower_levels(config, ready),
         f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"

@@ -176,10 +176,6 @@ class NormalTime:
         self._lock = threading.Lock()
         self._earned_s: dict[str | None, float] = {}  # when an owner has earned again all that it has used
 
-    def __len__(self) -> int:
-        """Owners that are remembered: those with less than the whole burst."""
-        return len(self._earned_s)
-
     def take(self, owner: str) -> float:
         """Take time for one grammar: PATIENCE_S, or what is left, or 0."""
         with self._lock:
@@ -240,7 +236,7 @@ class Grammars:
         self.vocab_size = vocab_size
         self._is_closed = False
         self._opening = threading.Lock()
-        self._lock = threading.Lock()  # protects the fields below
+        self._lock = threading.RLock()  # protects the fields below
         self._compiler: _Compiler | None = None
         self._compiled: OrderedDict[_Owned, Compiled] = OrderedDict()  # least recently used first
         self._num_bytes = 0
@@ -248,9 +244,6 @@ class Grammars:
         self._normal_time = NormalTime()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar")
         self._slow_pool = ThreadPoolExecutor(NUM_THREADS, "slow grammar", initializer=lower_thread_priority)
-
-    def __len__(self) -> int:
-        return len(self._compiled)
 
     def find(self, grammar: Grammar, owner: str = "") -> Compiled | None:
         with self._lock:
@@ -264,6 +257,10 @@ class Grammars:
         with self._lock:
             if (known := self._jobs.get((owner, grammar))) is not None:
                 return known
+            if (compiled := self.find(grammar, owner)) is not None:  # for an earlier request
+                job: Future[Compiled] = Future()
+                job.set_result(compiled)
+                return job
             job = self._jobs[owner, grammar] = _submit(self._pool, self._compile, grammar, owner)
             return job
 
@@ -277,7 +274,7 @@ class Grammars:
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile and wait for the result."""
-        return self.find(grammar) or self.submit(grammar).result()
+        return self.submit(grammar).result()
 
     def close(self) -> None:
         self._is_closed = True
@@ -608,7 +605,9 @@ class GrammarQueue:
             message = line.popleft()
             if line:
                 self._lines[tenant] = line
-            job = self._job(message)
+            grammar = message.request.grammar
+            assert grammar is not None
+            job = self._grammars.submit(grammar, tenant)
             self._compiling.append(_Compiling(message, job))
             job.add_done_callback(lambda _: self._wake())
 
@@ -620,16 +619,6 @@ class GrammarQueue:
         if running.total() >= NUM_THREADS:
             return None
         return next((tenant for tenant in self._lines if running[tenant] < MAX_OF_TENANT), None)
-
-    def _job(self, message: Add) -> Future[Compiled]:
-        grammar, tenant = message.request.grammar, message.request.tenant
-        assert grammar is not None
-        compiled = self._grammars.find(grammar, tenant)  # compiled for an earlier request
-        if compiled is None:
-            return self._grammars.submit(grammar, tenant)
-        job: Future[Compiled] = Future()
-        job.set_result(compiled)
-        return job
 
     def cancel(self, request_id: int) -> None:
         """Remove a request with all its samples: a client that cancels one cancels all of them."""

@@ -1,17 +1,12 @@
-"""Offline inference in this process: `LLM(model).generate(prompts)` batches all prompts.
-
-It can draw a progress bar on stderr; `rich` is imported only then.
-"""
+"""Offline inference in this process: `LLM(model).generate(prompts)` batches all prompts."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -35,42 +30,6 @@ from quire.engine.model_text import ModelText
 from quire.errors import InvalidRequest, ModelNotFound, QueueFull
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
-
-SHOW_S = 0.1  # between two updates: steps may be much shorter
-
-
-@contextmanager
-def progress_bar(num_answers: int) -> Iterator[Callable[[Delta], None] | None]:
-    """Count finished answers and tokens per second. None: stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}", markup=False),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("answers", total=num_answers, rate="")
-        began_s = shown_s = time.monotonic()
-        num_done = num_tokens = 0
-
-        def count(delta: Delta) -> None:
-            nonlocal shown_s, num_done, num_tokens
-            num_tokens += len(delta.token_ids)
-            num_done += delta.finish_reason is not None
-            now_s = time.monotonic()
-            if now_s - shown_s >= SHOW_S:
-                shown_s = now_s
-                bar.update(task, completed=num_done, rate=f"{num_tokens / (now_s - began_s):.0f} tok/s", refresh=True)
-
-        yield count
-
 
 Prompt = str | Sequence[int]
 Conversation = ChatRequest | Sequence[Mapping[str, str]] | str
@@ -105,7 +64,7 @@ class LLM:
         vocabulary = self.text.tokenizer, self.text.eos_token_ids
         self.grammars = Grammars(lambda: vocabulary, self.engine.capacity.vocab_size)
         self.next_id = count(1).__next__
-        self.owners: dict[int, _Run] = {}  # request id -> its run: calls may be nested, streams interleaved
+        self.owners: dict[int, _Run] = {}  # request id -> its run: calls may be nested or made by several threads
         self.lock = threading.RLock()  # protects the engine
         self._is_closed = False
 
@@ -115,12 +74,10 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
         on_output: OnOutput | None = None,
-        progress: bool = True,
     ) -> list[GenerationOutput]:
         """Continue each prompt, raw text or token ids. A failed prompt has its error in its output; others continue.
 
         `on_output` is called with the index of a prompt and its new text. If it raises, all prompts end.
-        `progress`: show a bar on a terminal while there are several prompts.
         """
         if not isinstance(prompts, str | list | tuple):
             raise InvalidRequest(f"prompts = {prompts!r:.80} is not text, token ids or a list of them")
@@ -128,7 +85,7 @@ class LLM:
         asked: list[Asked] = [
             (self.text.request(self._encode(prompt), one), None) for prompt, one in _pair(todo, params)
         ]
-        return self._run(asked, on_output, has_bar=progress and len(asked) > 1)
+        return self._run(asked, on_output)
 
     def chat(
         self,
@@ -136,27 +93,14 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
         on_output: OnOutput | None = None,
-        progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Answer each conversation, using the model's chat template. A string is a single user message.
-
-        `progress`: show a bar on a terminal while there are several conversations.
-        """
+        """Answer each conversation, using the model's chat template. A string is a single user message."""
         todo: list[Any] = [conversations] if _is_conversation(conversations) else list(conversations)  # type: ignore[arg-type]
         asked: list[Asked] = [
             (self.text.request(self.text.encode_chat(chat, self.max_model_len), chosen, chat=chat), chat)
             for chat, chosen in ((as_chat(one), chosen) for one, chosen in _pair(todo, params))
         ]
-        return self._run(asked, on_output, has_bar=progress and len(asked) > 1)
-
-    def stream(self, request: GenerationRequest, chat: ChatRequest | None = None) -> Generator[Delta, None, None]:
-        """Yield the deltas of one request, made of `chat` if given. Closing the generator early cancels it."""
-        run = _Run(self, [(request, chat)])
-        try:
-            while not run.is_finished:
-                yield from (delta for _, delta in run.step())
-        finally:
-            run.close()
+        return self._run(asked, on_output)
 
     def cache_stats(self) -> CacheStats:
         return self.engine.scheduler.cache.stats()
@@ -191,16 +135,13 @@ class LLM:
             raise InvalidRequest(f"prompt = {prompt!r:.80} is not text or a list of token ids")
         return tuple(prompt)
 
-    def _run(self, asked: Sequence[Asked], on_output: OnOutput | None, *, has_bar: bool) -> list[GenerationOutput]:
+    def _run(self, asked: Sequence[Asked], on_output: OnOutput | None) -> list[GenerationOutput]:
         run = _Run(self, asked)
         try:
-            with progress_bar(sum(request.n for request, _ in asked)) if has_bar else nullcontext() as count_delta:
-                while not run.is_finished:
-                    for number, delta in run.step():
-                        if count_delta is not None:
-                            count_delta(delta)
-                        if on_output is not None:
-                            on_output(number, delta)
+            while not run.is_finished:
+                for number, delta in run.step():
+                    if on_output is not None:
+                        on_output(number, delta)
         finally:
             run.close()
         return [generation.output() for generation in run.generations]

@@ -54,7 +54,7 @@ async def test_the_fake_backend_answers_like_the_oracle(tiny_model: Path) -> Non
             assert list(completion.token_ids) == expected
         facts = engine.facts
         assert facts is not None
-        assert (facts.facts.backend, facts.weight_bytes, facts.kv_bytes) == ("fake", 0, 0)
+        assert (facts.facts.backend, facts.facts.weight_bytes, facts.facts.kv_bytes) == ("fake", 0, 0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "5", "-5ms", "1e9ms", "ms", "999999ms"])
@@ -73,8 +73,10 @@ async def test_a_worker_reports_its_facts_and_start_times(tiny_model: Path) -> N
         facts = engine.facts
         assert facts is not None
         assert facts.facts.backend.startswith("torch ")
-        assert facts.weight_bytes == (tiny_model / "model.safetensors").stat().st_size - header_bytes(tiny_model)
-        assert facts.kv_bytes == 50 * 32 * 2 * 2 * 2 * 16 * 4  # blocks, tokens, k and v, layers, heads, size, fp32
+        assert facts.facts.weight_bytes == (tiny_model / "model.safetensors").stat().st_size - header_bytes(tiny_model)
+        assert (
+            facts.facts.kv_bytes == 50 * 32 * 2 * 2 * 2 * 16 * 4
+        )  # blocks, tokens, k and v, layers, heads, size, fp32
         assert set(facts.timings_s) == {"import", "weights", "warm_up"}
         assert all(took_s > 0 for took_s in facts.timings_s.values())
         assert facts.step_s > 0  # predicted for a full step before the first request

@@ -5,13 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 import zmq
 
@@ -22,30 +20,21 @@ from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
 from quire.core.values import Level, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
-from quire.engine.engine import Engine
 from quire.engine.generation import GenerationRequest
 from quire.engine.worker import event_publisher
 from quire.engine.worker.event_publisher import EventPublisher, ReplayBuffer
 from quire.engine.worker.kv_events import KvEventsConfig
 from quire.engine.worker.protocol import (
     Add,
-    Answered,
     Ask,
     Cancel,
-    Channel,
     ClearCache,
-    FrameReader,
-    GetStats,
-    Stats,
     ToWorker,
-    from_worker,
-    pack,
 )
-from quire.engine.worker.worker import Observer, Worker
 from quire.errors import InvalidRequest
 from tests.core.following import public_content
 from tests.engine import vllm_events as vllm
-from tests.engine.serving import client
+from tests.engine.serving import client, working
 from tests.engine.subscriber import Subscriber, free_ports, routed
 from tests.waiting import HANG_S, eventually
 
@@ -54,6 +43,7 @@ pytestmark = pytest.mark.anyio
 ANY = "tcp://127.0.0.1:0"
 BOTH = KvEventsConfig(ANY, ANY, "kv@here@model")
 SIZE = 4
+WORKER = Capacity(60, SIZE, max_num_seqs=4, max_model_len=120, vocab_size=8)
 SALTED_START = (7, 7, 7, 7)  # the first block of salted prompts, and of no others
 
 
@@ -249,50 +239,6 @@ def test_caches_that_routers_would_overrate_are_not_announced(cache: KVCacheMana
 # A worker's loop in a thread
 
 
-class Peer:
-    """The client's end of a worker's socket."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._reader = FrameReader()
-
-    def send(self, message: ToWorker) -> None:
-        self._end.sendall(pack(message))
-
-    def num_waiting(self) -> int:
-        """The number of waiting requests after the worker has handled all messages so far."""
-        self.send(Ask(1, GetStats()))
-        while True:
-            for message in map(from_worker.decode, self._reader.feed(self._end.recv(1 << 16))):
-                if isinstance(message, Answered) and message.query_id == 1:
-                    return msgspec.msgpack.decode(message.result, type=Stats).num_waiting
-
-
-@contextmanager
-def working(publisher: EventPublisher) -> Iterator[tuple[Peer, Engine]]:
-    """A worker with a small pool. It ends with the context."""
-    client_end, worker_end = socket.socketpair()
-    observer = Observer()
-    runner = FakeRunner(Capacity(60, SIZE, max_num_seqs=4, max_model_len=120, vocab_size=8))
-    engine = Engine(runner, make_scheduler(runner, EngineConfig(), observer))
-    publisher.start(engine.scheduler.cache)
-    worker = Worker(Channel(worker_end), engine, observer, publisher=publisher)
-
-    def serve() -> None:
-        with pytest.raises(ConnectionError):
-            worker.run()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    client_end.settimeout(HANG_S)
-    try:
-        yield Peer(client_end), engine
-    finally:
-        client_end.close()
-        thread.join(HANG_S)
-        worker_end.close()
-
-
 def traffic(random: Random, num_messages: int) -> Iterator[ToWorker]:
     """Requests with common prefixes, samples that compute equal blocks, salts, cancellations and clears."""
     heads = [[random.randrange(4) for _ in range(70)] for _ in range(4)]
@@ -317,13 +263,13 @@ def test_a_router_that_follows_a_worker_knows_its_tree(seed: int) -> None:
     """After random traffic with evictions, twins, salts and clears; live and by replay."""
     with closing(EventPublisher(BOTH)) as publisher:
         with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-            with working(publisher) as (peer, engine):
+            with working(WORKER, publisher) as (peer, engine):
                 subscriber.join(lambda: peer.send(Ask(2, ClearCache())))
                 for message in traffic(Random(seed), 200):
                     peer.send(message)
-                    while peer.num_waiting() > 8:
+                    while peer.stats().num_waiting > 8:
                         pass
-                eventually(lambda: peer.num_waiting() == 0 and not engine.has_work, "all requests have ended")
+                eventually(lambda: peer.stats().num_waiting == 0 and not engine.has_work, "all requests have ended")
             # The worker has ended: all of its events were sent, and its tree does not change.
             everything = subscriber.replay()
             subscriber.receive_upto(everything[-1][0])
@@ -340,7 +286,7 @@ def test_a_router_that_follows_a_worker_knows_its_tree(seed: int) -> None:
 
 
 def test_a_worker_without_a_publisher_keeps_no_changes() -> None:
-    runner = FakeRunner(Capacity(60, SIZE, max_num_seqs=4, max_model_len=120, vocab_size=8))
+    runner = FakeRunner(WORKER)
     scheduler = make_scheduler(runner, EngineConfig())
     assert scheduler.cache.tree.on_change is None
     script = "import sys, quire.engine.worker.client, quire.engine.worker.worker\nassert 'zmq' not in sys.modules\n"

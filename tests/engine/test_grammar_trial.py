@@ -259,4 +259,4 @@ def test_the_time_at_normal_priority_is_bounded(seed: int) -> None:
             assert total_s <= OF_OWNER.burst_s + OF_OWNER.share * passed_s + 1e-6
     clock.now_s += 1e6
     budget.take("another")
-    assert len(budget) == 2  # this one, and the budget of all
+    assert len(budget._earned_s) == 2  # this one, and the budget of all

@@ -200,11 +200,11 @@ def test_the_cache_of_compiled_grammars_is_bounded(tokenizer: Tokenizer, monkeyp
         for i in range(1, 6):
             made.compile(regex_grammar(f"a{i}"))
             assert made.compile(regex_grammar("a0")) is first  # recently used, so it stays
-        assert len(made) == 3
+        assert len(made._compiled) == 3
         assert made.find(regex_grammar("a1")) is None
         monkeypatch.setattr(grammars_module, "MAX_COMPILED_BYTES", 1)
         made.compile(regex_grammar("b"))
-        assert len(made) == 0
+        assert len(made._compiled) == 0
         assert made._num_bytes == 0
     finally:
         made.close()

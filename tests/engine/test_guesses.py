@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from quire.core.policy import StepCost
-from quire.engine.guesses import INDEX_PER_CALL, NUM_FAILURES, Drafter, TokenIndex, num_paying
+from quire.engine.engine import INDEX_PER_CALL, NUM_FAILURES, Drafter, TokenIndex, num_paying
 
 
 def find_slowly(tokens: array[int], size: int) -> int | None:

@@ -140,7 +140,7 @@ def test_each_tier_announces_its_own_content() -> None:
     queue.removed(Level.HOST, [second.key, first.key])
     queue.removed(Level.DISK, [third.key])
     assert media() == {}
-    assert len(queue) == 0
+    assert queue._levels == {}
 
 
 def test_no_tier_announces_salted_orphaned_or_partial_content() -> None:
@@ -153,7 +153,7 @@ def test_no_tier_announces_salted_orphaned_or_partial_content() -> None:
         queue.stored(level, hash_block_tokens(ROOT, tail), ROOT, tail)
         queue.removed(level, [block.key for block in chain(3, root=SALTED)])
     assert queue.pop(1.0) is None
-    assert len(queue) == 0
+    assert queue._levels == {}
 
 
 # Settings

@@ -17,6 +17,8 @@ from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.masks import GrammarFailed, GrammarMasks
+from tests.engine.test_engine import drain
+from tests.engine.test_engine import tokens as tokens_of
 
 VOCAB_SIZE = 200
 BLOCK_SIZE = 4
@@ -130,21 +132,6 @@ def make(
     runner = FakeRunner(capacity, is_late=is_late)
     config = EngineConfig(max_chunk_tokens=max_chunk)
     return Engine(runner, make_scheduler(runner, config), has_drafts=max_drafts > 0)
-
-
-def drain(engine: Engine) -> dict[int, list[EngineOutput]]:
-    outputs: dict[int, list[EngineOutput]] = defaultdict(list)
-    for _ in range(2000):
-        if not engine.has_work:
-            break
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    assert not engine.has_work
-    return outputs
-
-
-def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.tokens]
 
 
 MODES = [(True, False), (True, True), (False, False)]

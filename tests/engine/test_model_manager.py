@@ -382,6 +382,29 @@ async def test_a_second_forced_unload_does_not_interrupt_cleanup(monkeypatch: py
     assert rig.log == ["cleaned up"]
 
 
+async def test_a_request_during_an_abandoned_load_starts_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are larger than estimated, and no request waits for the memory any more."""
+    rig = Rig("ab", 80)
+    rig.models["b"].truth_bytes = 50
+
+    async def unload() -> None:
+        rig.log.append("unload b")
+        await settle(5)
+
+    monkeypatch.setattr(rig.models["b"], "unload", unload)
+    await rig.hold("a")
+    first = rig.begin("b")
+    await settle()
+    assert rig.states() == "a:unloading b:loading"
+    first.cancel()
+    while rig.log[-1] != "unload b":
+        await asyncio.sleep(0)
+    second = rig.begin("b")
+    await settle()
+    rig.release("a")
+    await second
+
+
 async def test_a_failed_unload_does_not_block_other_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig("ab", 40)
 
@@ -416,7 +439,6 @@ async def test_random_traffic(seed: int) -> None:
     rig = Rig("abcdef", 100)
     for model in rig.models.values():
         model.weight_bytes = random.randint(5, 80)
-        model.truth_bytes = random.choice((None, random.randint(5, 80)))  # known after the load
     served: list[str] = []
 
     async def client() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ async def test_the_late_end_of_a_worker_does_not_affect_its_successor(
     async with client(tiny_model, hang_limit_s=1.0) as engine:
         await engine.start()
         assert engine._connection is not None
-        first, engine._hang_limit_s = engine._connection.process, HANG_S  # the next one may be slow
+        first, connect = engine._connection.process, engine._connect
+        engine._connect = partial(connect.func, engine.text.name, HANG_S, **connect.keywords)  # the next may be slow
         assert isinstance(first, WorkerProcess)
         is_served, wait = asyncio.Event(), first._wait_or_kill
 

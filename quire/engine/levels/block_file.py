@@ -48,11 +48,6 @@ from quire.errors import QuireError
 
 LANES = 8
 ROW_BYTES = 4 * LANES
-CHECKSUM_BYTES = 16 * LANES
-
-_MODULUS = 1 << 64
-_PACKED = struct.Struct(f"<{2 * LANES}Q")
-_NUMPY_BYTES = 1 << 18  # that numpy adds at a time: its copies should be small
 
 ABI = 1
 DIGEST_BYTES = 32
@@ -63,38 +58,21 @@ log = logging.getLogger(__name__)
 
 
 class Sums(ctypes.Structure):
-    """The sums of a checksum, for each lane."""
+    """The sums of a checksum, for each lane, in the order in which they are hashed. Machines are little-endian."""
 
     _fields_ = (("words", ctypes.c_uint64 * 8), ("totals", ctypes.c_uint64 * 8))
 
-    def add_rows(self, rows: memoryview) -> None:
-        """Add whole rows without the C library."""
-        import numpy as np  # part of every backend; `quire cache` needs it only if there is no C library
-
-        words = np.frombuffer(rows, "<u4").reshape(-1, LANES).astype(np.uint64)
-        num_rows = len(words)
-        weights = np.arange(num_rows, 0, -1, dtype=np.uint64)  # the first row is in all values that the sum has
-        added, weighted = words.sum(0), weights @ words
-        for lane in range(LANES):
-            self.totals[lane] = (self.totals[lane] + num_rows * self.words[lane] + int(weighted[lane])) % _MODULUS
-            self.words[lane] = (self.words[lane] + int(added[lane])) % _MODULUS
-
-    def packed(self) -> bytes:
-        """The sums as they are hashed."""
-        return bytes(self) if sys.byteorder == "little" else _PACKED.pack(*self.words, *self.totals)
-
 
 def checksum(content: memoryview) -> bytes:
-    total = Sums()
     if (library := load_library()) is not None:
+        total = Sums()
         library.add_bytes(total, content)
-        return total.packed()
-    for first in range(0, len(content), _NUMPY_BYTES):
-        some = content[first : first + _NUMPY_BYTES]
-        if missing := -len(some) % ROW_BYTES:
-            some = memoryview(bytes(some) + bytes(missing))
-        total.add_rows(some)
-    return total.packed()
+        return bytes(total)
+    import numpy as np  # part of every backend; `quire cache` needs it only if there is no C library
+
+    padded = bytes(content) + bytes(-len(content) % ROW_BYTES)
+    rows = np.frombuffer(padded, "<u4").reshape(-1, LANES).astype(np.uint64)
+    return bytes(rows.sum(0)) + bytes(rows.cumsum(0).sum(0))
 
 
 class _File(ctypes.Structure):
@@ -148,7 +126,7 @@ class FileLibrary:
             file.header_bytes, file.payload_bytes = len(header), read.out.nbytes
         self._read_files(files, len(reads), now_ns)
         return [
-            bool(file.is_read) and sha256(header + file.sums.packed()).digest() == bytes(file.digest)
+            bool(file.is_read) and sha256(header + bytes(file.sums)).digest() == bytes(file.digest)
             for file, header in zip(files, headers, strict=True)
         ]
 

@@ -20,7 +20,7 @@ import os
 import stat
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -71,49 +71,46 @@ class FileIndex:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._lock = threading.RLock()
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
         self.num_bytes = 0
         self._gone: dict[Content, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def put(self, path: str, entry: Entry) -> None:
         """Enter a file as the most recently used one."""
         with self._lock:
             self.drop(path)
-            self._entries[path] = entry
+            self.entries[path] = entry
             self.num_bytes += entry.size
             if entry.content is not None:
                 self._gone.pop(entry.content, None)
 
     def drop(self, path: str) -> None:
         with self._lock:
-            entry = self._entries.pop(path, None)
+            entry = self.entries.pop(path, None)
             if entry is not None:
                 self.num_bytes -= entry.size
 
     def learn(self, path: str, content: Content) -> bool:
         """Remember what a file contains. Returns False if there is no such file."""
         with self._lock:
-            entry = self._entries.get(path)
+            entry = self.entries.get(path)
             if entry is not None:
-                self._entries[path] = entry._replace(content=content)
+                self.entries[path] = entry._replace(content=content)
             return entry is not None
 
     def knows(self, path: str) -> bool:
         """Whether the content of a file is known."""
         with self._lock:
-            entry = self._entries.get(path)
+            entry = self.entries.get(path)
             return entry is not None and entry.content is not None
 
     # Room
 
     def pop_oldest(self) -> tuple[str, Entry] | None:
         with self._lock:
-            if not self._entries:
+            if not self.entries:
                 return None
-            path, entry = next(iter(self._entries.items()))
+            path, entry = next(iter(self.entries.items()))
             self.drop(path)
             return path, entry
 
@@ -134,13 +131,13 @@ class FileIndex:
     def end_listing(self, found: Iterable[StoredFile]) -> None:
         """Replace the entries by what a listing found."""
         with self._lock:
-            old, self._entries = self._entries, OrderedDict()
+            old, self.entries = self.entries, OrderedDict()
             for file in sorted(found, key=_by_use):
                 known = old.pop(file.path, None)
-                self._entries[file.path] = Entry(file.size, file.used_ns, None if known is None else known.content)
+                self.entries[file.path] = Entry(file.size, file.used_ns, None if known is None else known.content)
             for entry in old.values():
                 self.note_gone(entry)
-            self.num_bytes = sum(entry.size for entry in self._entries.values())
+            self.num_bytes = sum(entry.size for entry in self.entries.values())
 
 
 def _by_use(file: StoredFile) -> tuple[int, str]:
@@ -202,8 +199,6 @@ class DiskStore:
         self._next_listing_s = 0.0
         self._paused_until_s = 0.0
         self._has_failed = False  # the last write; a file that has the name of a folder does not count
-        self._lock = threading.Lock()
-        self.faults: Counter[Fault] = Counter()  # files that were not used; protected by the lock
 
     def scan(self) -> Iterator[Content]:
         """List the content of this space, least recently used first.
@@ -367,8 +362,6 @@ class DiskStore:
         return content
 
     def _note_damage(self, path: str, fault: Fault) -> None:
-        with self._lock:
-            self.faults[fault] += 1
         if fault not in KEPT_FAULTS or fault is Fault.MISSING:
             self.index.drop(path)
         if fault not in KEPT_FAULTS:

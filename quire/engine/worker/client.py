@@ -344,7 +344,6 @@ class WorkerConnection:
         self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
         self._queries: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._error: QuireError | None = None  # reported by the worker before it ended
-        self._is_probing = False
         self._has_served = False
         self._ready_s = 0.0
         self.facts: Ready | None = None
@@ -365,7 +364,7 @@ class WorkerConnection:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._alive or self._queries or self._is_probing)
+        return bool(self._alive or self._queries)
 
     def load(self, path: Path, config: EngineConfig, kv_events: KvEventsConfig | None) -> None:
         self.process.send(Load(str(path), config, kv_events))
@@ -437,11 +436,9 @@ class WorkerConnection:
                 assert self.facts is not None  # it follows Ready
                 self.facts = msgspec.structs.replace(self.facts, system_fingerprint=system_fingerprint)
             case Answered(query_id=query_id, result=result):
-                if query_id == self._probe_id:
-                    self._is_probing = False
-                    self._watch()
-                elif (query := self._queries.get(query_id)) is not None and not query.done():
+                if (query := self._queries.pop(query_id, None)) is not None and not query.done():
                     query.set_result(result)
+                self._watch()
             case Failed(kind=kind, message=text):
                 self._error = errors.error_of(kind, text)
                 self.process.end()  # at once, so that the next request starts another worker
@@ -536,11 +533,9 @@ class WorkerConnection:
             if (place := self._alive.get(one)) is not None:
                 place[0].fail(error)
                 self.cancel(place[0])
-            elif (query := self._queries.get(one)) is not None and not query.done():
+            elif (query := self._queries.pop(one, None)) is not None and not query.done():
                 query.set_exception(error)
-            elif one == self._probe_id:
-                self._is_probing = False
-                self._watch()
+        self._watch()
 
     def _take_end(self, reason: str) -> None:
         if self._error is None or self.facts is not None:  # else the start failed, and its caller reports why
@@ -555,7 +550,8 @@ class WorkerConnection:
         Without the probe a hang would go unnoticed if clients always cancel before the hang limit.
         """
         if not self._is_busy:
-            self._is_probing = True
+            probe = self._queries[self._probe_id] = self._loop.create_future()
+            probe.add_done_callback(_retrieve)
             with suppress(QueueFull):
                 self.process.send(Ask(self._probe_id, GetStats()))
         self._watch()
@@ -566,7 +562,7 @@ class WorkerConnection:
             self.process.expect_message(self._hang_limit_s if self._is_busy else None)
 
 
-def _retrieve(ready: asyncio.Future[None]) -> None:
+def _retrieve(ready: asyncio.Future[Any]) -> None:
     """Retrieve the exception, so that asyncio does not log it if there is no waiter."""
     if not ready.cancelled():
         ready.exception()

@@ -163,10 +163,6 @@ class CacheEvents:
         self._encoder = msgspec.msgpack.Encoder()
         self._is_first = True
 
-    def __len__(self) -> int:
-        """The number of announced contents."""
-        return len(self._levels)
-
     def follow(self, cache: KVCacheManager) -> None:
         """Announce what lower levels hold already, and from now on all changes.
 

@@ -138,15 +138,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     fingerprint: str = ""  # of the model and its settings, from a replica
     system_fingerprint: str = ""  # empty: not known yet, `Fingerprinted` follows
 
-    @property
-    def weight_bytes(self) -> int:
-        """0 if the backend does not know it; the same holds for `kv_bytes`."""
-        return self.facts.weight_bytes
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.facts.kv_bytes
-
 
 class Fingerprinted(msgspec.Struct, tag="fingerprinted", frozen=True):
     """Sent after `Ready` if the files of the model are large and their digest was not known."""
@@ -286,13 +277,9 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 ToWorker = Load | Add | Cancel | Finish | Ask
 FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | CacheReport | Refused | Answered | Failed
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
-
-
-def encode(message: object) -> bytes:
-    return _encoder.encode(message)
 
 
 def answered(query_id: int, result: object) -> Answered:

@@ -59,7 +59,7 @@ def num_pieces(engine: Engine) -> list[int]:
 def num_indexed(engine: Engine) -> int:
     assert engine.transfers is not None
     assert engine.transfers.disk is not None
-    return len(engine.transfers.disk.index)
+    return len(engine.transfers.disk.index.entries)
 
 
 # Marks
@@ -94,7 +94,7 @@ def test_what_other_processes_write_after_a_clear_stays(tmp_path: Path) -> None:
         os.utime(first.space.file(content.kind, content.key), ns=(cleared_ns + later_ns,) * 2)
     first.clear(cleared_ns)
     assert stored_numbers(tmp_path) == [3]
-    assert len(first.index) == 0
+    assert len(first.index.entries) == 0
 
 
 # The command

@@ -14,7 +14,7 @@ import pytest
 
 from quire.core.step import Load, MemoryKind, MemoryRef, Read, Save, StepPlan
 from quire.core.values import Level
-from quire.engine.levels.block_file import Fault, file_bytes
+from quire.engine.levels.block_file import file_bytes
 from quire.engine.levels.transfers import Done, LoadDone, ReadDone, Slots, Transfers
 from tests.engine.levels.contents import all_files, make_content, temporary_files
 from tests.engine.levels.transfer_rig import (
@@ -106,7 +106,6 @@ def test_a_damaged_file_fails_its_own_piece_only(
     rig.load(2, [1], Level.DISK, [21])
     assert loaded(rig.finish()) == {1: {block(2), block(4)}, 2: frozenset()}
     assert [rig.has(MemoryRef(MemoryKind.BLOCK, 10 + n), n) for n in range(1, 6)] == [True, False, True, False, True]
-    assert rig.disk.faults == {Fault.DIGEST: 1, Fault.MISSING: 1}
     assert len(all_files(rig.disk.space.path.parent)) == 3  # the damaged one is deleted
     assert sorted(caplog.messages) == [
         f"1 files of the disk cache are missing, such as {missing}: their content is computed again",
