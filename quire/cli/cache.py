@@ -24,7 +24,7 @@ from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES
 from quire.engine.levels.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
-from quire.engine.levels.cache_folder import (
+from quire.engine.levels.disk_store import (
     SECRET_NAME,
     Listing,
     Space,

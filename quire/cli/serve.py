@@ -389,7 +389,6 @@ def _other_pools(ready: Ready) -> list[str]:
 def _lower_levels(config: ServeConfig, ready: Ready) -> list[str]:
     """Lines about host memory and disk below the KV cache, with the number of tokens from which on they pay."""
     from quire.engine.composition import disk_cache_folder
-    from quire.engine.levels.cache_folder import write_problem
 
     lines = []
     for level in ready.levels:
@@ -401,9 +400,7 @@ def _lower_levels(config: ServeConfig, ready: Ready) -> list[str]:
         lines.append(f"             {level.level} cache up to {reported_size(level.max_bytes or 0)}{found}; {pays}")
         folder = disk_cache_folder(config.models[0].engine)
         if level.level == "disk" and folder is not None:
-            problem = write_problem(folder)
-            warning = "" if problem is None else f"; NOTHING CAN BE SAVED there: {problem}"
-            lines.append(f"             in {short_path(folder.absolute())}{warning}")
+            lines.append(f"             in {short_path(folder.absolute())}")
     return lines
 
 

@@ -45,8 +45,7 @@ from quire.engine.engine import Engine
 from quire.engine.fingerprint import DIGESTS, Fingerprinting, describe, system_fingerprint, weights_digest
 from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
-from quire.engine.levels.cache_folder import Space, root_secret
-from quire.engine.levels.disk_store import DiskStore, reads_per_thread
+from quire.engine.levels.disk_store import DiskStore, Space, reads_per_thread, root_secret
 from quire.engine.levels.transfers import Slots, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
 from quire.sizes import compared_sizes, memory_size, parse_size

@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from quire.backends.base import Capacity, Runner, TokenMasks
@@ -45,7 +46,8 @@ def repeat_step(
     The results of all earlier steps must have been collected from the runner. Its last samples may be those of the
     failed attempt, so slices that would read them get their tokens: `sampled` has those that are not in the history.
     """
-    if not _is_repeatable(plan, error):
+    # Not with recurrent states, which the first attempt may have updated in place, nor if the plan itself is wrong.
+    if isinstance(error, InvariantViolation) or any(piece.state_target for piece in plan.slices):
         return failed_step(plan, error)
     log.warning("repeating the step of %d requests in smaller parts", len(plan.slices))
     slices = {
@@ -106,15 +108,6 @@ def _with_tokens(piece: SeqSlice, sampled: Sampled) -> SeqSlice | None:
         return piece._replace(tokens=(piece.history[piece.start],))
     token = sampled.get((piece.request_id, piece.epoch))
     return None if token is None else piece._replace(tokens=(token,))
-
-
-def _is_repeatable(plan: StepPlan, error: Exception) -> bool:
-    """Return whether the step may run again.
-
-    Not with recurrent states, which the first attempt may have updated in place. Not if the plan is wrong: its parts
-    would be wrong too.
-    """
-    return not isinstance(error, InvariantViolation) and not any(piece.state_target for piece in plan.slices)
 
 
 def _halves(places: list[int]) -> list[list[int]]:
@@ -937,19 +930,14 @@ class StepEstimator:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[int, _Size] = {}  # keyed by the bit length of the effort
-        self._batches: dict[int, _Size] = {}  # the same, without single-token steps
-        self._single = _Size()  # single-token steps only
+        self._batches: dict[int, _Size] = {}  # steps of several tokens, keyed by the bit length of the effort
+        self._single = _Size()  # single-token steps
 
     def learn(self, work: Work, took_s: float) -> None:
-        if work.num_tokens:
-            size = self._sizes.setdefault(int(work.effort).bit_length(), _Size())
-            size.take(took_s, work.effort)
-            if work.num_tokens == 1:
-                self._single.take(took_s, work.effort)
-            else:
-                batch = self._batches.setdefault(int(work.effort).bit_length(), _Size())
-                batch.take(took_s, work.effort)
+        if work.num_tokens > 1:
+            self._batches.setdefault(int(work.effort).bit_length(), _Size()).take(took_s, work.effort)
+        elif work.num_tokens:
+            self._single.take(took_s, work.effort)
 
     def cost(self) -> StepCost | None:
         """The fixed cost of a step and the cost of a token in a batch. None: too few steps were seen.
@@ -961,7 +949,7 @@ class StepEstimator:
         seen = [step for step in seen if step[1]]
         if len(seen) < 2:
             return None
-        (least_s, least), (most_s, most) = min(seen, key=_effort), max(seen, key=_effort)
+        (least_s, least), (most_s, most) = min(seen, key=itemgetter(1)), max(seen, key=itemgetter(1))
         slope_s = max(0.0, most_s - least_s) / (most - least)
         base_s = max(0.0, least_s - slope_s * least)
         single_s, single = self._single.median
@@ -971,9 +959,10 @@ class StepEstimator:
 
     def predict_s(self, work: Work) -> float:
         """The predicted duration. 0: no steps were seen, or there is no work."""
-        if not self._sizes or not work.num_tokens:
+        seen = [size.median for size in (self._single, *self._batches.values()) if size.median[1]]
+        if not seen or not work.num_tokens:
             return 0.0
-        seen = [self._sizes[bits].median for bits in sorted(self._sizes)]
+        seen.sort(key=itemgetter(1))
         base_s, least = seen[0]
         if work.effort <= least:
             return base_s
@@ -986,7 +975,3 @@ class StepEstimator:
             token_s = max(token_s, (most_s - base_s) / (most - least))
         token_s = min(token_s, *(took_s / effort for took_s, effort in seen))  # no token takes longer than its step
         return most_s + token_s * (work.effort - most)
-
-
-def _effort(step: tuple[float, float]) -> float:
-    return step[1]

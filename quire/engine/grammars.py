@@ -84,11 +84,9 @@ class GrammarTrial:
 
     def _ask(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._start()
             try:
+                self._start()
                 return self._child.ask(order, EXCHANGE_LIMIT_S)
-            except Interrupted:
-                raise
             except NoAnswer as error:  # not the fault of the grammar, which is compiled in a fork
                 raise Interrupted(str(error)) from None
 
@@ -108,13 +106,8 @@ class GrammarTrial:
     def _start(self) -> None:
         if self._closed.is_set():
             raise RequestFailed("the engine is closed")
-        try:
-            if self._child.start():
-                self._child.ask(self._first_order(), EXCHANGE_LIMIT_S)
-        except Interrupted:
-            raise
-        except NoAnswer as error:
-            raise RequestFailed(f"the process that checks grammars {error}") from None
+        if self._child.start():
+            self._child.ask(self._first_order(), EXCHANGE_LIMIT_S)
 
 
 def _problem(answer: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from quire.backends.fake import run_alone
-from quire.core.cache.prefix import StopReason
 from quire.core.values import FinishReason, Priority
 from quire.engine.generation import Delta, Generation, PinPrefix
 from quire.engine.worker.client import EngineClient
@@ -57,13 +56,6 @@ async def test_the_fake_backend_answers_like_the_oracle(tiny_model: Path) -> Non
         assert (facts.facts.backend, facts.facts.weight_bytes, facts.facts.kv_bytes) == ("fake", 0, 0)
 
 
-@pytest.mark.parametrize("device", ["cpu", "5", "-5ms", "1e9ms", "ms", "999999ms"])
-async def test_an_invalid_duration_as_device_is_refused(tiny_model: Path, device: str) -> None:
-    async with client(tiny_model, backend="fake", device=device) as engine:
-        with pytest.raises(InvalidRequest, match="device = "):
-            await engine.start()
-
-
 # The start of a worker
 
 
@@ -91,19 +83,6 @@ def header_bytes(folder: Path) -> int:
 
 
 # Steps
-
-
-async def test_the_cache_result_is_that_of_the_first_sample(tiny_model: Path) -> None:
-    async with client(tiny_model, backend="fake") as engine:
-        asked = request(engine, LONG, n=3, temperature=1.0)
-        fresh = await engine.submit(asked)
-        await fresh.result()
-        assert fresh.num_cached_tokens == fresh.usage.cached_tokens == 0  # the others share its KV
-        again = await engine.submit(asked)
-        await again.result()
-        assert again.num_cached_tokens == again.usage.cached_tokens == len(asked.prompt) - 1
-        assert again.cache is not None
-        assert again.cache.reason is StopReason.COMPLETE
 
 
 async def test_every_step_reports_its_tokens(tiny_model: Path) -> None:

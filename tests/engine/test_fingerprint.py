@@ -17,7 +17,7 @@ from quire.backends.native.library import choose_kernels, kernels_available
 from quire.engine import fingerprint as arithmetic
 from quire.engine.composition import EngineConfig, begin_fingerprint, make_engine
 from quire.engine.fingerprint import Fingerprinting, describe
-from quire.engine.levels.cache_folder import find_spaces
+from quire.engine.levels.disk_store import find_spaces
 from quire.engine.worker import client as client_module
 from quire.engine.worker.client import WorkerConnection
 from quire.engine.worker.protocol import Fingerprinted, Ready

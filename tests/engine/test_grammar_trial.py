@@ -112,26 +112,6 @@ def test_closing_ends_a_preparation(tokenizer: Tokenizer) -> None:
     eventually(lambda: not trial_children(), "no child is left")
 
 
-@on_linux
-@pytest.mark.parametrize("is_prepared", [False, True])
-def test_the_vocabulary_is_opened_at_normal_priority(tokenizer: Tokenizer, *, is_prepared: bool) -> None:
-    """llguidance holds the GIL meanwhile: at a low priority on a busy machine, the steps would wait for long."""
-    found: list[int] = []
-
-    def open_tokenizer() -> tuple[Tokenizer, tuple[int, ...]]:
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return tokenizer, (2,)
-
-    made = Grammars(open_tokenizer, tokenizer.vocab_size)
-    try:
-        if is_prepared:
-            made.prepare()
-        made.compile(regex_grammar("a"))
-        assert found == [psutil.Process().nice()]
-    finally:
-        made.close()
-
-
 # Slow and killed trials
 
 

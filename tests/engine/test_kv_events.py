@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
@@ -88,21 +87,6 @@ def test_removals_and_clears_are_encoded_like_vllms() -> None:
     assert queue.pop(3.0) == vllm.encode(3.0, vllm.AllBlocksCleared())
     queue.take(blocks[0])  # it can be announced again
     assert queue.pop(4.0) is not None
-
-
-def test_branches_and_other_events_end_a_run_of_blocks() -> None:
-    queue, blocks, branch = started(), chain(2), chain(1, first=100)
-    queue.take(blocks[0])
-    queue.take(branch[0])
-    queue.take(blocks[1])
-    queue.take(Removed((branch[0].key,)))
-    queue.take(branch[0])
-    batch = vllm.decode(queue.pop(1.0) or b"")
-    kinds = [type(event).__name__ for event in batch.events]
-    assert kinds == ["BlockStored", "BlockStored", "BlockStored", "BlockRemoved", "BlockStored"]
-    router = Router(SIZE)
-    router.take(msgspec.msgpack.encode(batch))
-    assert len(router.device) == 3
 
 
 def test_the_first_batch_clears_what_a_router_knows_of_an_earlier_worker() -> None:

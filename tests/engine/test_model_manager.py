@@ -258,17 +258,6 @@ async def test_weights_larger_than_estimated_leave_less_for_kv() -> None:
     assert rig.manager.num_bytes == 100
 
 
-async def test_weights_larger_than_the_budget_fail() -> None:
-    rig = Rig("ab", 100)
-    rig.models["a"].truth_bytes = 95
-    with pytest.raises(ModelTooLarge):
-        await rig.hold("a")
-    assert rig.manager.num_bytes == 0
-    assert rig.log == ["load a", "unload a"]
-    await rig.touch("b")
-    assert rig.loaded == "b"
-
-
 @pytest.mark.parametrize(
     ("budget", "context", "kv"),
     [

@@ -18,7 +18,6 @@ import pytest
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
-from quire.core.kv_cache import KVCacheManager
 from quire.core.values import FinishReason, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine, StepEstimator, Work
@@ -297,21 +296,6 @@ def test_durations_are_attributed_to_the_step_in_flight(monkeypatch: pytest.Monk
         planned.append(worker._planned.num_tokens)
     assert planned == [20, 1, 1, 0]
     assert learned == [0, 20, 1, 1]
-
-
-def test_the_warm_up_uses_a_small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block costs about 140 bytes and a microsecond: the pool of a large GPU has 200,000 of them."""
-    runner = FakeRunner(Capacity(num_blocks=4000, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50))
-    worker = Worker(_Recorder(), Engine(runner, make_scheduler(runner, EngineConfig())), Observer())  # type: ignore[arg-type]
-    sizes: list[int] = []
-
-    def make_cache(num_blocks: int, *args: Any, **options: Any) -> KVCacheManager:
-        sizes.append(num_blocks)
-        return KVCacheManager(num_blocks, *args, **options)
-
-    monkeypatch.setattr("quire.engine.composition.KVCacheManager", make_cache)
-    worker.warm_up()
-    assert sizes == [4]  # 8 tokens of prompt and 2 of answer, and the null block
 
 
 LOUD = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from quire.core.step import MemoryKind
 from quire.engine.levels.block_file import write_private
-from quire.engine.levels.cache_folder import (
+from quire.engine.levels.disk_store import (
     SECRET_BYTES,
     find_spaces,
     list_files,
@@ -20,7 +19,6 @@ from quire.engine.levels.cache_folder import (
     root_secret,
     space_digest,
     space_folders,
-    write_problem,
 )
 from quire.errors import CacheFolderError, InvalidRequest
 from tests.engine.levels.contents import FACTS, temporary_files
@@ -191,15 +189,3 @@ def test_a_secret_that_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     with pytest.raises(CacheFolderError, match="secret is not a file"):
         root_secret(tmp_path)
-
-
-def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert write_problem(tmp_path) is None
-    assert write_problem(tmp_path / "nothing") == "No such file or directory"
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("os.fsync", fail)
-    assert write_problem(tmp_path) == "No space left on device"
-    assert list(tmp_path.iterdir()) == []

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.levels.block_file import file_bytes
-from quire.engine.levels.cache_folder import STALE_S
-from quire.engine.levels.disk_store import DiskStore
+from quire.engine.levels.disk_store import STALE_S, DiskStore
 from tests.engine.levels.contents import FACTS, all_files, read_back, temporary_files
 from tests.engine.levels.crash_child import NUM_CONTENTS, PAYLOAD_BYTES
 

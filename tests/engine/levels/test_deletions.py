@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from quire.cli.main import app
 from quire.core.check import check_scheduler
 from quire.engine.engine import Engine
-from quire.engine.levels.cache_folder import LOOK_S, ClearWatch, mark_cleared, open_space, root_secret
+from quire.engine.levels.disk_store import LOOK_S, ClearWatch, mark_cleared, open_space, root_secret
 from quire.engine.worker.protocol import Answered, Ask, GetStats, Stats
 from tests.engine.levels.contents import FACTS, Clock, all_files, make_content
 from tests.engine.levels.test_disk_store import new_store, stored_numbers, write

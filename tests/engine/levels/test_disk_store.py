@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from quire.core.step import Content, MemoryKind
-from quire.engine.levels import block_file, disk_store
+from quire.engine.levels import block_file
 from quire.engine.levels.block_file import DamagedBlock, Fault, file_bytes
-from quire.engine.levels.cache_folder import STALE_S, root_secret, space_folders
-from quire.engine.levels.disk_store import PAUSE_S, RESCAN_S, DiskStore, Written
+from quire.engine.levels.disk_store import PAUSE_S, RESCAN_S, STALE_S, DiskStore, Written, root_secret
 from quire.errors import CacheFolderError
 from tests.engine.levels.contents import (
     FACTS,
@@ -191,23 +190,6 @@ def test_writes_of_others_are_noticed_by_the_next_listing(tmp_path: Path) -> Non
     clock.now_s = RESCAN_S
     assert write(store, 4) == Written(True, (make_content(1),))
     assert len(all_files(tmp_path)) == 10
-
-
-def test_a_slow_listing_makes_the_next_one_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    store = new_store(tmp_path, clock=clock)
-    listed: list[float] = []
-
-    def list_slowly(root: Path) -> list[Path]:
-        listed.append(clock.now_s)
-        clock.now_s += 2.0
-        return space_folders(root)
-
-    monkeypatch.setattr(disk_store, "space_folders", list_slowly)
-    for number in range(300):
-        clock.now_s += 1.0
-        assert write(store, number).is_stored
-    assert listed == [1.0, 103.0, 205.0]  # 50 times 2 s after the end of the one before
 
 
 def test_a_use_by_another_process_saves_a_file(tmp_path: Path) -> None:
@@ -409,7 +391,7 @@ REAL_DISK = """
 import subprocess, sys
 from pathlib import Path
 from quire.engine.levels.block_file import DamagedBlock
-from quire.engine.levels.cache_folder import root_secret
+from quire.engine.levels.disk_store import root_secret
 from quire.engine.levels.disk_store import PAUSE_S, DiskStore
 from quire.errors import CacheFolderError
 from tests.engine.levels.contents import FACTS, Clock, all_files, make_content, make_payload, read_back, temporary_files

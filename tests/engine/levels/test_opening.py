@@ -15,7 +15,7 @@ from quire.engine.composition import EngineConfig, OpenedLevels, check_cache_fol
 from quire.engine.engine import Engine
 from quire.engine.generation import GenerationParams, GenerationRequest
 from quire.engine.levels.block_file import file_bytes
-from quire.engine.levels.cache_folder import open_space
+from quire.engine.levels.disk_store import open_space
 from quire.engine.llm import LLM
 from quire.errors import CacheFolderError, InvalidRequest
 from tests.engine.levels.contents import FACTS, all_files, temporary_files

@@ -72,15 +72,6 @@ def test_an_idle_worker_saves_and_then_sleeps(tmp_path: Path, monkeypatch: pytes
     assert len(all_files(tmp_path / "kv")) == num_cached > 5
 
 
-def test_a_busy_worker_does_not_save_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.worker.SAVE_AFTER_S", 1e9)
-    engine = make(tmp_path / "kv", is_late=False, disk_files=100)
-    serve(engine, Script([prompt()], lambda: not engine.has_work))
-    assert engine.has_idle_work
-    engine.close()
-    assert all_files(tmp_path / "kv") == []
-
-
 def test_a_worker_saves_at_its_end(tiny_model: Path, tmp_path: Path) -> None:
     """And a new one finds it. The end comes before the worker would save by itself, or soon after."""
     settings: dict[str, Any] = {
