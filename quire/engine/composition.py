@@ -199,7 +199,6 @@ class OpenedLevels:
         self.secret = b""  # of the folder; empty: there is none
         self._disk: DiskStore | None = None
         self.levels: list[LowerLevel] = []
-        self._slots: list[Slots] = []
         pieces = (sizes.block, sizes.window, sizes.state)
         for name, given in (("host_cache", config.host_cache), ("disk_cache", config.disk_cache)):
             if given and given < MIN_PIECES * sum(pieces):
@@ -209,7 +208,6 @@ class OpenedLevels:
         if config.host_cache:
             counts = divide(config.host_cache, pieces, pool_sizes)
             host_slots = Slots(block_io.allocate, sizes, counts, is_early=True)
-            self._slots.append(host_slots)
             self.levels.append(LowerLevel(Level.HOST, pieces, counts))
         read_counts, save_counts = (
             at_most(divide(num_bytes, pieces, pool_sizes), pool_sizes) for num_bytes in (READ_BYTES, SAVE_BYTES)
@@ -231,12 +229,13 @@ class OpenedLevels:
             max_writes=min(count for count in save_counts if count),
         )
         has_pinned = self._disk is not None and not block_io.is_host_memory  # which takes time to allocate
-        self._slots.append(Slots(block_io.allocate, sizes, read_counts, is_early=has_pinned))
+        read_slots = Slots(block_io.allocate, sizes, read_counts, is_early=has_pinned)
+        self._slots = (read_slots,) if host_slots is None else (host_slots, read_slots)
         self.transfers = Transfers(
             block_io,
             host_slots,
             self._disk,
-            read_slots=self._slots[-1],
+            read_slots=read_slots,
             save_slots=Slots(block_io.allocate, sizes, save_counts),
             num_readers=NUM_READERS,
         )
@@ -283,7 +282,12 @@ BACKENDS: dict[str, str] = {
 }
 
 
-CHOICES = {"backend": ("auto", *BACKENDS), "precision": PRECISIONS, "load_format": LOAD_FORMATS}
+CHOICES = {
+    "backend": ("auto", *BACKENDS),
+    "precision": PRECISIONS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "load_format": LOAD_FORMATS,
+}
 DEVICES = ("auto", "cpu", "cuda", "metal")
 QUANTIZING = ("mlx", "torch", "fake")  # backends that know `quantize`
 QUANTIZE_NAMES = {"4": 4, "8": 8, "int4": 4, "fp8": 8}  # bits; the names are those of formats on a GPU
@@ -366,8 +370,6 @@ class EngineConfig:
             raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
         if self.quantize is not None and str(self.quantize) not in QUANTIZE_NAMES:
             raise InvalidRequest(f"quantize = {self.quantize!r} is not one of {', '.join(QUANTIZE_NAMES)}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise InvalidRequest(f"kv_cache_dtype = {self.kv_cache_dtype!r} is not {' or '.join(KV_CACHE_DTYPES)}")
         if self.backend != "auto":
             _check_kv_cache_dtype(self)
         make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses invalid values

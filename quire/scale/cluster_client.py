@@ -239,7 +239,7 @@ class ClusterClient(ModelClient):
         if not generation.is_finished:  # it is being routed: it will not be sent
             generation.note_cancelled()
 
-    def _move(self, generation: Generation) -> None:
+    def _move(self, generation: Generation, _: QuireError) -> None:
         """Send a request again whose replica has ended before it started."""
         generation.num_moves += 1
         if self._is_closed:

@@ -51,7 +51,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--kv-memory", "900T"), "--kv-memory = 921,600 GiB is more than the "),
     (("--kv-memory", "2X"), "--kv-memory = '2X' is not a size"),
     (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
-    (("--kv-cache-dtype", "int4"), "--kv-cache-dtype = 'int4' is not auto or fp8"),
+    (("--kv-cache-dtype", "int4"), "--kv-cache-dtype = 'int4' is not one of auto, fp8"),
     (
         ("--kv-cache-dtype", "fp8", "--backend", "native"),
         "--kv-cache-dtype = 'fp8': only the torch backend supports it, and the backend is native",

@@ -302,7 +302,7 @@ async def test_a_probe_after_a_cancellation_is_answered(
     await until(lambda: running.is_started, "it has started")
     running.cancel()
     connection = client.replicas[0].connection
-    assert (connection.num_requests, connection._is_probing) == (0, True)
+    assert (connection.num_requests, connection._is_busy) == (0, True)
     await until(lambda: not connection._is_busy, "the probe is answered")
     assert client.is_moving
     assert not direct.replicas["r0"]._find(FRONT).is_waiting

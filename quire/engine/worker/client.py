@@ -312,8 +312,8 @@ class WorkerConnection:
     """The connection to one worker process: its running requests and open queries.
 
     `on_end` is called when the worker has ended, unless it was closed on purpose. Its argument: whether the worker
-    finished a request or was ready for `STEADY_S`. `on_lost`: called with each request that had not started by then;
-    without it, such requests fail. `connect`: starts the worker, or finds one on another machine. `probe_id`: the query
+    finished a request or was ready for `STEADY_S`. `on_lost`: called with each request that had not started by then.
+    `connect`: starts the worker, or finds one on another machine. `probe_id`: the query
     id of probes, which no caller of `ask` uses; a worker with several clients answers by the id.
     """
 
@@ -327,7 +327,7 @@ class WorkerConnection:
         on_step: Callable[[Stepped], None] = ignore,
         on_gap: Callable[[float, int], None] = ignore,
         on_report: Callable[[CacheReport], None] = ignore,
-        on_lost: Callable[[Generation], None] | None = None,
+        on_lost: Callable[[Generation, QuireError], None] = Generation.fail,
         connect: Connect = WorkerProcess,
         probe_id: int = PROBE_ID,
     ) -> None:
@@ -406,15 +406,11 @@ class WorkerConnection:
         if not self.ready.done():
             self.ready.set_exception(error)
         alive, self._alive = self._alive, {}
-        lost: dict[Generation, None] = {}
-        for generation, _ in alive.values():
-            if self._on_lost is not None and not generation.is_started:
-                lost[generation] = None
+        for generation in dict.fromkeys(generation for generation, _ in alive.values()):
+            if generation.is_started:
+                generation.fail(error)
             else:
-                generation.fail(error if generation.is_started else LostBeforeStart(str(error)))
-        for generation in lost:
-            assert self._on_lost is not None
-            self._on_lost(generation)
+                self._on_lost(generation, LostBeforeStart(str(error)))
         for query in self._queries.values():
             if not query.done():
                 query.set_exception(type(error)(str(error)))
