@@ -86,11 +86,6 @@ def letters(tokenizer: Tokenizer, text: str) -> list[int]:
     return [token_id for token_id in ids if token_id is not None]
 
 
-def test_the_stop_can_be_part_of_the_answer(tokenizer: Tokenizer) -> None:
-    generation = make(tokenizer, stop=("b",), include_stop=True)
-    assert generation.push(0, output(*letters(tokenizer, "abc"))).text == "ab"
-
-
 def test_an_incomplete_character_at_the_end_can_complete_a_stop(tokenizer: Tokenizer) -> None:
     generation = make(tokenizer, stop=("\ufffd",))
     end = generation.push(0, output(*tokenizer.encode("\U0001f9ff")[:-1], reason=FinishReason.LENGTH))

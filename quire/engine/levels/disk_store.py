@@ -480,8 +480,6 @@ class DiskStore:
         name: str = "model",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if max_bytes < 1:
-            raise InvalidRequest(f"{max_bytes = } is not a positive number of bytes")
         self._secret = root_secret(root)
         self.space = open_space(root, name, facts)
         self._root = root

@@ -139,12 +139,3 @@ def test_large_files_are_read_in_pieces_by_several_threads(tmp_path: Path, monke
     pieces = b"".join(sha256(data[start : start + 1000]).digest() for start in (0, 1000, 2000))
     file_digest = sha256(b"2500\n" + pieces).hexdigest()
     assert weights_digest([path], tmp_path / "memo") == sha256(file_digest.encode()).hexdigest()
-
-
-def test_empty_missing_and_no_files(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_bytes(b"")
-    assert len(weights_digest([tmp_path / "empty"], tmp_path / "memo")) == 64
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        weights_digest([tmp_path / "nothing"], tmp_path / "memo")
-    with pytest.raises(ValueError, match="no files"):
-        weights_digest([], tmp_path / "memo")
