@@ -76,7 +76,6 @@ class GenerationParams:
         for name, empty in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
             if getattr(self, name) is None:  # clients send null for unset fields
                 object.__setattr__(self, name, empty)
-        _check_samples(self.n)
         check_temperature(self.temperature)
         for name in ("ignore_eos", "include_stop", "skip_special"):
             if type(getattr(self, name)) is not bool:
@@ -89,10 +88,14 @@ class GenerationParams:
             if not isinstance(getattr(self, name), kinds):
                 raise InvalidRequest(f"{name} = {getattr(self, name)!r:.80} is not {what}")
         check_tokens("stop_token_ids", self.stop_token_ids)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, low, high in (
+            ("n", 1, MAX_SAMPLES),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
             count = getattr(self, name)
-            if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
-                raise InvalidRequest(f"{name} = {count!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+            if (count is not None or name == "n") and (type(count) is not int or not low <= count <= high):
+                raise InvalidRequest(f"{name} = {count!r} is not a whole number from {low} to {high}")
         if self.is_empty and self.min_tokens:
             raise InvalidRequest(f"min_tokens = {self.min_tokens!r} is more than max_tokens = 0")
         for name, entries, most in (
@@ -162,10 +165,8 @@ class PinPrefix:
         check_pin_id(self.pin_id)
         if type(self.num_tokens) is not int or self.num_tokens < 1:
             raise InvalidRequest(f"num_tokens = {self.num_tokens!r} is not a whole number of at least 1")
-        if type(self.ttl_s) not in (int, float) or not math.isfinite(self.ttl_s):
-            raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not a finite number")
-        if not 0 < self.ttl_s <= MAX_PIN_TTL_S:
-            raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not above 0 and at most {MAX_PIN_TTL_S:.0f}")
+        if type(self.ttl_s) not in (int, float) or not 0 < self.ttl_s <= MAX_PIN_TTL_S:
+            raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not a number above 0 and at most {MAX_PIN_TTL_S:.0f}")
 
 
 def check_pin_id(pin_id: str) -> None:
@@ -200,12 +201,9 @@ class GenerationRequest:
         return cls(PackedPrompt.of(prompt), sampling, **fields)
 
     def __post_init__(self) -> None:
-        """Validate everything, so that an invalid request cannot disturb a step of other requests."""
+        """Validate what comes from clients and is not checked in `GenerationParams`."""
         check_salt(self.salt)
         check_tenant(self.tenant)
-        _check_samples(self.n)
-        if not isinstance(self.priority, Priority):
-            raise InvalidRequest(f"priority = {self.priority!r} is not one of {', '.join(Priority.__members__)}")
         if len(self.pins) > MAX_PINS:
             raise InvalidRequest(f"pins has {len(self.pins)} entries, more than {MAX_PINS}")
         for index, pin in enumerate(self.pins):
@@ -213,11 +211,6 @@ class GenerationRequest:
                 raise InvalidRequest(
                     f"pins[{index}].num_tokens = {pin.num_tokens} is more than the prompt's {len(self.prompt)} tokens"
                 )
-
-
-def _check_samples(n: int) -> None:
-    if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
-        raise InvalidRequest(f"n = {n!r} is not a whole number from 1 to {MAX_SAMPLES}")
 
 
 class Predicted(NamedTuple):

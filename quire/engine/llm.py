@@ -47,10 +47,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
-        try:
-            self.config = EngineConfig(**settings)
-        except TypeError as error:
-            raise InvalidRequest(f"settings: {error}") from None
+        self.config = EngineConfig(**settings)
         check_cache_folders([self.config])
         path = _find(None if model is None else str(model))
         check = partial(check_supported, config=self.config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.core.values import PackedPrompt, Priority
 from quire.engine.generation import GenerationParams, GenerationRequest, NewParser, PinPrefix
-from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
+from quire.errors import ContextTooLong, ModelFileError
 from quire.text.chat_template import ChatTemplate, find_boundaries
 from quire.text.grammar import Grammar, GrammarKind
 from quire.text.messages import ChatRequest
@@ -77,8 +77,6 @@ class ModelText:
 
     def encode(self, text: str, max_model_len: int, *, add_special: bool = True) -> tuple[int, ...]:
         """Encode a raw prompt. Control strings in it become control tokens."""
-        if not isinstance(text, str):
-            raise InvalidRequest(f"prompt = {text!r:.80} is not text")
         limit = MAX_CHARS_PER_TOKEN * max_model_len
         if len(text) > limit:
             raise ContextTooLong(

@@ -184,7 +184,6 @@ def test_all_prompts_are_checked_before_the_first_runs(llm: LLM, prompts: Any, m
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_sequences": 3}, "max_sequences"),
         ({"block_size": 10**7}, "block_size = "),
         ({"max_num_seqs": 10**8}, "max_num_seqs = "),
         ({"patience": "x"}, "patience = "),

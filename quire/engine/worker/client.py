@@ -40,7 +40,6 @@ from quire.engine.generation import (
     GenerationRequest,
     NewParser,
     PinPrefix,
-    check_pin_id,
 )
 from quire.engine.model_text import ModelText
 from quire.engine.process import log_format
@@ -697,7 +696,6 @@ class ModelClient(ABC):
 
     async def unpin(self, pin_id: str) -> bool:
         """Returns False if there is no pin of that name."""
-        check_pin_id(pin_id)
         return any(await self.ask(UnpinCache(pin_id), bool))
 
 

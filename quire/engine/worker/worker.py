@@ -32,7 +32,7 @@ from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.process import calm_collector, setup_worker_log
 from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
-from quire.engine.worker.kv_events import CacheReporter, KvEventsConfig, check_installed
+from quire.engine.worker.kv_events import CacheReporter
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
     Add,
@@ -66,7 +66,7 @@ from quire.engine.worker.protocol import (
     answered,
     stepped,
 )
-from quire.errors import InvalidRequest, InvariantViolation, QuireError
+from quire.errors import InvariantViolation, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.fingerprint import Fingerprinting
@@ -114,7 +114,7 @@ class Observer:
 class Worker:
     """The loop of a worker process.
 
-    `observer`: the one that the engine's scheduler reports to. Without `grammars`, requests with a grammar are refused.
+    `observer`: the one that the engine's scheduler reports to. Without `grammars`, no request has a grammar.
     Without `publisher`, changes of the cache are not announced; without `reporter`, not reported to the client.
     """
 
@@ -326,8 +326,7 @@ class Worker:
             self._admit(message, None)
             return
         try:
-            if self._grammars is None:
-                raise InvalidRequest("grammar: not supported by this worker")
+            assert self._grammars is not None
             self._engine.check(message.request)
             compiled = self._grammars.find(grammar, tenant)
             if compiled is None:
@@ -485,7 +484,9 @@ def _load_and_run(channel: Channel) -> int:
     with contextlib.ExitStack() as stack:
         publisher = None
         if first.kv_events is not None:  # before the model is loaded, because a port may be taken
-            publisher = stack.enter_context(contextlib.closing(_open_publisher(first.kv_events)))
+            from quire.engine.worker.event_publisher import EventPublisher  # imports pyzmq
+
+            publisher = stack.enter_context(contextlib.closing(EventPublisher(first.kv_events)))
         with _timed(timings_s, "import"):
             import_backend(first.config)
         prepared: list[Grammars] = []  # while the weights are loaded
@@ -530,14 +531,6 @@ def _load_and_run(channel: Channel) -> int:
             engine.save_cache(MAX_FINAL_SAVE_S)
             raise
     return 0
-
-
-def _open_publisher(config: KvEventsConfig) -> EventPublisher:
-    """Bind the sockets. Raises InvalidRequest if a port is taken, and MissingExtra without pyzmq."""
-    check_installed()
-    from quire.engine.worker.event_publisher import EventPublisher  # imports pyzmq
-
-    return EventPublisher(config)
 
 
 @contextlib.contextmanager
