@@ -122,7 +122,6 @@ class Slots:
                 pass
 
 
-NUM_WRITERS = 1
 CLOSE_S = 2.0  # that `close` waits for files in progress
 
 
@@ -263,7 +262,7 @@ class Transfers:
         self._num_readers = num_readers
         self._ended: _Ended = queue.SimpleQueue()
         self._readers = _FileThreads(num_readers, "kv-read", self._ended)
-        self._writers = _FileThreads(NUM_WRITERS, "kv-write", self._ended)
+        self._writers = _FileThreads(1, "kv-write", self._ended)
         self._loading: dict[int, _Loading] = {}
         self._reading: dict[int, _Reading] = {}
         self._reads: deque[Read] = deque()  # not submitted yet: all buffers are in use

@@ -282,10 +282,6 @@ to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
-def answered(query_id: int, result: object) -> Answered:
-    return Answered(query_id, msgspec.Raw(encode(result)))
-
-
 def pack(message: ToWorker | FromWorker) -> bytes:
     data = encode(message)
     return _HEADER.pack(len(data)) + data

@@ -36,6 +36,7 @@ from quire.engine.worker.kv_events import CacheReporter
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
     Add,
+    Answered,
     Ask,
     Begun,
     Blocks,
@@ -63,7 +64,7 @@ from quire.engine.worker.protocol import (
     UnpinCache,
     ViewBlocks,
     Working,
-    answered,
+    encode,
     stepped,
 )
 from quire.errors import InvariantViolation, QuireError
@@ -140,10 +141,9 @@ class Worker:
         self._is_audited = True  # no change since the last audit
         self._audit: Iterator[None] | None = None  # the current one
         self._is_preparing = True  # the runner may have optional preparation to do while idle
-        self._grammars = grammars
         self._publisher = publisher
         self._reporter = reporter
-        self._compilations: GrammarQueue | None = None  # created with the first grammar
+        self._compilations = None if grammars is None else GrammarQueue(grammars, channel.wake)
         self._map: BlockMap | None = None  # while a client requests it
         self._map_end_s = 0.0  # unless it is requested again
         engine.on_plan = self._announce
@@ -326,12 +326,10 @@ class Worker:
             self._admit(message, None)
             return
         try:
-            assert self._grammars is not None
+            assert self._compilations is not None
             self._engine.check(message.request)
-            compiled = self._grammars.find(grammar, tenant)
+            compiled = self._compilations.grammars.find(grammar, tenant)
             if compiled is None:
-                if self._compilations is None:
-                    self._compilations = GrammarQueue(self._grammars, self._channel.wake)
                 self._compilations.add(message)
                 return
         except QuireError as error:
@@ -385,7 +383,7 @@ class Worker:
         except QuireError as error:
             self._refuse((message.query_id,), error)
         else:
-            self._channel.send(answered(message.query_id, result))
+            self._channel.send(Answered(message.query_id, msgspec.Raw(encode(result))))
 
     def _result(self, query: Query) -> object:
         scheduler = self._engine.scheduler
