@@ -308,7 +308,7 @@ CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens", "max_mix
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """Settings that determine scheduling: policy, limits and pool size. The simulator uses the same class."""
+    """Settings that determine scheduling: policy, limits and pool size. An administrator sees them."""
 
     scheduling_policy: str
     patience: float | None  # None, here and below: the policy's default
