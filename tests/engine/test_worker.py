@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,21 +116,21 @@ async def test_repeated_deaths_back_off_and_close_is_final(tiny_model: Path, mon
     waits: list[float] = []
 
     async with client(tiny_model) as engine:
-        sleep = asyncio.sleep
 
-        async def note(delay_s: float) -> None:
+        async def note(closed: Coroutine[Any, Any, bool], delay_s: float) -> None:
+            closed.close()
             waits.append(delay_s)
-            await sleep(0)
+            raise TimeoutError
 
         for num_deaths in (1, 2, 3):
             await engine.start()
             pid = engine.worker_pid
             assert pid is not None
             with monkeypatch.context() as patch:
-                patch.setattr("quire.engine.worker.client.asyncio.sleep", note)
+                patch.setattr("quire.engine.worker.client.asyncio.wait_for", note)
                 os.kill(pid, signal.SIGKILL)
                 while engine._num_early_deaths < num_deaths:
-                    await sleep(0.01)
+                    await asyncio.sleep(0.01)
                 await engine.start()
         assert (await engine.generate(request(engine))).usage.completion_tokens == 8
         waiting = asyncio.create_task(engine.start())

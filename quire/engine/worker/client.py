@@ -737,10 +737,9 @@ class EngineClient(ModelClient):
         )
         self._connection: WorkerConnection | None = None
         self._starting = asyncio.Lock()
-        self._pause: asyncio.Task[None] | None = None  # backoff before the next start
         self._num_starts = 0
         self._num_early_deaths = 0  # in a row, without a finished request in between
-        self._is_closed = False
+        self._closed = asyncio.Event()
 
     @property
     def facts(self) -> Ready | None:
@@ -774,7 +773,7 @@ class EngineClient(ModelClient):
             try:
                 connection = await self._ready_connection()
             except QuireError as error:
-                if self._is_closed:
+                if self._closed.is_set():
                     return
                 if is_first:
                     raise
@@ -791,9 +790,7 @@ class EngineClient(ModelClient):
         connection.submit(generation)
 
     async def close(self) -> None:
-        self._is_closed = True
-        if self._pause is not None:
-            self._pause.cancel()
+        self._closed.set()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.fail(WorkerDied("the engine was closed"))
@@ -811,7 +808,7 @@ class EngineClient(ModelClient):
             connection = self._connection
             if connection is None or connection.process.is_over:
                 await self._back_off()
-                if self._is_closed:
+                if self._closed.is_set():
                     raise WorkerDied("the engine was closed")
                 connection = self._start_worker()
         await asyncio.shield(connection.ready)
@@ -840,13 +837,9 @@ class EngineClient(ModelClient):
 
     async def _back_off(self) -> None:
         """Wait before the next start, longer after each early death in a row, or until the client is closed."""
-        if self._num_early_deaths < 2 or self._is_closed:
+        if self._num_early_deaths < 2 or self._closed.is_set():
             return
         delay_s = min(2.0 ** min(self._num_early_deaths - 2, 10), MAX_BACKOFF_S)
         log.warning("%s died %d times in a row: waiting %g s", self.text.name, self._num_early_deaths, delay_s)
-        self._pause = asyncio.create_task(asyncio.sleep(delay_s))
-        try:
-            await asyncio.wait([self._pause])
-        finally:
-            self._pause.cancel()
-            self._pause = None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), delay_s)

@@ -106,8 +106,6 @@ class Observer:
 
     def pop_admitted(self) -> list[Admitted]:
         """The requests admitted since the last call."""
-        if not self._admitted:
-            return []
         admitted, self._admitted = self._admitted, []
         return admitted
 
