@@ -233,13 +233,13 @@ class WorkerProcess(WorkerLink):
 
     def _flush(self) -> None:
         try:
-            is_over = self._writer.flush()
+            is_sent = self._writer.flush()
         except ConnectionError:
-            is_over = True  # it has ended: `_read` handles that after its last messages
+            is_sent = True  # it has ended: `_read` handles that after its last messages
         except OSError as error:
             self.end(f"cannot be reached: {error}")
             return
-        if is_over:
+        if is_sent:
             self._loop.remove_writer(self._socket)
         else:
             self._loop.add_writer(self._socket, self._flush)
