@@ -563,7 +563,7 @@ class GrammarQueue:
     """
 
     def __init__(self, grammars: Grammars, wake: Callable[[], None]) -> None:
-        self.grammars = grammars
+        self._grammars = grammars
         self._wake = wake
         self._lines: dict[str, deque[Add]] = {}  # of tenants with waiting requests, in the order of their turns
         self._compiling: list[_Compiling] = []
@@ -600,7 +600,7 @@ class GrammarQueue:
                 self._lines[tenant] = line
             grammar = message.request.grammar
             assert grammar is not None
-            job = self.grammars.submit(grammar, tenant)
+            job = self._grammars.submit(grammar, tenant)
             self._compiling.append(_Compiling(message, job))
             job.add_done_callback(lambda _: self._wake())
 

@@ -141,7 +141,8 @@ class Worker:
         self._is_preparing = True  # the runner may have optional preparation to do while idle
         self._publisher = publisher
         self._reporter = reporter
-        self._compilations = None if grammars is None else GrammarQueue(grammars, channel.wake)
+        self._grammars = grammars
+        self._compilations: GrammarQueue | None = None  # created with the first grammar
         self._map: BlockMap | None = None  # while a client requests it
         self._map_end_s = 0.0  # unless it is requested again
         engine.on_plan = self._announce
@@ -324,10 +325,12 @@ class Worker:
             self._admit(message, None)
             return
         try:
-            assert self._compilations is not None
+            assert self._grammars is not None
             self._engine.check(message.request)
-            compiled = self._compilations.grammars.find(grammar, tenant)
+            compiled = self._grammars.find(grammar, tenant)
             if compiled is None:
+                if self._compilations is None:
+                    self._compilations = GrammarQueue(self._grammars, self._channel.wake)
                 self._compilations.add(message)
                 return
         except QuireError as error:
