@@ -248,7 +248,7 @@ class Side:
         num_drafted, num_accepted = scheduler.num_drafted, scheduler.num_accepted
         self._counts.clear()
         start_s = time.perf_counter()
-        outputs = self.llm.chat([task.chat for task in tasks], [task.params for task in tasks], progress=False)
+        outputs = self.llm.chat([task.chat for task in tasks], [task.params for task in tasks])
         seconds = time.perf_counter() - start_s
         drafts = {"drafted": scheduler.num_drafted - num_drafted, "accepted": scheduler.num_accepted - num_accepted}
         answers = [output.completions[0] for output in outputs]

@@ -39,7 +39,7 @@ from harness import Others, say
 from quire.bench.driver import Session, Track
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
-from quire.engine.levels.cache_folder import StoredFile, list_files, space_folders
+from quire.engine.levels.disk_store import StoredFile, list_files, space_folders
 from quire.weights.hub import resolve
 
 PARTS = ("prefix", "cost", "host", "others")

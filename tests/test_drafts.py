@@ -105,7 +105,7 @@ def test_preempted_with_drafts(default_model: Path, plain_answer: PlainAnswer) -
         scheduler.policy.ledger.cost = StepCost(base_ns=1_000_000, token_ns=1_000)
         admission = scheduler.planner.admission
         admission._observe = lambda event: events.append(event) if isinstance(event, Preempted) else None
-        outputs = small.chat([PROMPT] * 4, replace(GREEDY, prediction=DOCUMENT), progress=False)
+        outputs = small.chat([PROMPT] * 4, replace(GREEDY, prediction=DOCUMENT))
         assert scheduler.num_accepted > 20
     assert events
     for output in outputs:

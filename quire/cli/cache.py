@@ -24,14 +24,13 @@ from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES
 from quire.engine.levels.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
-from quire.engine.levels.cache_folder import (
+from quire.engine.levels.disk_store import (
     SECRET_NAME,
     Listing,
     Space,
     StoredFile,
     list_files,
     mark_cleared,
-    mark_pruned,
     read_space,
     remove_stale,
     space_folders,
@@ -180,8 +179,6 @@ def verify(
             elif fault is not Fault.MISSING:  # else a server has evicted it
                 faults[file.path] = fault
     deletion = _delete(faults if delete else ())
-    if deletion.deleted:
-        _tell_servers(mark_pruned, [root])
     foreign = [*newer, *(path for one in spaces for path in one.listing.foreign)]
     if as_json:
         document = {
@@ -229,7 +226,7 @@ def clear(
     """Delete cached content of all models, or a part of it.
 
     Running servers drop it too, within a second or two: they clear their caches, memory included. With --older-than,
-    they forget the deleted files only.
+    they notice that files are gone when they look for them.
     """
     spaces = _read_spaces(root)
     if model is not None:
@@ -249,11 +246,9 @@ def clear(
         confirm_deletion(f"{len(files):,} files ({size})", question, is_confirmed=yes)
     deletion = _delete([file.path for file in files])
     for one in spaces:
-        remove_stale(one.listing.temporaries, time.time_ns())
+        remove_stale(one.listing.temporaries)
     if older_than is None:
-        _tell_servers(mark_cleared, [root] if model is None else [one.path for one in spaces])
-    elif files:
-        _tell_servers(mark_pruned, [root])
+        _tell_servers([root] if model is None else [one.path for one in spaces])
     if files:
         freed = file_size(sum(file.size for file in files if file.path in deletion.deleted))
         reasons = ", ".join(sorted(set(deletion.errors.values())))
@@ -373,11 +368,9 @@ def _find_fault(space: Space | None, file: StoredFile) -> Fault | None:
         header = check_block(file.path)
     except DamagedBlock as damage:
         return damage.fault
-    if space is not None and header.space != space.digest:
-        return Fault.SPACE
-    if (header.content.kind, header.content.key) != (file.kind, file.key):
-        return Fault.KEY
-    return None
+    is_of_space = space is None or header.space == space.digest
+    is_named = (header.content.kind, header.content.key) == (file.kind, file.key)
+    return None if is_of_space and is_named else Fault.OTHER
 
 
 def _delete(paths: Iterable[str]) -> _Deletion:
@@ -395,13 +388,13 @@ def _delete(paths: Iterable[str]) -> _Deletion:
     return deletion
 
 
-def _tell_servers(mark: Callable[[Path], None], folders: Iterable[Path]) -> None:
+def _tell_servers(folders: Iterable[Path]) -> None:
     """Leave marks in cache folders that exist."""
     for folder in folders:
         if not (folder / SECRET_NAME).exists() and not space_folders(folder) and read_space(folder) is None:
             continue  # no server uses it
         try:
-            mark(folder)
+            mark_cleared(folder)
         except OSError as error:
             text = f"quire: running servers were not told of it: {folder} cannot be written: {error.strerror or error}"
             echo(text, err=True)

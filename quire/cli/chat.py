@@ -746,23 +746,15 @@ class LocalModel:
         An exception in `take`, also Ctrl-C, cancels the request and is raised. Raises RequestFailed if the answer is
         incomplete.
         """
-        problem: Exception | None = None
         parsers = self._new_parsers(ask, params.n)
 
         def pass_on(_number: int, delta: Delta) -> None:
-            nonlocal problem
-            try:
-                take(_piece(delta, parsers[delta.index]))
-            except Exception as error:
-                problem = error  # an LLM would make it an error of the request
-                raise
+            take(_piece(delta, parsers[delta.index]))
 
         if isinstance(ask, str):
             (output,) = self.llm.generate(ask, params, on_output=pass_on)
         else:
             (output,) = self.llm.chat([dict(message) for message in ask], params, on_output=pass_on)
-        if problem is not None:
-            raise problem
         for completion in output.completions:
             if completion.error is not None:
                 raise RequestFailed(completion.error)

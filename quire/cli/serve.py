@@ -347,8 +347,8 @@ def announce(startup: Startup) -> None:
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}{threads}",
         *([f"             {DUMMY_WARNING}"] if config.models[0].engine.load_format == "dummy" else []),
         *([f"             {facts.notice}"] if facts.notice else []),
-        f"  memory     weights {reported_size(ready.weight_bytes)},"
-        f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
+        f"  memory     weights {reported_size(ready.facts.weight_bytes)},"
+        f" KV cache {reported_size(ready.facts.kv_bytes)}: {tokens} ({_why(startup)})",
         *_other_pools(ready),
         *_lower_levels(config, ready),
         f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"
@@ -389,7 +389,6 @@ def _other_pools(ready: Ready) -> list[str]:
 def _lower_levels(config: ServeConfig, ready: Ready) -> list[str]:
     """Lines about host memory and disk below the KV cache, with the number of tokens from which on they pay."""
     from quire.engine.composition import disk_cache_folder
-    from quire.engine.levels.cache_folder import write_problem
 
     lines = []
     for level in ready.levels:
@@ -401,9 +400,7 @@ def _lower_levels(config: ServeConfig, ready: Ready) -> list[str]:
         lines.append(f"             {level.level} cache up to {reported_size(level.max_bytes or 0)}{found}; {pays}")
         folder = disk_cache_folder(config.models[0].engine)
         if level.level == "disk" and folder is not None:
-            problem = write_problem(folder)
-            warning = "" if problem is None else f"; NOTHING CAN BE SAVED there: {problem}"
-            lines.append(f"             in {short_path(folder.absolute())}{warning}")
+            lines.append(f"             in {short_path(folder.absolute())}")
     return lines
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -45,8 +45,7 @@ from quire.engine.engine import Engine
 from quire.engine.fingerprint import DIGESTS, Fingerprinting, describe, system_fingerprint, weights_digest
 from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import TEMPORARY_PREFIX, BlockRead, DamagedBlock, read_blocks, write_block
-from quire.engine.levels.cache_folder import Space, root_secret
-from quire.engine.levels.disk_store import DiskStore, reads_per_thread
+from quire.engine.levels.disk_store import DiskStore, Space, reads_per_thread, root_secret
 from quire.engine.levels.transfers import Slots, Transfers
 from quire.errors import CacheFolderError, InvalidRequest, MissingExtra, QuireError
 from quire.sizes import compared_sizes, memory_size, parse_size
@@ -178,18 +177,28 @@ class OpenedLevels:
     def __init__(
         self,
         config: EngineConfig,
-        block_io: BlockIO,
-        pool_sizes: PieceCounts,
+        runner: Runner,
         model: str,
-        arithmetic: Callable[[], Mapping[str, str]],
+        digest: Callable[[], str],
     ) -> None:
-        """`pool_sizes`: blocks, window blocks and states of the runner. `arithmetic`: what determines their content."""
+        """`digest`: of the weights. Raises InvalidRequest if the runner does not support these levels."""
+        block_io = runner.block_io()
+        if block_io is None:
+            name = "disk_cache" if config.disk_cache else "host_cache"
+            reason = f"the {runner.facts().backend} backend does not support it on this device"
+            raise InvalidRequest(f"{name} = {memory_size(getattr(config, name))}: {reason}")
+        if config.host_cache and block_io.is_host_memory:
+            raise InvalidRequest(
+                f"host_cache = {memory_size(config.host_cache)}: the KV cache of this backend is in host memory"
+                " already; kv_memory sets its size"
+            )
+        capacity = runner.capacity()
+        pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
         self.block_io = block_io
         sizes = block_io.sizes
         self.secret = b""  # of the folder; empty: there is none
         self._disk: DiskStore | None = None
         self.levels: list[LowerLevel] = []
-        self._slots: list[Slots] = []
         pieces = (sizes.block, sizes.window, sizes.state)
         for name, given in (("host_cache", config.host_cache), ("disk_cache", config.disk_cache)):
             if given and given < MIN_PIECES * sum(pieces):
@@ -199,14 +208,14 @@ class OpenedLevels:
         if config.host_cache:
             counts = divide(config.host_cache, pieces, pool_sizes)
             host_slots = Slots(block_io.allocate, sizes, counts, is_early=True)
-            self._slots.append(host_slots)
             self.levels.append(LowerLevel(Level.HOST, pieces, counts))
         read_counts, save_counts = (
             at_most(divide(num_bytes, pieces, pool_sizes), pool_sizes) for num_bytes in (READ_BYTES, SAVE_BYTES)
         )
         if config.disk_cache and (folder := disk_cache_folder(config)) is not None:
             self.secret = root_secret(folder)  # keys depend on it
-            facts = {**arithmetic(), "secret": sha256(self.secret).hexdigest()[:16]}
+            facts = describe(digest(), config.load_format, runner.facts())
+            facts |= {"secret": sha256(self.secret).hexdigest()[:16]}
             self._disk = DiskStore(folder, facts, config.disk_cache, name=model)
             self.levels.append(LowerLevel(Level.DISK, pieces, store_bytes=config.disk_cache, buffers=read_counts))
         # Of a model whose layers all have windows, window blocks.
@@ -220,12 +229,13 @@ class OpenedLevels:
             max_writes=min(count for count in save_counts if count),
         )
         has_pinned = self._disk is not None and not block_io.is_host_memory  # which takes time to allocate
-        self._slots.append(Slots(block_io.allocate, sizes, read_counts, is_early=has_pinned))
+        read_slots = Slots(block_io.allocate, sizes, read_counts, is_early=has_pinned)
+        self._slots = (read_slots,) if host_slots is None else (host_slots, read_slots)
         self.transfers = Transfers(
             block_io,
             host_slots,
             self._disk,
-            read_slots=self._slots[-1],
+            read_slots=read_slots,
             save_slots=Slots(block_io.allocate, sizes, save_counts),
             num_readers=NUM_READERS,
         )
@@ -272,6 +282,12 @@ BACKENDS: dict[str, str] = {
 }
 
 
+CHOICES = {
+    "backend": ("auto", *BACKENDS),
+    "precision": PRECISIONS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "load_format": LOAD_FORMATS,
+}
 DEVICES = ("auto", "cpu", "cuda", "metal")
 QUANTIZING = ("mlx", "torch", "fake")  # backends that know `quantize`
 QUANTIZE_NAMES = {"4": 4, "8": 8, "int4": 4, "fp8": 8}  # bits; the names are those of formats on a GPU
@@ -292,7 +308,7 @@ CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens", "max_mix
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """Settings that determine scheduling: policy, limits and pool size. The simulator uses the same class."""
+    """Settings that determine scheduling: policy, limits and pool size. An administrator sees them."""
 
     scheduling_policy: str
     patience: float | None  # None, here and below: the policy's default
@@ -347,21 +363,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._parse_sizes()
-        if self.backend not in ("auto", *BACKENDS):
-            raise InvalidRequest(f"backend = {self.backend!r} is not one of auto, {', '.join(BACKENDS)}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.backend != "fake" and self.device not in DEVICES:  # the fake backend reads its speed from it
             raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
-        if self.precision not in PRECISIONS:
-            raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.quantize is not None and str(self.quantize) not in QUANTIZE_NAMES:
             raise InvalidRequest(f"quantize = {self.quantize!r} is not one of {', '.join(QUANTIZE_NAMES)}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise InvalidRequest(f"kv_cache_dtype = {self.kv_cache_dtype!r} is not {' or '.join(KV_CACHE_DTYPES)}")
         if self.backend != "auto":
             _check_kv_cache_dtype(self)
         make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses invalid values
-        if self.load_format not in LOAD_FORMATS:
-            raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
         for name, low in LOWEST.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
@@ -449,7 +460,11 @@ def make_engine(
     finally:
         checkpoint.close()
     try:
-        levels = open_levels(path, config, runner)
+        levels = None
+        if config.host_cache or config.disk_cache:
+            name = path.stem if path.is_file() else path.name
+            files = weight_files(path, config.load_format)
+            levels = OpenedLevels(config, runner, name, lambda: weights_digest(files, _digest_memo(config)))
         scheduler = make_scheduler(
             runner, config, observe, is_server=is_server, levels=levels, chain_secret=chain_secret
         )
@@ -464,33 +479,6 @@ def make_engine(
         runner.close()
         raise
     return Engine(runner, scheduler, transfers=levels.transfers, has_drafts=config.enable_drafts)
-
-
-def open_levels(path: Path, config: EngineConfig, runner: Runner) -> OpenedLevels | None:
-    """Open the levels below the runner's memory. None: there are none."""
-    if not config.host_cache and not config.disk_cache:
-        return None
-    block_io = runner.block_io()
-    if block_io is None:
-        name = "disk_cache" if config.disk_cache else "host_cache"
-        raise InvalidRequest(
-            f"{name} = {memory_size(getattr(config, name))}: the {runner.facts().backend} backend does not support it"
-            " on this device"
-        )
-    if config.host_cache and block_io.is_host_memory:
-        raise InvalidRequest(
-            f"host_cache = {memory_size(config.host_cache)}: the KV cache of this backend is in host memory already;"
-            " kv_memory sets its size"
-        )
-    capacity = runner.capacity()
-    pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
-    name = path.stem if path.is_file() else path.name
-
-    def arithmetic() -> dict[str, str]:
-        digest = weights_digest(weight_files(path, config.load_format), _digest_memo(config))
-        return describe(digest, config.load_format, runner.facts())
-
-    return OpenedLevels(config, block_io, pool_sizes, name, arithmetic)
 
 
 def _digest_memo(config: EngineConfig) -> Path:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.backends.base import RunnerFacts
 from quire.engine.levels.block_file import write_private
@@ -31,14 +31,6 @@ _MAX_MEMO_BYTES = 1 << 20
 _MEMO_FORMAT = 1
 
 
-class _Identity(NamedTuple):
-    """What is compared instead of the content of a file."""
-
-    size: int
-    mtime_ns: int
-    inode: int
-
-
 def weights_digest(files: Sequence[Path], memo: Path | None, max_threads: int | None = None) -> str:
     """SHA-256 of the contents of all files, in hexadecimal. The order and the names of the files do not matter.
 
@@ -50,31 +42,27 @@ def weights_digest(files: Sequence[Path], memo: Path | None, max_threads: int | 
         raise ValueError("no files to digest")
     paths = [Path(os.path.realpath(file)) for file in files]
     known = {} if memo is None else _read_memo(memo)
-    digests: dict[Path, str] = {}
-    unknown: dict[Path, _Identity] = {}
-    for path in paths:
-        identity = _identity(path)
-        entry = known.get(str(path))
-        if entry is not None and entry[:-1] == [*identity]:
-            digests[path] = entry[-1]
-        else:
-            unknown[path] = identity
-    if unknown:
-        for path, digest in _digest_files(unknown, max_threads or MAX_THREADS).items():
-            digests[path] = digest
+    identities = {path: _identity(path) for path in paths}
+    entries = {path: known.get(str(path), [""]) for path in identities}
+    digests: dict[Path, str] = {path: entry[-1] for path, entry in entries.items() if entry[:-1] == identities[path]}
+    sizes = {path: identity[0] for path, identity in identities.items() if path not in digests}
+    if sizes:
+        new = _digest_files(sizes, max_threads or MAX_THREADS)
+        digests |= new
+        for path, digest in new.items():
             known.pop(str(path), None)
-            if _identity(path) == unknown[path]:  # else it changed while it was read
-                known[str(path)] = [*unknown[path], digest]
+            if _identity(path) == identities[path]:  # else it changed while it was read
+                known[str(path)] = [*identities[path], digest]
         if memo is not None:
             _write_memo(memo, known)
     return sha256("\n".join(sorted(digests[path] for path in paths)).encode()).hexdigest()
 
 
-def _digest_files(files: dict[Path, _Identity], max_threads: int) -> dict[Path, str]:
+def _digest_files(sizes: dict[Path, int], max_threads: int) -> dict[Path, str]:
     """Digest of each file: SHA-256 of the SHA-256 digests of its pieces."""
-    pieces = [(path, start) for path, identity in files.items() for start in range(0, identity.size, PIECE_BYTES)]
+    pieces = [(path, start) for path, size in sizes.items() for start in range(0, size, PIECE_BYTES)]
     num_threads = max(1, min(max_threads, os.cpu_count() or 1, len(pieces)))
-    found = {path: sha256(f"{identity.size}\n".encode()) for path, identity in files.items()}
+    found = {path: sha256(f"{size}\n".encode()) for path, size in sizes.items()}
     with ExitStack() as stack:  # one thread: the caller's, with its priority
         run = map if num_threads == 1 else stack.enter_context(ThreadPoolExecutor(num_threads)).map
         for (path, _), digest in zip(pieces, run(_digest_piece, pieces), strict=True):
@@ -94,9 +82,10 @@ def _digest_piece(piece: tuple[Path, int]) -> bytes:
     return digest.digest()
 
 
-def _identity(path: Path) -> _Identity:
+def _identity(path: Path) -> list[int]:
+    """Size, modification time and inode: what is compared instead of the content of a file."""
     found = path.stat()
-    return _Identity(found.st_size, found.st_mtime_ns, found.st_ino)
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
 def _read_memo(memo: Path) -> dict[str, list[Any]]:

@@ -76,7 +76,6 @@ class GenerationParams:
         for name, empty in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
             if getattr(self, name) is None:  # clients send null for unset fields
                 object.__setattr__(self, name, empty)
-        _check_samples(self.n)
         check_temperature(self.temperature)
         for name in ("ignore_eos", "include_stop", "skip_special"):
             if type(getattr(self, name)) is not bool:
@@ -89,10 +88,14 @@ class GenerationParams:
             if not isinstance(getattr(self, name), kinds):
                 raise InvalidRequest(f"{name} = {getattr(self, name)!r:.80} is not {what}")
         check_tokens("stop_token_ids", self.stop_token_ids)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, low, high in (
+            ("n", 1, MAX_SAMPLES),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
             count = getattr(self, name)
-            if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
-                raise InvalidRequest(f"{name} = {count!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+            if (count is not None or name == "n") and (type(count) is not int or not low <= count <= high):
+                raise InvalidRequest(f"{name} = {count!r} is not a whole number from {low} to {high}")
         if self.is_empty and self.min_tokens:
             raise InvalidRequest(f"min_tokens = {self.min_tokens!r} is more than max_tokens = 0")
         for name, entries, most in (
@@ -162,10 +165,8 @@ class PinPrefix:
         check_pin_id(self.pin_id)
         if type(self.num_tokens) is not int or self.num_tokens < 1:
             raise InvalidRequest(f"num_tokens = {self.num_tokens!r} is not a whole number of at least 1")
-        if type(self.ttl_s) not in (int, float) or not math.isfinite(self.ttl_s):
-            raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not a finite number")
-        if not 0 < self.ttl_s <= MAX_PIN_TTL_S:
-            raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not above 0 and at most {MAX_PIN_TTL_S:.0f}")
+        if type(self.ttl_s) not in (int, float) or not 0 < self.ttl_s <= MAX_PIN_TTL_S:
+            raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not a number above 0 and at most {MAX_PIN_TTL_S:.0f}")
 
 
 def check_pin_id(pin_id: str) -> None:
@@ -200,12 +201,9 @@ class GenerationRequest:
         return cls(PackedPrompt.of(prompt), sampling, **fields)
 
     def __post_init__(self) -> None:
-        """Validate everything, so that an invalid request cannot disturb a step of other requests."""
+        """Validate what comes from clients and is not checked in `GenerationParams`."""
         check_salt(self.salt)
         check_tenant(self.tenant)
-        _check_samples(self.n)
-        if not isinstance(self.priority, Priority):
-            raise InvalidRequest(f"priority = {self.priority!r} is not one of {', '.join(Priority.__members__)}")
         if len(self.pins) > MAX_PINS:
             raise InvalidRequest(f"pins has {len(self.pins)} entries, more than {MAX_PINS}")
         for index, pin in enumerate(self.pins):
@@ -213,11 +211,6 @@ class GenerationRequest:
                 raise InvalidRequest(
                     f"pins[{index}].num_tokens = {pin.num_tokens} is more than the prompt's {len(self.prompt)} tokens"
                 )
-
-
-def _check_samples(n: int) -> None:
-    if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
-        raise InvalidRequest(f"n = {n!r} is not a whole number from 1 to {MAX_SAMPLES}")
 
 
 class Predicted(NamedTuple):
@@ -327,10 +320,15 @@ class Sample:
     stop: str | None = None
     error: str | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a stop string or the end of the turn was read, after which nothing belongs to the answer."""
+        return self.stop is not None or (self.parser is not None and self.parser.is_over)
+
     def read(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         """The text that these tokens release, and the position of each token in the answer.
 
-        The token that completes a stop string (`stop`) is the last: the others are dropped.
+        The token after which the answer is cut is the last: the others are dropped.
         """
         shown: list[str] = []
         offsets: list[int] = []
@@ -338,13 +336,12 @@ class Sample:
             text = self.detokenizer.push((token,))
             offsets.append(self.num_read)
             self.num_read += len(text)
-            if self.stops is None or len(self.token_ids) + len(offsets) <= self.min_tokens:
-                shown.append(text)
-                continue
-            match = self.stops.push(text)
-            shown.append(match.text)
-            self.stop = match.stop
-            if self.stop is not None:
+            if self.stops is not None and len(self.token_ids) + len(offsets) > self.min_tokens:
+                text, self.stop = self.stops.push(text)
+            shown.append(text)
+            if self.parser is not None:
+                self.parser.push(text)
+            if self.is_cut:
                 break
         return "".join(shown), offsets
 
@@ -352,11 +349,12 @@ class Sample:
         """Flush an incomplete character and held text at the end. This may still complete a stop string."""
         rest = self.detokenizer.finish()
         self.num_read += len(rest)
-        if self.stops is None:
-            return rest
-        match = self.stops.push(rest)
-        self.stop = match.stop
-        return match.text + self.stops.finish()
+        if self.stops is not None:
+            rest, self.stop = self.stops.push(rest)
+            rest += self.stops.finish()
+        if self.parser is not None:
+            self.parser.push(rest)
+        return rest
 
     def released(self, *, is_whole: bool) -> tuple[TokenLogprob, ...]:
         """The held log probabilities whose text was returned. Text removed by a stop string has none."""
@@ -619,8 +617,6 @@ class Generation:
             self._predicted[index] = output.predicted
         if sample.finish_reason is not None:  # a stop string ended it; these tokens were in flight
             return Delta(index, "", (), (), sample.finish_reason, None)
-        if sample.parser is not None and len(output.tokens) > 1:
-            return self._push_each(index, output)
         if self.request.hides_answer:
             output = _without_answer(output)
         is_stop = output.finish_reason is FinishReason.STOP and not self.request.include_stop
@@ -629,15 +625,12 @@ class Generation:
         shown = output.tokens[: len(output.tokens) - len(hidden)]
         text, offsets = sample.read(shown)
         token_ids, reason = output.tokens, output.finish_reason
-        if sample.stop is not None:
+        if sample.is_cut:
             token_ids = output.tokens[: len(offsets)]
         elif reason is not None:
             text += sample.read_rest()
-        if sample.stop is not None:
+        if sample.is_cut and output.error is None:
             reason = FinishReason.STOP
-        if sample.parser is not None and reason in (None, FinishReason.LENGTH):
-            sample.parser.push(text)
-            reason = FinishReason.STOP if sample.parser.is_over else reason
         sample.text.append(text)
         sample.num_chars += len(text)
         sample.token_ids += token_ids
@@ -649,32 +642,6 @@ class Generation:
         sample.finish_reason, sample.error = reason, output.error
         sample.is_plain = self._is_simple and reason is None and sample.detokenizer.is_clean
         return Delta(index, text, tuple(token_ids), logprobs, reason, sample.stop, output.error)
-
-    def _push_each(self, index: int, output: EngineOutput) -> Delta:
-        """Take the tokens of an output one by one, because a parser may end the answer after any of them."""
-        deltas: list[Delta] = []
-        for place, token in enumerate(output.tokens):
-            is_last = place == len(output.tokens) - 1
-            part = output._replace(
-                tokens=(token,),
-                logprobs=output.logprobs[place : place + 1],
-                prompt_logprobs=None,
-                finish_reason=output.finish_reason if is_last else None,
-                error=output.error if is_last else None,
-            )
-            deltas.append(self.push(index, part))
-            if deltas[-1].finish_reason is not None:
-                break
-        end = deltas[-1]
-        return Delta(
-            index,
-            "".join(delta.text for delta in deltas),
-            tuple(token for delta in deltas for token in delta.token_ids),
-            tuple(one for delta in deltas for one in delta.logprobs),
-            end.finish_reason,
-            end.stop,
-            end.error,
-        )
 
     def note_cancelled(self) -> None:
         """End all unfinished samples. Their text so far is the answer."""

@@ -38,7 +38,6 @@ FIRST_MASK_LIMIT_S = 0.1  # CPU time: a grammar with a slow first mask stays slo
 WAIT_LIMIT_S = 120.0  # wall-clock time: the machine may be busy with steps
 EXCHANGE_LIMIT_S = 120.0  # of one exchange with the child, or of its start
 LOOK_S = 0.02  # interval of the questions whether a slow trial has ended
-MIN_LIFE_S = 10.0  # a child that lives for a shorter time is not started again at once: it may be killed each time
 log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("trial_child.py")
 
@@ -54,7 +53,7 @@ class Tried(NamedTuple):
 class GrammarTrial:
     """Tries grammars in a child process, which forks for each of them. Thread-safe.
 
-    The child starts at the first use, or when `keep_running` is called, and ends with its parent.
+    The child starts at the first use, or when `start_early` is called, and ends with its parent.
     """
 
     def __init__(self, first_order: Callable[[], Mapping[str, Any]]) -> None:
@@ -63,7 +62,6 @@ class GrammarTrial:
         self._lock = threading.Lock()  # held for one exchange with the child, not for a whole trial
         self._child = Child(_CHILD)
         self._closed = threading.Event()
-        self._keeper: threading.Thread | None = None
 
     def run(self, source: str, patience_s: float) -> Tried:
         """Try a grammar, for `patience_s` at normal priority, and then at a low one."""
@@ -86,28 +84,19 @@ class GrammarTrial:
 
     def _ask(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._start()
             try:
+                self._start()
                 return self._child.ask(order, EXCHANGE_LIMIT_S)
-            except Interrupted:
-                raise
             except NoAnswer as error:  # not the fault of the grammar, which is compiled in a fork
                 raise Interrupted(str(error)) from None
 
-    def keep_running(self) -> None:
-        """Start the child in a thread, and again whenever it has ended, so that no grammar waits for that."""
-        with self._lock:
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._keep, name="grammar trial", daemon=True)
-                self._keeper.start()
+    def start_early(self) -> None:
+        """Start the child in a thread, so that no grammar waits for that."""
+        threading.Thread(target=self._start_alone, name="grammar trial", daemon=True).start()
 
-    def _keep(self) -> None:
-        while not self._closed.is_set():
-            begin_s = time.monotonic()
-            with self._lock, suppress(NoAnswer, RequestFailed):  # a request that needs the child reports the problem
-                self._start()
-            self._child.wait()
-            self._closed.wait(max(begin_s + MIN_LIFE_S - time.monotonic(), 0.0))
+    def _start_alone(self) -> None:
+        with self._lock, suppress(NoAnswer, RequestFailed):  # a request that needs the child reports the problem
+            self._start()
 
     def close(self) -> None:
         self._closed.set()
@@ -117,13 +106,8 @@ class GrammarTrial:
     def _start(self) -> None:
         if self._closed.is_set():
             raise RequestFailed("the engine is closed")
-        try:
-            if self._child.start():
-                self._child.ask(self._first_order(), EXCHANGE_LIMIT_S)
-        except Interrupted:
-            raise
-        except NoAnswer as error:
-            raise RequestFailed(f"the process that checks grammars {error}") from None
+        if self._child.start():
+            self._child.ask(self._first_order(), EXCHANGE_LIMIT_S)
 
 
 def _problem(answer: Mapping[str, Any]) -> str:
@@ -183,45 +167,30 @@ class NormalTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._used: dict[str | None, float] = {}  # seconds that are not earned again yet, as of `_now_s`
-        self._now_s = clock()
-
-    def __len__(self) -> int:
-        """Owners that are remembered: those with less than the whole burst."""
-        return len(self._used)
+        self._earned_s: dict[str | None, float] = {}  # when an owner has earned again all that it has used
 
     def take(self, owner: str) -> float:
         """Take time for one grammar: PATIENCE_S, or what is left, or 0."""
         with self._lock:
-            self._earn()
+            now_s = self._clock()
             left_s = min(
-                allowance.burst_s - self._used.get(one, 0.0) for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL))
+                allowance.burst_s - (self._earned_s.get(one, now_s) - now_s) * allowance.share
+                for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL))
             )
             taken_s = min(PATIENCE_S, left_s) if left_s >= MIN_S else 0.0
-            self._add(owner, taken_s)
+            self._use(owner, taken_s)
             return taken_s
 
     def give_back(self, owner: str, seconds: float) -> None:
         """Return time that was not used; a negative number of seconds was used beyond what was taken."""
         with self._lock:
-            self._earn()
-            self._add(owner, -seconds)
+            self._use(owner, -seconds)
 
-    def _earn(self) -> None:
+    def _use(self, owner: str, seconds: float) -> None:
         now_s = self._clock()
-        passed_s, self._now_s = now_s - self._now_s, now_s
-        for owner, used_s in list(self._used.items()):
-            share = (OF_ALL if owner is _ALL else OF_OWNER).share
-            self._used[owner] = used_s - passed_s * share
-        self._drop_unused()
-
-    def _add(self, owner: str, seconds: float) -> None:
-        for one in (owner, _ALL):
-            self._used[one] = self._used.get(one, 0.0) + seconds
-        self._drop_unused()
-
-    def _drop_unused(self) -> None:
-        self._used = {owner: used_s for owner, used_s in self._used.items() if used_s > 0}
+        for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL)):
+            self._earned_s[one] = max(self._earned_s.get(one, now_s), now_s) + seconds / allowance.share
+        self._earned_s = {one: earned_s for one, earned_s in self._earned_s.items() if earned_s > now_s}
 
 
 MAX_COMPILED = 256
@@ -260,7 +229,7 @@ class Grammars:
         self.vocab_size = vocab_size
         self._is_closed = False
         self._opening = threading.Lock()
-        self._lock = threading.Lock()  # protects the fields below
+        self._lock = threading.RLock()  # protects the fields below
         self._compiler: _Compiler | None = None
         self._compiled: OrderedDict[_Owned, Compiled] = OrderedDict()  # least recently used first
         self._num_bytes = 0
@@ -268,9 +237,6 @@ class Grammars:
         self._normal_time = NormalTime()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar")
         self._slow_pool = ThreadPoolExecutor(NUM_THREADS, "slow grammar", initializer=lower_thread_priority)
-
-    def __len__(self) -> int:
-        return len(self._compiled)
 
     def find(self, grammar: Grammar, owner: str = "") -> Compiled | None:
         with self._lock:
@@ -284,6 +250,10 @@ class Grammars:
         with self._lock:
             if (known := self._jobs.get((owner, grammar))) is not None:
                 return known
+            if (compiled := self.find(grammar, owner)) is not None:  # for an earlier request
+                job: Future[Compiled] = Future()
+                job.set_result(compiled)
+                return job
             job = self._jobs[owner, grammar] = _submit(self._pool, self._compile, grammar, owner)
             return job
 
@@ -293,11 +263,11 @@ class Grammars:
         An error is not reported: the first grammar gets the same.
         """
         with self._lock:
-            _submit(self._pool, self._open, keeps_running=True)
+            _submit(self._pool, self._open, is_early=True)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile and wait for the result."""
-        return self.find(grammar) or self.submit(grammar).result()
+        return self.submit(grammar).result()
 
     def close(self) -> None:
         self._is_closed = True
@@ -335,10 +305,10 @@ class Grammars:
         self._normal_time.give_back(owner, start_s - time.thread_time())
         return compiled
 
-    def _open(self, *, keeps_running: bool = False) -> _Compiler:
+    def _open(self, *, is_early: bool = False) -> _Compiler:
         with self._opening:
             if self._compiler is None:
-                self._compiler = _Compiler(*self._open_tokenizer(), self.vocab_size, keeps_running=keeps_running)
+                self._compiler = _Compiler(*self._open_tokenizer(), self.vocab_size, is_early=is_early)
             if self._is_closed:
                 self._compiler.trial.close()
             return self._compiler
@@ -528,7 +498,7 @@ class VocabularyAdapter:
 
 class _Compiler:
     def __init__(
-        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], vocab_size: int, *, keeps_running: bool = False
+        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], vocab_size: int, *, is_early: bool = False
     ) -> None:
         try:
             import llguidance
@@ -538,8 +508,8 @@ class _Compiler:
             raise InvalidRequest("grammar: this model has no end-of-text token, so an answer could not end")
         vocabulary = VocabularyAdapter(tokenizer, eos_token_ids, vocab_size)
         self.trial = GrammarTrial(vocabulary.first_order)
-        if keeps_running:
-            self.trial.keep_running()  # the child prepares the vocabulary at the same time
+        if is_early:
+            self.trial.start_early()  # the child prepares the vocabulary at the same time
         self._library = llguidance
         self._mask_bytes = -(-vocab_size // 8)
         self._tokenizer = llguidance.LLTokenizer(
@@ -628,7 +598,9 @@ class GrammarQueue:
             message = line.popleft()
             if line:
                 self._lines[tenant] = line
-            job = self._job(message)
+            grammar = message.request.grammar
+            assert grammar is not None
+            job = self._grammars.submit(grammar, tenant)
             self._compiling.append(_Compiling(message, job))
             job.add_done_callback(lambda _: self._wake())
 
@@ -640,16 +612,6 @@ class GrammarQueue:
         if running.total() >= NUM_THREADS:
             return None
         return next((tenant for tenant in self._lines if running[tenant] < MAX_OF_TENANT), None)
-
-    def _job(self, message: Add) -> Future[Compiled]:
-        grammar, tenant = message.request.grammar, message.request.tenant
-        assert grammar is not None
-        compiled = self._grammars.find(grammar, tenant)  # compiled for an earlier request
-        if compiled is None:
-            return self._grammars.submit(grammar, tenant)
-        job: Future[Compiled] = Future()
-        job.set_result(compiled)
-        return job
 
     def cancel(self, request_id: int) -> None:
         """Remove a request with all its samples: a client that cancels one cancels all of them."""

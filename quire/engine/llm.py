@@ -1,17 +1,12 @@
-"""Offline inference in this process: `LLM(model).generate(prompts)` batches all prompts.
-
-It can draw a progress bar on stderr; `rich` is imported only then.
-"""
+"""Offline inference in this process: `LLM(model).generate(prompts)` batches all prompts."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,55 +31,6 @@ from quire.errors import InvalidRequest, ModelNotFound, QueueFull
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
-SHOW_S = 0.1  # between two updates: steps may be much shorter
-
-OnDelta = Callable[[int, Delta], None]  # index of the prompt, its new output
-
-
-@contextmanager
-def progress_bar(num_answers: Sequence[int]) -> Iterator[OnDelta | None]:
-    """Count finished prompts and tokens per second. None: stderr is not a terminal. `num_answers`: per prompt."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}", markup=False),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("prompts", total=len(num_answers), rate="")
-        yield _Counter(num_answers, lambda done, rate: bar.update(task, completed=done, rate=rate, refresh=True)).add
-
-
-class _Counter:
-    """Counts deltas, and shows the counts now and then."""
-
-    def __init__(self, num_answers: Sequence[int], show: Callable[[int, str], object]) -> None:
-        self._left = list(num_answers)
-        self._show = show
-        self._num_done = 0
-        self._num_tokens = 0
-        self._began_s = time.monotonic()
-        self._shown_s = self._began_s
-
-    def add(self, number: int, delta: Delta) -> None:
-        self._num_tokens += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            self._left[number] -= 1
-            self._num_done += self._left[number] == 0
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= SHOW_S or self._num_done == len(self._left):
-            self._shown_s = now_s
-            rate = self._num_tokens / max(now_s - self._began_s, 1e-9)
-            self._show(self._num_done, f"{rate:.0f} tok/s")
-
-
 Prompt = str | Sequence[int]
 Conversation = ChatRequest | Sequence[Mapping[str, str]] | str
 MAX_SAVE_S = 10.0  # for cached content that is not on disk when an LLM is closed
@@ -101,10 +47,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
-        try:
-            self.config = EngineConfig(**settings)
-        except TypeError as error:
-            raise InvalidRequest(f"settings: {error}") from None
+        self.config = EngineConfig(**settings)
         check_cache_folders([self.config])
         path = _find(None if model is None else str(model))
         check = partial(check_supported, config=self.config)
@@ -118,7 +61,7 @@ class LLM:
         vocabulary = self.text.tokenizer, self.text.eos_token_ids
         self.grammars = Grammars(lambda: vocabulary, self.engine.capacity.vocab_size)
         self.next_id = count(1).__next__
-        self.owners: dict[int, _Run] = {}  # request id -> its run: calls may be nested, streams interleaved
+        self.owners: dict[int, _Run] = {}  # request id -> its run: calls may be nested or made by several threads
         self.lock = threading.RLock()  # protects the engine
         self._is_closed = False
 
@@ -128,11 +71,10 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
         on_output: OnOutput | None = None,
-        progress: bool = True,
     ) -> list[GenerationOutput]:
         """Continue each prompt, raw text or token ids. A failed prompt has its error in its output; others continue.
 
-        `progress`: show a bar on a terminal while there are several prompts.
+        `on_output` is called with the index of a prompt and its new text. If it raises, all prompts end.
         """
         if not isinstance(prompts, str | list | tuple):
             raise InvalidRequest(f"prompts = {prompts!r:.80} is not text, token ids or a list of them")
@@ -140,7 +82,7 @@ class LLM:
         asked: list[Asked] = [
             (self.text.request(self._encode(prompt), one), None) for prompt, one in _pair(todo, params)
         ]
-        return self._run(asked, on_output, has_bar=progress and len(asked) > 1)
+        return self._run(asked, on_output)
 
     def chat(
         self,
@@ -148,27 +90,14 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
         on_output: OnOutput | None = None,
-        progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Answer each conversation, using the model's chat template. A string is a single user message.
-
-        `progress`: show a bar on a terminal while there are several conversations.
-        """
+        """Answer each conversation, using the model's chat template. A string is a single user message."""
         todo: list[Any] = [conversations] if _is_conversation(conversations) else list(conversations)  # type: ignore[arg-type]
         asked: list[Asked] = [
             (self.text.request(self.text.encode_chat(chat, self.max_model_len), chosen, chat=chat), chat)
             for chat, chosen in ((as_chat(one), chosen) for one, chosen in _pair(todo, params))
         ]
-        return self._run(asked, on_output, has_bar=progress and len(asked) > 1)
-
-    def stream(self, request: GenerationRequest, chat: ChatRequest | None = None) -> Generator[Delta, None, None]:
-        """Yield the deltas of one request, made of `chat` if given. Closing the generator early cancels it."""
-        run = _Run(self, [(request, chat)])
-        try:
-            while not run.is_finished:
-                yield from (delta for _, delta in run.step())
-        finally:
-            run.close()
+        return self._run(asked, on_output)
 
     def cache_stats(self) -> CacheStats:
         return self.engine.scheduler.cache.stats()
@@ -203,16 +132,13 @@ class LLM:
             raise InvalidRequest(f"prompt = {prompt!r:.80} is not text or a list of token ids")
         return tuple(prompt)
 
-    def _run(self, asked: Sequence[Asked], on_output: OnOutput | None, *, has_bar: bool) -> list[GenerationOutput]:
+    def _run(self, asked: Sequence[Asked], on_output: OnOutput | None) -> list[GenerationOutput]:
         run = _Run(self, asked)
         try:
-            with progress_bar([request.n for request, _ in asked]) if has_bar else nullcontext() as bar:
-                while not run.is_finished:
-                    for number, delta in run.step():
-                        if bar is not None:
-                            bar(number, delta)
-                        if on_output is not None:
-                            run.call_back(on_output, number, delta)
+            while not run.is_finished:
+                for number, delta in run.step():
+                    if on_output is not None:
+                        on_output(number, delta)
         finally:
             run.close()
         return [generation.output() for generation in run.generations]
@@ -241,7 +167,6 @@ class _Run:
         self._todo = deque((number, index) for number, (request, _) in enumerate(asked) for index in range(request.n))
         self._alive: dict[int, tuple[int, int]] = {}  # request id -> number of the request, index of the sample
         self._deltas: list[tuple[int, Delta]] = []  # not returned yet
-        self._failed_callbacks: set[int] = set()  # request numbers whose callback raised
 
     @property
     def is_finished(self) -> bool:
@@ -271,24 +196,6 @@ class _Run:
         if delta.finish_reason is not None:
             self._end(output.request_id, output.finish_reason, generation.num_tokens(index))
         self._deltas.append((number, delta))
-
-    def call_back(self, on_output: OnOutput, number: int, delta: Delta) -> None:
-        """Call `on_output`. If it raises, its request ends and it is not called for that request again."""
-        if number in self._failed_callbacks:
-            return
-        try:
-            on_output(number, delta)
-        except Exception as error:
-            self._failed_callbacks.add(number)
-            message = f"the callback raised {type(error).__name__}: {error}"
-            with self._llm.lock:
-                for sample in self.generations[number].samples:  # finished ones included
-                    sample.finish_reason, sample.error = FinishReason.ERROR, message
-                for request_id, (other, _) in list(self._alive.items()):
-                    if other == number:
-                        self._end(request_id, None, None)
-                self._todo = deque(place for place in self._todo if place[0] != number)
-                self._deltas = [entry for entry in self._deltas if entry[0] != number]
 
     def close(self) -> None:
         """Cancel unfinished requests. The last run to end also collects a step that is still in flight."""

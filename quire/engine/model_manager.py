@@ -255,11 +255,10 @@ class ModelManager:
             raise
         except _LoadAbandoned:
             managed.state = ModelState.UNLOADED
-        except ModelTooLarge as error:
-            log.error("%s could not be loaded: %s", managed.name, error)  # there may be no waiter to report it to
-            self._fail(managed, error, is_counted=False)  # nothing was loaded, so no backoff is needed
         except QuireError as error:
-            self._fail(managed, error)
+            log.error("%s could not be loaded: %s", managed.name, error)  # there may be no waiter to report it to
+            # If it is too large, nothing was loaded, so no backoff is needed.
+            self._fail(managed, error, is_counted=not isinstance(error, ModelTooLarge))
         except Exception as error:
             log.exception("loading %s failed", managed.name)
             self._fail(managed, LoadFailed(f"{type(error).__name__}: {error}"))
@@ -310,7 +309,6 @@ class ModelManager:
         if is_counted:
             managed.num_failures += 1
             managed.num_failed_in_a_row += 1
-            log.error("%s could not be loaded: %s", managed.name, error)
         self._fail_waiters(managed, error)
 
     def _fail_waiters(self, managed: ManagedModel, error: QuireError) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.core.values import PackedPrompt, Priority
 from quire.engine.generation import GenerationParams, GenerationRequest, NewParser, PinPrefix
-from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
+from quire.errors import ContextTooLong, ModelFileError
 from quire.text.chat_template import ChatTemplate, find_boundaries
 from quire.text.grammar import Grammar, GrammarKind
 from quire.text.messages import ChatRequest
@@ -77,8 +77,6 @@ class ModelText:
 
     def encode(self, text: str, max_model_len: int, *, add_special: bool = True) -> tuple[int, ...]:
         """Encode a raw prompt. Control strings in it become control tokens."""
-        if not isinstance(text, str):
-            raise InvalidRequest(f"prompt = {text!r:.80} is not text")
         limit = MAX_CHARS_PER_TOKEN * max_model_len
         if len(text) > limit:
             raise ContextTooLong(
@@ -166,30 +164,16 @@ class ModelText:
         if thought is None or thought[1] is Opening.CLOSED:
             return 0
         assert chat is not None
-        if self._has_channels:
-            return self._num_channel_tokens(answer)
-        parser = ThoughtParser(*thought, PlainAnswer())
         detokenizer = Detokenizer(self.tokenizer, shown_special=self._marker_ids(chat))
+        if self._has_channels:
+            return _num_channel_tokens(detokenizer, answer)
+        parser = ThoughtParser(*thought, PlainAnswer())
         has_thought = thought[1] is Opening.OPEN
         for count, token_id in enumerate(answer):
             if not parser.is_thinking:
                 return count if has_thought else 0
             has_thought |= any(isinstance(piece, Thought) for piece in parser.push(detokenizer.push((token_id,))))
         return len(answer) if has_thought else 0
-
-    def _num_channel_tokens(self, answer: Sequence[int]) -> int:
-        """The tokens of reasoning messages, headers included."""
-        parser = HarmonyParser(())
-        detokenizer = Detokenizer(self.tokenizer, shown_special=self._harmony_ids())
-        num_thought = num_header = 0
-        for token_id in answer:
-            parser.push(detokenizer.push((token_id,)))
-            num_header += 1
-            if parser.is_thinking:
-                num_thought += num_header
-            if not parser.is_in_header:
-                num_header = 0
-        return num_thought
 
     def _grammar(self, chat: ChatRequest, prompt: Sequence[int], text_grammar: Grammar | None) -> Grammar | None:
         if not chat.callable_tools and (text_grammar is None or text_grammar.kind is GrammarKind.TOKENS):
@@ -216,10 +200,8 @@ class ModelText:
 
     def _marker_ids(self, chat: ChatRequest) -> frozenset[int]:
         """Special tokens that the parser of an answer needs."""
-        if self._has_channels:
-            return self._harmony_ids()
-        markers: list[str] = []
-        if chat.callable_tools:
+        markers = [*MARKERS] if self._has_channels else []
+        if chat.callable_tools and not self._has_channels:
             format = self.template.tool_format
             markers += (format.opening, format.closing, *format.other_markers)
         if self.template.reasoning is not None:
@@ -230,9 +212,6 @@ class ModelText:
     def _has_channels(self) -> bool:
         return self.template.reasoning is not None and self.template.reasoning.has_channels
 
-    def _harmony_ids(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.added[marker] for marker in MARKERS if marker in self.tokenizer.added)
-
     def _control_id(self, marker: str) -> int | None:
         token_id = self.tokenizer.added.get(marker)
         return token_id if token_id in self.tokenizer.control_ids else None
@@ -240,6 +219,20 @@ class ModelText:
     def close(self) -> None:
         self.template.close()
         self.tokenizer.close()
+
+
+def _num_channel_tokens(detokenizer: Detokenizer, answer: Sequence[int]) -> int:
+    """The tokens of reasoning messages, headers included."""
+    parser = HarmonyParser(())
+    num_thought = num_header = 0
+    for token_id in answer:
+        parser.push(detokenizer.push((token_id,)))
+        num_header += 1
+        if parser.is_thinking:
+            num_thought += num_header
+        if not parser.is_in_header:
+            num_header = 0
+    return num_thought
 
 
 def make_tokenizer(path: Path, files: TokenizerFiles) -> Tokenizer:

@@ -25,7 +25,7 @@ from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.generation import Generation, GenerationRequest
 from quire.engine.model_text import ModelText
 from quire.engine.worker.block_map import BlocksView
-from quire.engine.worker.client import HANG_LIMIT_S, HeldRanges, ModelClient, SafeCallback, WorkerConnection
+from quire.engine.worker.client import HANG_LIMIT_S, HeldRanges, ModelClient, WorkerConnection, ignore
 from quire.engine.worker.kv_events import CacheReport
 from quire.engine.worker.protocol import (
     Blocks,
@@ -75,8 +75,8 @@ class ClusterClient(ModelClient):
         ids: Iterator[int],
         fingerprint: str = "",
         hang_limit_s: float = HANG_LIMIT_S,
-        on_step: Callable[[Stepped], None] | None = None,
-        on_gap: Callable[[float, int], None] | None = None,
+        on_step: Callable[[Stepped], None] = ignore,
+        on_gap: Callable[[float, int], None] = ignore,
     ) -> None:
         """`ids`: of requests and queries, see `ids_of`. `fingerprint`: of the model and settings of this front.
 
@@ -86,8 +86,8 @@ class ClusterClient(ModelClient):
         super().__init__(text, config, ids)
         self._transport = transport
         self._hang_limit_s = hang_limit_s
-        self._on_step = SafeCallback("on_step", on_step)
-        self._on_gap = SafeCallback("on_gap", on_gap)
+        self._on_step = on_step
+        self._on_gap = on_gap
         self._router = PrefixRouter[ReplicaView](config.block_size)
         self._replicas: dict[str, ReplicaView] = {}
         self._fingerprint = fingerprint
@@ -239,7 +239,7 @@ class ClusterClient(ModelClient):
         if not generation.is_finished:  # it is being routed: it will not be sent
             generation.note_cancelled()
 
-    def _move(self, generation: Generation) -> None:
+    def _move(self, generation: Generation, _: QuireError) -> None:
         """Send a request again whose replica has ended before it started."""
         generation.num_moves += 1
         if self._is_closed:
@@ -283,8 +283,7 @@ class ClusterClient(ModelClient):
         view.connection = connection = WorkerConnection(
             f"{self.text.name} on replica {view.replica}",
             self._hang_limit_s,
-            on_loading=SafeCallback("on_loading", None),
-            on_step=SafeCallback("on_step", partial(self._take_step, view)),
+            on_step=partial(self._take_step, view),
             on_gap=self._on_gap,
             on_end=partial(self._take_end, view),
             on_report=partial(self._take_report, view),
@@ -410,10 +409,6 @@ class ClusterClient(ModelClient):
         """The replicas, with the number of blocks before them in the joined map."""
         views = self.replicas
         return dict(zip(views, accumulate((view.num_blocks for view in views), initial=0), strict=False))
-
-    def drop_blocks(self) -> None:
-        for view in self.replicas:
-            view.connection.drop_blocks()
 
 
 def _chain_keys(secrets: Sequence[bytes], request: GenerationRequest, block_size: int) -> list[list[bytes]]:

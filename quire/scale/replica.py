@@ -27,7 +27,6 @@ from quire.engine.worker.protocol import (
     Answered,
     Ask,
     Cancel,
-    DropBlocks,
     Failed,
     Fingerprinted,
     Finish,
@@ -313,7 +312,7 @@ def _ids_of(message: ToWorker) -> tuple[int, ...]:
             return request_ids
         case Cancel(request_id=request_id) | Finish(request_id=request_id):
             return (request_id,)
-        case DropBlocks() | Load():
+        case Load():
             return ()
         case Ask(query_id=query_id):
             return (query_id,)

@@ -17,7 +17,6 @@ from quire.backends.kv_memory import CPU_CAP
 from quire.backends.machine import has_metal, has_nvidia
 from quire.engine.model_manager import default_budget
 from quire.engine.process import calm_collector
-from quire.engine.worker.kv_events import check_free
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app
 from quire.server.batches.endpoints import Sender
@@ -62,10 +61,9 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
 
 
 def _check_events(config: ServeConfig) -> None:
-    """Refuse ports of KV events that are taken, and warn of what an operator may not expect."""
+    """Warn of what an operator may not expect of KV events."""
     for index in range(len(config.models)):
-        for name, endpoint in config.event_endpoints(index).items():
-            check_free(name, endpoint)
+        for endpoint in config.event_endpoints(index).values():
             if not endpoint.is_local:
                 log.warning("KV events at %s: every client that reaches this address can read prompts", endpoint)
     if config.kv_events is not None and config.has_keys and not config.share_prefix_cache:

@@ -473,7 +473,7 @@ class Metrics:
 
     def _take_facts(self, ready: Ready) -> None:
         capacity = ready.capacity
-        sizes = capacity.block_size, capacity.num_blocks - 1, ready.facts.kv_dtype or "auto", ready.kv_bytes
+        sizes = capacity.block_size, capacity.num_blocks - 1, ready.facts.kv_dtype or "auto", ready.facts.kv_bytes
         labels = tuple(map(str, (*sizes, capacity.max_num_seqs, ready.max_model_len)))
         if self._config_labels not in (None, labels):  # a new worker may have a different number of blocks
             del self._values["cache_config_info"][*self._labels, *(self._config_labels or ())]

@@ -878,12 +878,12 @@ class Model(ManagedModel):
                 f"{self.max_model_len:,}",
                 f"{self.full_context:,}",
             )
-        if ready.weight_bytes:
-            self._weight_bytes = ready.weight_bytes
-        if ready.kv_bytes:
-            self._token_bytes = ready.kv_bytes / (ready.capacity.num_blocks * ready.capacity.block_size)
-        is_known = ready.weight_bytes and ready.kv_bytes
-        return ready.weight_bytes + ready.kv_bytes if is_known else 0
+        if ready.facts.weight_bytes:
+            self._weight_bytes = ready.facts.weight_bytes
+        if ready.facts.kv_bytes:
+            self._token_bytes = ready.facts.kv_bytes / (ready.capacity.num_blocks * ready.capacity.block_size)
+        is_known = ready.facts.weight_bytes and ready.facts.kv_bytes
+        return ready.facts.weight_bytes + ready.facts.kv_bytes if is_known else 0
 
     @property
     def reading_s(self) -> float | None:

@@ -541,8 +541,8 @@ class ModelReport:
             device=facts.facts.device,
             dtype=facts.facts.dtype,
             max_model_len=service.max_model_len,
-            weight_bytes=facts.weight_bytes,
-            kv_bytes=facts.kv_bytes,
+            weight_bytes=facts.facts.weight_bytes,
+            kv_bytes=facts.facts.kv_bytes,
             is_moving=service.client.is_moving,
             num_restarts=service.client.num_restarts,
             age_s=None if self._stats is None else round(max(0.0, self._at_s - self._answered_s), 3),
@@ -608,5 +608,3 @@ class ModelReport:
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
-        if self.service is not None:
-            self.service.client.drop_blocks()

@@ -28,7 +28,7 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenUpdate, accepted
 from quire.core.values import Priority, SamplingParams
-from quire.engine.guesses import MIN_DRAFTS, awaits_tokens, num_allowed, num_paying
+from quire.engine.engine import MIN_DRAFTS, awaits_tokens, num_allowed, num_paying
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull
 from quire.sim.traces import TraceRequest
 

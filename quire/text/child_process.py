@@ -106,11 +106,6 @@ class Child:
             self.kill()  # also on interrupts: a late answer must not be read as the next answer
             raise
 
-    def wait(self) -> None:
-        """Wait for the end of the process that runs now. May be called while another thread uses the child."""
-        if (process := self._process) is not None:
-            process.wait()
-
     def kill(self) -> None:
         if self._end is not None:
             self._end()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -227,32 +225,3 @@ def test_the_quick_start_of_the_page_runs(default_model: Path, tmp_path: Path) -
     assert "3 lines: 3 answered, 0 failed" in outcome.stderr
     assert re.search(r"^line-1 .*Tokyo", outcome.stdout, re.MULTILINE)
     assert re.search(r"^sea ", outcome.stdout, re.MULTILINE)
-
-
-def test_a_model_in_this_process_shows_progress_on_a_terminal_only(tiny_model: Path) -> None:
-    script = (
-        "import sys\n"
-        "from quire import LLM, GenerationParams\n"
-        "assert 'rich' not in sys.modules\n"
-        f"with LLM({str(tiny_model)!r}, backend='fake') as llm:\n"
-        "    params = GenerationParams(max_tokens=4, n=2)\n"
-        "    llm.generate('one', params)\n"
-        "    llm.generate(['a', 'b'], params, progress=False)\n"
-        "    assert 'rich' not in sys.modules\n"
-        "    print(len(llm.generate(['a', 'b', 'c'], params)), 'rich' in sys.modules)\n"
-        "    print(len(llm.chat(['a', 'b', 'c', 'd'], params)), flush=True)\n"
-    )
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-c", script]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    assert (plain.stdout, plain.stderr) == ("3 False\n4\n", "")
-    ours, theirs = os.openpty()
-    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, check=True, env=env)
-    os.close(theirs)
-    assert shown.stdout == "3 True\n4\n"
-    screen = b""
-    with contextlib.suppress(OSError), open(ours, "rb", buffering=0) as terminal:
-        while part := terminal.read(65536):
-            screen += part
-    assert b"3/3" in screen
-    assert b"4/4" in screen

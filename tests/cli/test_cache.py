@@ -15,8 +15,7 @@ from quire.cli.cache import _ago
 from quire.cli.main import app
 from quire.core.step import MemoryKind
 from quire.engine.levels.block_file import check_block, file_bytes
-from quire.engine.levels.cache_folder import STALE_S, root_secret
-from quire.engine.levels.disk_store import DiskStore
+from quire.engine.levels.disk_store import STALE_S, DiskStore, root_secret
 from tests.cli.runs import Terminal, quire
 from tests.engine.levels.contents import FACTS, PAYLOAD_BYTES, all_files, make_content, make_payload, read_back
 
@@ -211,7 +210,7 @@ def test_verify(root: Path) -> None:
         [
             f"{before[0].path}: the content does not match its checksum",
             f"{before[1].path}: the end of the file is missing",
-            f"{before[3].path}: content that belongs to another name",
+            f"{before[3].path}: content of other weights, settings or tokens than the name says",
             "3 good, 3 damaged, 1 foreign",
             "Damaged files are not used; `quire cache verify --delete` deletes them.",
         ]

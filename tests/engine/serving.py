@@ -1,19 +1,45 @@
-"""A client and its worker process, for tests."""
+"""A client and its worker process, or a worker in a thread, for tests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.engine.composition import EngineConfig
+import msgspec
+import pytest
+
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner
+from quire.core.values import SamplingParams
+from quire.engine.composition import EngineConfig, make_scheduler
+from quire.engine.engine import Engine
 from quire.engine.generation import Delta, GenerationParams, GenerationRequest
 from quire.engine.model_text import ModelText
 from quire.engine.worker.client import EngineClient
-from quire.engine.worker.protocol import Stats
+from quire.engine.worker.protocol import (
+    Add,
+    Answered,
+    Ask,
+    Channel,
+    FrameReader,
+    FromWorker,
+    GetStats,
+    Stats,
+    Stepped,
+    ToWorker,
+    from_worker,
+    pack,
+)
+from quire.engine.worker.worker import Observer, Worker
 from tests.waiting import HANG_S
+
+if TYPE_CHECKING:
+    from quire.engine.worker.event_publisher import EventPublisher
 
 T = TypeVar("T")
 SLOW = {"backend": "fake", "device": "20ms"}  # per step: thousands of tokens outlast the rest of the test
@@ -63,3 +89,76 @@ async def until(is_true: Callable[[], bool]) -> None:
     """Poll a condition. The time limit of the test ends the wait."""
     while not is_true():
         await asyncio.sleep(0.01)
+
+
+# A worker in a thread, so that its state can be seen and corrupted
+
+CAPACITY = Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50)
+
+
+class Peer:
+    """A minimal client of a worker."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self._reader = FrameReader()
+        self._frames: list[bytes] = []
+
+    def send(self, message: ToWorker) -> None:
+        self._peer.sendall(pack(message))
+
+    def next(self) -> FromWorker:
+        while not self._frames:
+            self._frames += self._reader.feed(self._peer.recv(1 << 16))
+        message: FromWorker = from_worker.decode(self._frames.pop(0))
+        return message
+
+    def stats(self) -> Stats:
+        self.send(Ask(1, GetStats()))
+        while not isinstance(message := self.next(), Answered) or message.query_id != 1:
+            pass
+        return msgspec.msgpack.decode(message.result, type=Stats)
+
+    def answer(self, request_id: int, prompt: tuple[int, ...]) -> list[FromWorker]:
+        """All messages until the request has finished."""
+        self.ask(request_id, prompt)
+        return self.until_answered()
+
+    def ask(self, request_id: int, prompt: tuple[int, ...]) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=3)
+        self.send(Add((request_id,), GenerationRequest.of(prompt, sampling)))
+
+    def until_answered(self) -> list[FromWorker]:
+        received: list[FromWorker] = []
+        while not any(
+            output.finish_reason for message in received if isinstance(message, Stepped) for output in message.outputs
+        ):
+            received.append(self.next())
+        return received
+
+
+@contextmanager
+def working(capacity: Capacity = CAPACITY, publisher: EventPublisher | None = None) -> Iterator[tuple[Peer, Engine]]:
+    """A worker's loop in a thread. It ends with the context."""
+    client_end, worker_end = socket.socketpair()
+    client_end.settimeout(HANG_S)
+    observer, runner = Observer(), FakeRunner(capacity)
+    engine = Engine(runner, make_scheduler(runner, EngineConfig(), observer))
+    if publisher is not None:
+        publisher.start(engine.scheduler.cache)
+    channel = Channel(worker_end)
+    worker = Worker(channel, engine, observer, publisher=publisher)
+
+    def serve() -> None:
+        with pytest.raises(ConnectionError):
+            worker.run()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield Peer(client_end), engine
+    finally:
+        client_end.close()
+        thread.join(HANG_S)
+        for end in (worker_end, channel._woken, channel._waker):
+            end.close()

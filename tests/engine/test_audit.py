@@ -2,114 +2,33 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import get_args
 
-import msgspec
 import pytest
 
-from quire.backends.base import Capacity
-from quire.backends.fake import FakeRunner
 from quire.core.check import audit
 from quire.core.scheduler import Scheduler
-from quire.core.values import SamplingParams
-from quire.engine.composition import EngineConfig, make_scheduler
-from quire.engine.engine import Engine
-from quire.engine.generation import GenerationRequest
 from quire.engine.worker.protocol import (
     Add,
     Answered,
     Ask,
-    Begun,
     Cancel,
-    Channel,
     ClearCache,
     Finish,
-    FrameReader,
-    FromWorker,
+    GetBlocks,
     GetStats,
-    Gone,
     Load,
     PinCache,
     Query,
-    Stats,
-    Stepped,
     ToWorker,
     UnpinCache,
-    from_worker,
-    pack,
 )
-from quire.engine.worker.worker import READ_ONLY, Observer, Worker
+from quire.engine.worker.worker import READ_ONLY
 from quire.errors import InvariantViolation
-
-CAPACITY = Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50)
-LIMIT_S = 60.0
-
-
-class Peer:
-    """A minimal client of a worker."""
-
-    def __init__(self, peer: socket.socket) -> None:
-        self._peer = peer
-        self._reader = FrameReader()
-        self._frames: list[bytes] = []
-
-    def send(self, message: ToWorker) -> None:
-        self._peer.sendall(pack(message))
-
-    def next(self) -> FromWorker:
-        while not self._frames:
-            self._frames += self._reader.feed(self._peer.recv(1 << 16))
-        message: FromWorker = from_worker.decode(self._frames.pop(0))
-        return message
-
-    def stats(self) -> Stats:
-        self.send(Ask(1, GetStats()))
-        while not isinstance(message := self.next(), Answered) or message.query_id != 1:
-            pass
-        return msgspec.msgpack.decode(message.result, type=Stats)
-
-    def answer(self, request_id: int, prompt: tuple[int, ...]) -> list[FromWorker]:
-        """All messages until the request has finished."""
-        self.ask(request_id, prompt)
-        return self.until_answered()
-
-    def ask(self, request_id: int, prompt: tuple[int, ...]) -> None:
-        sampling = SamplingParams(temperature=0, max_tokens=3)
-        self.send(Add((request_id,), GenerationRequest.of(prompt, sampling)))
-
-    def until_answered(self) -> list[FromWorker]:
-        received: list[FromWorker] = []
-        while not any(
-            output.finish_reason for message in received if isinstance(message, Stepped) for output in message.outputs
-        ):
-            received.append(self.next())
-        return received
-
-
-@contextmanager
-def working() -> Iterator[tuple[Peer, Engine]]:
-    client_end, worker_end = socket.socketpair()
-    client_end.settimeout(LIMIT_S)
-    observer, runner = Observer(), FakeRunner(CAPACITY)
-    engine = Engine(runner, make_scheduler(runner, EngineConfig(), observer))
-    worker = Worker(Channel(worker_end), engine, observer)
-
-    def serve() -> None:
-        with pytest.raises(Gone):
-            worker.run()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield Peer(client_end), engine
-    finally:
-        client_end.close()
-        thread.join(LIMIT_S)
-        worker_end.close()
+from tests.engine.serving import CAPACITY, Peer, working
+from tests.waiting import HANG_S
 
 
 class Audits:
@@ -132,7 +51,7 @@ class Audits:
                 if self.is_held:
                     self.is_held = False
                     self.held.release()
-                    assert self.go_on.acquire(timeout=LIMIT_S)
+                    assert self.go_on.acquire(timeout=HANG_S)
                 yield
         except InvariantViolation:
             self.done.release()
@@ -146,17 +65,17 @@ def test_a_broken_invariant_is_counted_and_the_cache_is_cleared(
     done = Audits(monkeypatch).done
     with working() as (peer, engine):
         peer.answer(1, tuple(range(20)))
-        assert done.acquire(timeout=LIMIT_S)
+        assert done.acquire(timeout=HANG_S)
         assert peer.stats().num_violations == 0
         assert peer.stats().cache.num_cached > 0
         block = next(block for block in engine.scheduler.cache.pool.blocks if block.key is not None)
         block.tokens = bytes(len(block.tokens))  # does not match its key any more
         peer.answer(2, (7,) * 10)
-        assert done.acquire(timeout=LIMIT_S)
+        assert done.acquire(timeout=HANG_S)
         found = peer.stats()
         assert (found.num_violations, found.cache.num_cached) == (1, 0)
         peer.answer(3, tuple(range(20)))  # the worker continues
-        assert done.acquire(timeout=LIMIT_S)
+        assert done.acquire(timeout=HANG_S)
         assert peer.stats().num_violations == 1
     assert "an invariant of the core is broken" in caplog.text
 
@@ -170,7 +89,7 @@ def test_an_idle_worker_is_audited_once(monkeypatch: pytest.MonkeyPatch) -> None
             peer.stats()  # queries are not changes
         assert not done.acquire(timeout=0.2)
         peer.answer(1, (1, 2, 3))
-        assert done.acquire(timeout=LIMIT_S)
+        assert done.acquire(timeout=HANG_S)
         peer.stats()
         assert not done.acquire(timeout=0.2)
 
@@ -182,14 +101,14 @@ def held_audit(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> Audits:
     audits = Audits(monkeypatch)
     audits.is_held = True
     peer.answer(1, tuple(range(20)))
-    assert audits.held.acquire(timeout=LIMIT_S)
+    assert audits.held.acquire(timeout=HANG_S)
     return audits
 
 
 def test_a_request_is_served_before_the_audit_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     with working() as (peer, _):
         audits = held_audit(monkeypatch, peer)
-        monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", LIMIT_S)
+        monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", HANG_S)
         peer.ask(2, (7,) * 10)
         audits.go_on.release()
         peer.until_answered()
@@ -202,7 +121,7 @@ def test_a_change_restarts_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
         audits = held_audit(monkeypatch, peer)
         peer.send(Ask(5, ClearCache()))
         audits.go_on.release()
-        assert audits.done.acquire(timeout=LIMIT_S)
+        assert audits.done.acquire(timeout=HANG_S)
         assert audits.num_begun == 2
         assert peer.stats().num_violations == 0
         assert engine.scheduler.cache.stats().num_cached == 0
@@ -213,7 +132,7 @@ def test_a_query_does_not_restart_the_audit(monkeypatch: pytest.MonkeyPatch) -> 
         audits = held_audit(monkeypatch, peer)
         peer.send(Ask(5, GetStats()))
         audits.go_on.release()
-        assert audits.done.acquire(timeout=LIMIT_S)
+        assert audits.done.acquire(timeout=HANG_S)
         assert audits.num_begun == 1
         assert audits.num_slices > 3 * CAPACITY.num_blocks // 4 // 2
         assert isinstance(peer.next(), Answered)
@@ -225,9 +144,10 @@ def test_every_message_is_read_only_or_a_change() -> None:
     assert {*READ_ONLY, *changes, Load} == {*get_args(ToWorker), *get_args(Query)} - {Ask}
 
 
-def test_a_start_is_reported_once_before_its_step() -> None:
-    with working() as (peer, _):
-        first, *rest = peer.answer(1, (1, 2, 3))
-        assert isinstance(first, Begun)
-        assert [one.request_id for one in first.started] == [1]
-        assert all(isinstance(message, Stepped) for message in rest)
+def test_the_block_map_ends_when_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.worker.MAP_LIFE_S", 0.0)
+    with working() as (peer, engine):
+        peer.send(Ask(5, GetBlocks(10)))
+        assert isinstance(peer.next(), Answered)
+        peer.stats()
+        assert engine.scheduler.cache.pool.changed is None

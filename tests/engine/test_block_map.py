@@ -89,15 +89,6 @@ TestMapMachine.settings = settings(
 )
 
 
-def update_all(block_map: BlockMap, max_blocks: int) -> int:
-    """Update the whole map. Returns the number of calls."""
-    num_updates = 0
-    while block_map.num_pending:
-        block_map.update(max_blocks)
-        num_updates += 1
-    return num_updates
-
-
 def test_runs_are_short_and_in_order() -> None:
     cache = KVCacheManager(17, 4)
     first, second = make_request(1, 20), make_request(2, 20)
@@ -122,31 +113,12 @@ def test_runs_are_short_and_in_order() -> None:
     assert block_map.runs() == (CellRun(16, 0, 0, 0, 0),)
 
 
-def test_large_pools_are_grouped_into_cells_and_updated_in_parts() -> None:
-    cache = KVCacheManager(100_001, 4)
-    requests = [make_request(number, 4000, first=number) for number in range(8)]
-    for request in requests:
-        compute(cache, request)
-    block_map = BlockMap(cache, 2000)
-    assert block_map.blocks_per_cell == 50
-    assert block_map.num_pending == 100_000
-    assert update_all(block_map, 2000) == 50
-    assert expand(block_map) == cells(counted(cache, [request.block_table for request in requests]), 50)
-    for request in requests[:4]:
-        cache.release(request)
-    assert block_map.num_pending == 4000  # changed blocks only
-    block_map.update(4000)
-    assert expand(block_map) == cells(counted(cache, [request.block_table for request in requests[4:]]), 50)
-
-
 def test_a_closed_map_records_no_changes() -> None:
     cache = KVCacheManager(17, 4)
     block_map = BlockMap(cache, 10)
     block_map.close()
     compute(cache, make_request(1, 20))
     assert cache.pool.changed is None
-    with pytest.raises(InvalidRequest, match="max_cells = 0"):
-        BlockMap(cache, 0)
 
 
 def test_view_blocks_lists_the_requests_that_hold_them() -> None:

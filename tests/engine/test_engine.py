@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from quire.backends.base import DEFAULT_MAX_SEQS, Capacity, TokenMasks
+from quire.backends.base import Capacity, TokenMasks
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
@@ -18,7 +17,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, PackedPrompt, SamplingParams
 from quire.engine import engine as engine_module
-from quire.engine.composition import EngineConfig, make_engine, make_scheduler
+from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine
 from quire.engine.generation import EngineOutput, GenerationRequest, PinPrefix
 from quire.errors import InvalidRequest
@@ -98,16 +97,6 @@ def test_answers_are_those_of_each_request_alone(is_late: bool, has_overlap: boo
     for request_id, prompt in prompts.items():
         assert tokens(outputs[request_id]) == alone(prompt)
         assert outputs[request_id][-1].finish_reason is FinishReason.LENGTH
-
-
-def test_without_overlap_a_step_returns_its_own_tokens() -> None:
-    engine = make(FakeRunner(replace(CAPACITY, has_overlap=False)))
-    engine.add(1, GenerationRequest.of([1, 2, 3], GREEDY))
-    assert len(engine.step()) == 1
-    with_overlap = make(FakeRunner(CAPACITY))
-    with_overlap.add(1, GenerationRequest.of([1, 2, 3], GREEDY))
-    assert with_overlap.step() == []
-    assert len(with_overlap.step()) == 1
 
 
 @pytest.mark.parametrize("has_overlap", [False, True])
@@ -370,19 +359,3 @@ def test_only_servers_use_the_backends_limit_of_prompts(
     runner = FakeRunner(replace(CAPACITY, max_mixed_tokens=7))
     scheduler = make_scheduler(runner, EngineConfig(max_mixed_tokens=given), is_server=is_server)
     assert scheduler.planner.max_mixed_tokens == expected
-
-
-def test_sizes_of_the_cpu_and_fake_backends(tiny_model: Path) -> None:
-    for backend in ("torch", "fake"):
-        config = EngineConfig(backend=backend, device="cpu" if backend == "torch" else "auto", num_blocks=50)
-        engine = make_engine(tiny_model, config)
-        capacity = engine.capacity
-        assert (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_chunk_tokens) == (
-            DEFAULT_MAX_SEQS,
-            2048,
-            512,
-        )
-        engine.close()
-    engine = make_engine(tiny_model, EngineConfig(device="cpu", num_blocks=50, max_num_seqs=5))
-    assert engine.capacity.max_num_seqs == engine.scheduler.running.max_num_seqs == 5
-    engine.close()

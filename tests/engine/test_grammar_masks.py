@@ -217,18 +217,3 @@ ENDLESS: dict[str, tuple[dict[str, Any], str]] = {
     "arrays in arrays": ({"type": "array"}, "["),
     "the scheme of an address": ({"type": "string", "format": "uri"}, "a"),
 }
-
-
-@pytest.mark.parametrize(("schema", "wanted"), ENDLESS.values(), ids=ENDLESS)
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_an_endless_answer_ends_with_length(
-    tiny_model: Path, backend: str, schema: dict[str, Any], wanted: str
-) -> None:
-    """A bias makes a model of random weights prefer the same tokens at every step."""
-    with LLM(tiny_model, backend=backend, num_blocks=100, threads=1) as llm:
-        bias = {token: 100.0 for char in wanted for token in llm.text.tokenizer.encode_plain(char, at_start=False)}
-        params = GenerationParams(grammar=json_schema_grammar(schema), temperature=0, logit_bias=bias, max_tokens=400)
-        (completion,) = llm.generate("The", params)[0].completions
-    assert completion.finish_reason is FinishReason.LENGTH
-    assert len(completion.token_ids) == 400
-    assert {*completion.text} <= {*wanted, *' "['}

@@ -200,11 +200,11 @@ def test_the_cache_of_compiled_grammars_is_bounded(tokenizer: Tokenizer, monkeyp
         for i in range(1, 6):
             made.compile(regex_grammar(f"a{i}"))
             assert made.compile(regex_grammar("a0")) is first  # recently used, so it stays
-        assert len(made) == 3
+        assert len(made._compiled) == 3
         assert made.find(regex_grammar("a1")) is None
         monkeypatch.setattr(grammars_module, "MAX_COMPILED_BYTES", 1)
         made.compile(regex_grammar("b"))
-        assert len(made) == 0
+        assert len(made._compiled) == 0
         assert made._num_bytes == 0
     finally:
         made.close()
@@ -215,15 +215,6 @@ def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     jobs = {id(grammars.submit(grammar)) for _ in range(5)}
     assert len(jobs) == 1
     assert grammars.compile(grammar) is grammars.find(grammar)
-
-
-def test_matchers_are_independent(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    compiled = grammars.compile(regex_grammar("(?:ab|cd)"))
-    one, other = compiled.matcher(), compiled.matcher()
-    first = tokenizer.encode_plain("a", at_start=False)[0]
-    one.consume(first)
-    assert allowed(one.mask()) != allowed(other.mask())
-    assert allowed(other.mask()) == allowed(compiled.matcher().mask())
 
 
 def test_a_model_without_end_of_text_refuses_grammars(tokenizer: Tokenizer) -> None:
@@ -334,11 +325,6 @@ def test_without_llguidance_the_error_says_what_to_install(
     made.close()
 
 
-def test_ignore_eos_and_a_grammar_exclude_each_other() -> None:
-    with pytest.raises(InvalidRequest, match="ignore_eos"):
-        GenerationParams(grammar=regex_grammar("a"), ignore_eos=True)
-
-
 # Through a worker
 
 
@@ -380,21 +366,6 @@ def test_the_mask_of_a_token_list_is_constant(grammars: Grammars) -> None:
         grammars.compile(token_grammar([4, 4_000_000]))
     with pytest.raises(InvalidRequest, match="0 tokens are not 1 to 4096"):
         token_grammar([])
-
-
-async def test_an_answer_of_listed_tokens_through_a_worker(tiny_model: Path) -> None:
-    async with client(tiny_model, backend="native") as engine:
-        ids = [5, 6, 300]
-        found = await answer(engine, grammar=token_grammar(ids), max_tokens=40, temperature=1.0)
-        (one,) = found.completions
-        assert set(one.token_ids) == set(ids)
-        assert (len(one.token_ids), one.finish_reason) == (40, FinishReason.LENGTH)
-        eos = engine.text.eos_token_ids[0]
-        ended = await answer(engine, grammar=token_grammar([5, eos]), max_tokens=400, temperature=1.0)
-        assert ended.completions[0].finish_reason is FinishReason.STOP
-        assert ended.completions[0].token_ids[-1] == eos
-        on = await answer(engine, grammar=token_grammar([5, eos]), max_tokens=60, ignore_eos=True, temperature=1.0)
-        assert len(on.completions[0].token_ids) == 60
 
 
 async def test_a_hostile_grammar_does_not_affect_other_requests(tiny_model: Path) -> None:

@@ -8,8 +8,7 @@ from random import Random
 import pytest
 
 from quire.core.policy import StepCost
-from quire.core.step import accepted
-from quire.engine.guesses import INDEX_PER_CALL, NUM_FAILURES, Drafter, TokenIndex, match_length, num_paying
+from quire.engine.engine import INDEX_PER_CALL, NUM_FAILURES, Drafter, TokenIndex, num_paying
 
 
 def find_slowly(tokens: array[int], size: int) -> int | None:
@@ -35,13 +34,6 @@ def test_a_long_prompt_is_indexed_in_parts() -> None:
     found = [index.find(tokens) for _ in range(5)]
     assert found[0] is None
     assert found[-1] == 2 * INDEX_PER_CALL + 3
-
-
-def test_how_long_a_match_is() -> None:
-    tokens = array("I", [9, 1, 2, 3, 4, 5, 8, 1, 2, 3])
-    assert match_length(tokens, 4) == 3
-    assert match_length(tokens, 4, most=2) == 2
-    assert match_length(array("I", [1, 1, 1]), 2) == 2
 
 
 def test_a_guess_continues_the_repeated_text() -> None:
@@ -107,14 +99,6 @@ def test_a_wrong_prediction_is_used_less_until_tokens_match_again() -> None:
     assert list(drafter.guess(tokens, 2, 4).tokens) == prediction[12:16]
 
 
-def test_a_long_prediction_is_indexed_in_parts() -> None:
-    prediction = list(range(3 * INDEX_PER_CALL))
-    drafter, tokens = Drafter(3, prediction), array("I", [1, 7, 7, *prediction[2 * INDEX_PER_CALL :][:3]])
-    found = [list(drafter.guess(tokens, 1, 2).tokens) for _ in range(4)]
-    assert found[0] == []
-    assert found[-1] == [2 * INDEX_PER_CALL + 3, 2 * INDEX_PER_CALL + 4]
-
-
 def test_a_run_of_equal_tokens_and_a_cycle_continue() -> None:
     tokens = array("I", [1, 2, 5, 5, 5, 5])
     assert list(Drafter(3, reach=4).guess(tokens, 2, 7).tokens) == [5] * 7
@@ -131,10 +115,3 @@ def test_what_pays_where_rows_cost_time() -> None:
     assert 0 < num_paying(0.7, 15, 1, cheap) < 15
     assert num_paying(0.9, 15, 1, StepCost(1_000, 500, 0, 900)) == 0  # a single token has a fast path
     assert num_paying(0.9, 15, 16, StepCost(1_000, 500)) == 0  # the batch pays for the rows
-
-
-def test_accepted_tokens() -> None:
-    assert accepted([5], ()) == (5,)
-    assert accepted([5, 6, 7], [5, 6]) == (5, 6, 7)
-    assert accepted([5, 6, 7], [5, 9]) == (5, 6)
-    assert accepted([5, 6, 7], [4, 6]) == (5,)

@@ -83,17 +83,3 @@ def test_content_of_earlier_processes_is_announced_parents_first() -> None:
     events, router = listen(rig)
     update(events, router)
     assert list(router.media["STORAGE"]) == [block_hash(content.key) for content in contents]
-
-
-def test_a_block_is_announced_with_its_parent_if_it_was_stored_before_it() -> None:
-    rig = TieredRig(has_disk=True)
-    events, router = listen(rig)
-    first, second, third = rig.contents(range(100, 113), range(3))
-    disk = rig.level(Level.DISK)
-    for content in (third, second):
-        disk.add(content)
-        update(events, router)
-        assert not router.media, "its parent is stored nowhere"
-    disk.add(first)
-    update(events, router)
-    assert len(router.media["STORAGE"]) == 3

@@ -17,6 +17,8 @@ from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.masks import GrammarFailed, GrammarMasks
+from tests.engine.test_engine import drain
+from tests.engine.test_engine import tokens as tokens_of
 
 VOCAB_SIZE = 200
 BLOCK_SIZE = 4
@@ -132,21 +134,6 @@ def make(
     return Engine(runner, make_scheduler(runner, config), has_drafts=max_drafts > 0)
 
 
-def drain(engine: Engine) -> dict[int, list[EngineOutput]]:
-    outputs: dict[int, list[EngineOutput]] = defaultdict(list)
-    for _ in range(2000):
-        if not engine.has_work:
-            break
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    assert not engine.has_work
-    return outputs
-
-
-def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.tokens]
-
-
 MODES = [(True, False), (True, True), (False, False)]
 
 
@@ -198,17 +185,6 @@ def test_answers_do_not_depend_on_batching(seed: int, max_drafts: int, has_overl
     assert not engine._masking.entries  # no matchers of finished requests are left
     assert bool(engine.scheduler.num_accepted) == bool(max_drafts)
     assert not engine.speculation.has_active
-
-
-def test_the_setup_above_causes_preemptions() -> None:
-    """Otherwise the test above would not cover them."""
-    engine = make(num_blocks=18)
-    for request_id in range(1, 8):
-        sampling = SamplingParams(seed=request_id, max_tokens=24, stop_token_ids=(EOS,))
-        engine.add(request_id, GenerationRequest.of(list(range(1, 12)), sampling), matcher=Toy(request_id, 30))
-    requests = [engine.scheduler.get(request_id) for request_id in range(1, 8)]
-    drain(engine)
-    assert sum(request.num_preemptions for request in requests if request is not None) > 0
 
 
 @pytest.mark.parametrize(("has_overlap", "is_late"), MODES)

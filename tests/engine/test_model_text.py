@@ -14,14 +14,13 @@ from quire.engine.model_text import ModelText
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import json_object_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolChoice, ToolMode
-from quire.text.reasoning import ThoughtParser
 from quire.text.stream import CallStart, PlainAnswer, Thought, Words
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.weights.config import spec_from_config
 from quire.weights.spec import GenerationDefaults, ShortConvSpec
 from tests.text.family_templates import GEMMA4, HARMONY, QWEN35
-from tests.text.tool_templates import HERMES, MISTRAL, PLAIN, THINKING
+from tests.text.tool_templates import HERMES, MISTRAL, PLAIN
 from tests.text.vocabularies import byte_level_json
 
 HI = (Message(Role.USER, (Part("Hi"),)),)
@@ -138,20 +137,6 @@ def test_reasoning_tokens_are_counted(make: Made, template: str, special: tuple[
     assert "".join(piece.text for piece in found if isinstance(piece, Words)) == "Hello there"
 
 
-def test_a_prompt_that_opens_the_reasoning(make: Made) -> None:
-    text = make(THINKING)
-    chat = ChatRequest(HI)
-    prompt = prompt_of(text, chat)
-    assert isinstance(text.new_parser(chat, prompt), ThoughtParser)
-    answer = [*text.tokenizer.encode_plain("hm"), text.tokenizer.added["</think>"], *text.tokenizer.encode_plain("Hi")]
-    found = pieces_of(text, chat, answer)
-    assert "".join(piece.text for piece in found if isinstance(piece, Thought)) == "hm"
-    assert text.num_thought_tokens(chat, prompt, answer) == len(answer) - len(text.tokenizer.encode_plain("Hi"))
-    shaped = text.request(prompt, GenerationParams(grammar=json_object_grammar()), chat=chat).grammar
-    assert shaped is not None
-    assert "start: thought GAP words" in shaped.source
-
-
 def test_continued_messages_inside_and_after_reasoning(make: Made) -> None:
     text = make(HERMES)
     for prefix, is_thought in (
@@ -163,14 +148,6 @@ def test_continued_messages_inside_and_after_reasoning(make: Made) -> None:
         chat = ChatRequest(messages, add_generation_prompt=False, continue_last=True)
         (piece, *_) = pieces_of(text, chat, text.tokenizer.encode_plain("sure"))
         assert isinstance(piece, Thought) is is_thought
-
-
-def test_disabled_reasoning_is_not_parsed(make: Made) -> None:
-    text = make(HERMES)
-    chat = ChatRequest(HI, wants_thought=False)
-    assert text.num_thought_tokens(chat, prompt_of(text, chat), text.tokenizer.encode_plain("<think>")) == 0
-    found = pieces_of(text, chat, text.tokenizer.encode_plain("Hi"))
-    assert {type(piece) for piece in found} == {Words}
 
 
 # Qwen3.5, Gemma 4, gpt-oss

@@ -21,6 +21,7 @@ from quire.engine.generation import (
     TokenLogprob,
 )
 from quire.errors import InvalidRequest, RequestFailed
+from quire.text.grammar import regex_grammar
 from quire.text.messages import Tool
 from quire.text.stream import StopStrings
 from quire.text.tokenizer import Detokenizer, Tokenizer
@@ -85,19 +86,6 @@ def letters(tokenizer: Tokenizer, text: str) -> list[int]:
     return [token_id for token_id in ids if token_id is not None]
 
 
-def test_the_token_that_completes_the_stop_is_the_last(tokenizer: Tokenizer) -> None:
-    generation = make(tokenizer, stop=("END",))
-    first = generation.push(0, output(*letters(tokenizer, "abE")))
-    assert (first.text, len(first.token_ids), first.stop) == ("ab", 3, None)
-    last = generation.push(0, output(*letters(tokenizer, "NDxyz")))
-    assert (last.text, len(last.token_ids), last.stop) == ("", 2, "END")
-
-
-def test_the_stop_can_be_part_of_the_answer(tokenizer: Tokenizer) -> None:
-    generation = make(tokenizer, stop=("b",), include_stop=True)
-    assert generation.push(0, output(*letters(tokenizer, "abc"))).text == "ab"
-
-
 def test_an_incomplete_character_at_the_end_can_complete_a_stop(tokenizer: Tokenizer) -> None:
     generation = make(tokenizer, stop=("\ufffd",))
     end = generation.push(0, output(*tokenizer.encode("\U0001f9ff")[:-1], reason=FinishReason.LENGTH))
@@ -159,25 +147,6 @@ def test_a_parser_ends_the_turn_within_an_output_of_several_tokens(tokenizer: To
     assert found[0][2] is FinishReason.STOP
     assert len(found[0][0]) < len(tokens)
     assert all(one == found[0] for one in found)
-
-
-def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
-    generation = make(tokenizer, stop=("dog!",))
-    ids = tokenizer.encode("the dog")
-    deltas = [generation.push(0, output(token)) for token in ids[:-1]]
-    deltas.append(generation.push(0, output(ids[-1], reason=FinishReason.LENGTH)))
-    assert "".join(delta.text for delta in deltas) == "the dog"
-    assert generation.whole().completions[0].finish_reason is FinishReason.LENGTH
-
-
-def test_an_incomplete_character_at_the_end_is_replaced(tokenizer: Tokenizer) -> None:
-    generation = make(tokenizer)
-    ids = tokenizer.encode("🦀")
-    assert len(ids) > 1
-    first = generation.push(0, output(ids[0]))
-    assert first.text == ""
-    last = generation.push(0, output(ids[1], reason=FinishReason.LENGTH))
-    assert set(last.text) == {"\ufffd"}
 
 
 def test_samples_are_kept_apart(tokenizer: Tokenizer) -> None:
@@ -298,6 +267,7 @@ def test_result_raises_for_a_failed_sample_and_output_does_not(tokenizer: Tokeni
         ({"logit_bias": [1]}, r"logit_bias = \[1\]"),
         ({"logit_bias": {True: 1.0}}, r"logit_bias\[0\] = True"),
         ({"ignore_eos": "no"}, "ignore_eos = 'no'"),
+        ({"grammar": regex_grammar("a"), "ignore_eos": True}, "ignore_eos"),
     ],
 )
 def test_bad_params_are_refused_by_name_and_value(fields: dict[str, Any], problem: str) -> None:

@@ -16,9 +16,8 @@ from quire.core.policy import Fcfs
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan
 from quire.core.values import PackedPrompt, SamplingParams
-from quire.engine.engine import Engine
+from quire.engine.engine import NUM_MISSES, NUM_SKIPPED, Drafter, Engine, Guess
 from quire.engine.generation import GenerationRequest, Predicted
-from quire.engine.guesses import NUM_MISSES, NUM_SKIPPED, Drafter, Guess
 from quire.errors import InvalidRequest
 
 BLOCK_SIZE, VOCAB_SIZE = 4, 50

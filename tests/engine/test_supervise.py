@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,10 +15,9 @@ from typing import Any
 import pytest
 
 from quire.engine.worker.client import EngineClient, WorkerProcess
-from quire.engine.worker.protocol import Ask, Failed, GetStats, Stepped, Working, pack
+from quire.engine.worker.protocol import Ask, Failed, GetStats, pack
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
 from tests.engine.serving import SLOW, client, request, until
-from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.anyio
 
@@ -178,29 +176,6 @@ async def test_a_failed_process_start_is_retried(tiny_model: Path, monkeypatch: 
         await until(lambda: engine.facts is not None)
 
 
-async def test_close_does_not_wait_for_the_backoff(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 10 * HANG_S)
-
-    async with supervised(tiny_model) as (engine, watching):
-        engine._num_early_deaths = 50  # the backoff is longer than the time limit of the test
-        kill(engine)
-        await until(lambda: engine._pause is not None)
-        asked = asyncio.create_task(engine.start())
-        await engine.close()
-        await watching
-        with pytest.raises(WorkerDied, match="closed"):
-            await asked
-
-
-async def test_cancelled_supervision_keeps_the_worker(tiny_model: Path) -> None:
-    async with supervised(tiny_model) as (engine, watching):
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
-        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-        assert engine.num_restarts == 0
-
-
 # is_moving
 
 
@@ -225,31 +200,3 @@ async def test_is_moving_is_false_for_a_silent_worker_with_work(tiny_model: Path
         kill(engine, signal.SIGCONT)
         await until(lambda: engine.is_moving)
         generation.cancel()
-
-
-async def test_an_announced_silence_lasts_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = (
-        "import socket, sys\n"
-        "peer = socket.socket(fileno=int(sys.argv[1]))\n"
-        "peer.sendall(bytes.fromhex(sys.argv[2]))\n"
-        "peer.recv(1)\n"
-        "peer.sendall(bytes.fromhex(sys.argv[3]))\n"
-        "peer.recv(1)\n"
-    )
-
-    def spawn(fd: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", script, str(fd), pack(Working(77.0)).hex(), pack(Stepped(())).hex()]
-        return subprocess.Popen(command, pass_fds=[fd])
-
-    monkeypatch.setattr("quire.engine.worker.client._spawn", spawn)
-
-    messages: list[Any] = []
-    process = WorkerProcess(messages.append, lambda _: None)
-    process.expect_message(60.0)
-    assert process.announced_s == 0
-    await until(lambda: len(messages) == 1)
-    assert process.announced_s == 77
-    process._socket.send(b"x")
-    await until(lambda: len(messages) == 2)
-    assert process.announced_s == 0
-    await process.close()

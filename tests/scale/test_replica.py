@@ -20,7 +20,6 @@ from quire.engine.worker.protocol import (
     Add,
     Ask,
     Cancel,
-    DropBlocks,
     Fingerprinted,
     GetStats,
     ToWorker,
@@ -303,7 +302,7 @@ async def test_a_probe_after_a_cancellation_is_answered(
     await until(lambda: running.is_started, "it has started")
     running.cancel()
     connection = client.replicas[0].connection
-    assert (connection.num_requests, connection._is_probing) == (0, True)
+    assert (connection.num_requests, connection._is_busy) == (0, True)
     await until(lambda: not connection._is_busy, "the probe is answered")
     assert client.is_moving
     assert not direct.replicas["r0"]._find(FRONT).is_waiting
@@ -340,7 +339,7 @@ async def test_messages_that_the_worker_cannot_take_are_refused(
     send = replica.process.send
 
     def refuse(message: object) -> None:
-        if isinstance(message, Add | Ask | DropBlocks):
+        if isinstance(message, Add | Ask):
             raise QueueFull("full")
         send(message)  # type: ignore[arg-type]
 
@@ -348,7 +347,7 @@ async def test_messages_that_the_worker_cannot_take_are_refused(
     with pytest.raises(QueueFull):
         await client.generate(request(client))
     assert await client.stats() is None
-    frames = [encode(DropBlocks()), encode(Cancel(running.request_ids[0]))]
+    frames = [encode(Cancel(running.request_ids[0]))]
     await replica.send(FRONT, frames)
     assert not replica.num_requests
     assert not replica._find(FRONT).is_waiting
@@ -605,16 +604,3 @@ async def test_a_replica_with_another_model_is_not_used(
         await waiting
     client.set_replicas(["r0"])  # the earlier settings were deployed again
     await client.generate(request(client))
-
-
-@pytest.mark.parametrize("num_replicas", [2])
-async def test_a_full_replica_does_not_keep_others_from_dropping_their_maps(
-    direct: Direct, client: ClusterClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: ToWorker) -> None:
-        raise QueueFull("full")
-
-    monkeypatch.setattr(client.replicas[0].connection.process, "send", refuse)
-    client.drop_blocks()
-    await until(lambda: direct.sent, "a message was sent")
-    assert direct.sent == [DropBlocks()]

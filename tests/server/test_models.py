@@ -295,7 +295,7 @@ models:
         ("[{model: A, aliases: {x: y}}]", "models[0].aliases = {'x': 'y'} is not a list of names"),
         ("[{model: A, dtype: 16}]", "models[0].dtype = 16 is not text"),
         ("[{model: A, quantize: 3}]", "models[0].quantize = 3 is not one of 4, 8, int4, fp8"),
-        ("[{model: A, kv_cache_dtype: fp4}]", "models[0].kv_cache_dtype = 'fp4' is not auto or fp8"),
+        ("[{model: A, kv_cache_dtype: fp4}]", "models[0].kv_cache_dtype = 'fp4' is not one of auto, fp8"),
         ("[{model: A, kv_cache_dtype: fp8, backend: mlx}]", "models[0].kv_cache_dtype = 'fp8': only the torch backend"),
         ("[{model: A}, {model: B, name: A}]", "the name 'A' is used by A and B"),
         ("5", "models = 5 is not a list"),

@@ -1274,14 +1274,14 @@ MUTANTS = (
     ),
     _mutant(
         "a request stays held",
-        "engine/guesses.py",
+        "engine/engine.py",
         "        request.draft, request.is_held = (), False\n",
         "        request.draft = ()\n",
         "tests/engine/test_speculation.py",
     ),
     _mutant(
         "a wait in vain is not a failure",
-        "engine/guesses.py",
+        "engine/engine.py",
         "                entry.drafter.learn(1, 0)  # the awaited token differs from the guess\n",
         "                pass\n",
         "tests/engine/test_speculation.py",
@@ -1295,7 +1295,7 @@ MUTANTS = (
     ),
     _mutant(
         "a wrong prediction is always used",
-        "engine/guesses.py",
+        "engine/engine.py",
         "prediction.num_matched >= self._min_match and (coming",
         "(coming",
         "tests/engine/test_guesses.py",

@@ -354,7 +354,7 @@ def test_mlx_and_the_fake_backend_are_not_refused(packed: Path) -> None:
     with pytest.raises(UnsupportedModel):
         check_supported(spec, EngineConfig(backend="native"))
     with LLM(packed, backend="fake") as llm:
-        assert llm.generate(["The dog"], progress=False)[0].usage.completion_tokens
+        assert llm.generate(["The dog"])[0].usage.completion_tokens
 
 
 def test_the_advice_depends_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,6 @@ from quire.errors import QuireError
 
 LANES = 8
 ROW_BYTES = 4 * LANES
-CHECKSUM_BYTES = 16 * LANES
-
-_MODULUS = 1 << 64
-_PACKED = struct.Struct(f"<{2 * LANES}Q")
-_NUMPY_BYTES = 1 << 18  # that numpy adds at a time: its copies should be small
 
 ABI = 1
 DIGEST_BYTES = 32
@@ -63,41 +58,21 @@ log = logging.getLogger(__name__)
 
 
 class Sums(ctypes.Structure):
-    """The sums of a checksum, for each lane."""
+    """The sums of a checksum, for each lane, in the order in which they are hashed. Machines are little-endian."""
 
     _fields_ = (("words", ctypes.c_uint64 * 8), ("totals", ctypes.c_uint64 * 8))
 
-    def add(self, part: memoryview) -> None:
-        """Add content. Only the last part may have a length that is not a multiple of `ROW_BYTES`."""
-        if (library := load_library()) is not None:
-            library.add_bytes(self, part)
-            return
-        for first in range(0, len(part), _NUMPY_BYTES):
-            some = part[first : first + _NUMPY_BYTES]
-            if missing := -len(some) % ROW_BYTES:
-                some = memoryview(bytes(some) + bytes(missing))
-            self._add_rows(some)
-
-    def _add_rows(self, rows: memoryview) -> None:
-        import numpy as np  # part of every backend; `quire cache` needs it only if there is no C library
-
-        words = np.frombuffer(rows, "<u4").reshape(-1, LANES).astype(np.uint64)
-        num_rows = len(words)
-        weights = np.arange(num_rows, 0, -1, dtype=np.uint64)  # the first row is in all values that the sum has
-        added, weighted = words.sum(0), weights @ words
-        for lane in range(LANES):
-            self.totals[lane] = (self.totals[lane] + num_rows * self.words[lane] + int(weighted[lane])) % _MODULUS
-            self.words[lane] = (self.words[lane] + int(added[lane])) % _MODULUS
-
-    def packed(self) -> bytes:
-        """The sums as they are hashed."""
-        return bytes(self) if sys.byteorder == "little" else _PACKED.pack(*self.words, *self.totals)
-
 
 def checksum(content: memoryview) -> bytes:
-    total = Sums()
-    total.add(content)
-    return total.packed()
+    if (library := load_library()) is not None:
+        total = Sums()
+        library.add_bytes(total, content)
+        return bytes(total)
+    import numpy as np  # part of every backend; `quire cache` needs it only if there is no C library
+
+    padded = bytes(content) + bytes(-len(content) % ROW_BYTES)
+    rows = np.frombuffer(padded, "<u4").reshape(-1, LANES).astype(np.uint64)
+    return bytes(rows.sum(0)) + bytes(rows.cumsum(0).sum(0))
 
 
 class _File(ctypes.Structure):
@@ -151,7 +126,7 @@ class FileLibrary:
             file.header_bytes, file.payload_bytes = len(header), read.out.nbytes
         self._read_files(files, len(reads), now_ns)
         return [
-            bool(file.is_read) and sha256(header + file.sums.packed()).digest() == bytes(file.digest)
+            bool(file.is_read) and sha256(header + bytes(file.sums)).digest() == bytes(file.digest)
             for file, header in zip(files, headers, strict=True)
         ]
 
@@ -188,7 +163,6 @@ TEMPORARY_PREFIX = ".tmp-"
 
 _HEAD = struct.Struct(f"<8sHBxIQ{SPACE_BYTES}s{KEY_BYTES}s{KEY_BYTES}s")
 _FIRST_READ = 512  # bytes; the whole header of a block of up to 98 tokens
-_CHECK_PIECE = 1 << 20  # bytes that `check_block` reads at a time
 
 
 class Fault(StrEnum):
@@ -203,12 +177,7 @@ class Fault(StrEnum):
     OLDER_VERSION = "older_version"
     NEWER_VERSION = "newer_version"
     HEADER = "header"  # the digest of the header does not match
-    SPACE = "space"
-    KIND = "kind"
-    KEY = "key"
-    PARENT_KEY = "parent_key"
-    TOKENS = "tokens"
-    SIZE = "size"  # intact, and the payload has another length than the reader expects
+    OTHER = "other"  # intact, but not what its reader expects: other weights, tokens, kind or size
     DIGEST = "digest"  # the payload does not have the checksum that was stored with it
 
 
@@ -222,12 +191,7 @@ FAULT_WORDS = {
     Fault.OLDER_VERSION: "written by an older version of quire, in another format",
     Fault.NEWER_VERSION: "written by a newer version of quire, in another format",
     Fault.HEADER: "the header does not match its checksum",
-    Fault.SPACE: "content of other weights or settings",
-    Fault.KIND: "content of another kind than the name says",
-    Fault.KEY: "content that belongs to another name",
-    Fault.PARENT_KEY: "content after another prefix",
-    Fault.TOKENS: "content of other tokens",
-    Fault.SIZE: "content of another size than the model's",
+    Fault.OTHER: "content of other weights, settings or tokens than the name says",
     Fault.DIGEST: "the content does not match its checksum",
 }
 
@@ -300,44 +264,32 @@ def read_block(path: Path | str, space: bytes, content: Content, out: memoryview
     of O_DIRECT.
     """
     with _opened(path) as (descriptor, size):
-        header, raw = _read_header(path, descriptor, size, file_bytes(len(content.tokens), 0) - DIGEST_BYTES)
-        _compare(path, header, space, content)
-        if header.payload_bytes != out.nbytes:
-            raise DamagedBlock(Fault.SIZE, path, f"the payload has {header.payload_bytes} bytes, not {out.nbytes}")
-        _read_payload(path, descriptor, raw, out.nbytes, out.cast("B"))
+        header, raw = _read_header(path, descriptor, size)
+        if header != (space, content, out.nbytes):
+            raise DamagedBlock(Fault.OTHER, path)
+        _read_payload(path, descriptor, raw, out.cast("B"))
 
 
 def check_block(path: Path | str) -> Header:
-    """Read and check a whole file, in parts. Raises DamagedBlock."""
+    """Read and check a whole file. Raises DamagedBlock."""
     with _opened(path) as (descriptor, size):
-        header, raw = _read_header(path, descriptor, size, _FIRST_READ)
-        _read_payload(path, descriptor, raw, header.payload_bytes)
+        header, raw = _read_header(path, descriptor, size)
+        _read_payload(path, descriptor, raw, memoryview(bytearray(header.payload_bytes)))
         return header
 
 
-def _read_payload(
-    path: Path | str, descriptor: int, header: bytes, num_bytes: int, out: memoryview | None = None
-) -> None:
-    """Read the payload, and compare its checksum. `out`: a buffer for it; None: it is not kept."""
-    total = Sums()
-    piece, stored = memoryview(bytearray(_CHECK_PIECE)), memoryview(bytearray(DIGEST_BYTES))
+def _read_payload(path: Path | str, descriptor: int, header: bytes, out: memoryview) -> None:
+    """Read the payload, and compare its checksum."""
+    stored = memoryview(bytearray(DIGEST_BYTES))
     os.lseek(descriptor, len(header), os.SEEK_SET)
-    for at in range(0, num_bytes, _CHECK_PIECE):
-        size = min(_CHECK_PIECE, num_bytes - at)
-        part = piece[:size] if out is None else out[at : at + size]
-        _read_all(path, descriptor, part)
-        total.add(part)
-    _read_all(path, descriptor, stored)
-    if sha256(header + total.packed()).digest() != stored:
+    for left in (out, stored):
+        while left:
+            num_bytes = os.readv(descriptor, [left])
+            if num_bytes == 0:
+                raise DamagedBlock(Fault.TRUNCATED, path, "the file became shorter")
+            left = left[num_bytes:]
+    if sha256(header + checksum(out)).digest() != stored:
         raise DamagedBlock(Fault.DIGEST, path)
-
-
-def _read_all(path: Path | str, descriptor: int, buffer: memoryview) -> None:
-    while buffer:
-        num_bytes = os.readv(descriptor, [buffer])
-        if num_bytes == 0:
-            raise DamagedBlock(Fault.TRUNCATED, path, "the file became shorter")
-        buffer = buffer[num_bytes:]
 
 
 def read_blocks(reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[DamagedBlock | None]:
@@ -365,17 +317,14 @@ def _read_alone(read: BlockRead, space: bytes, now_ns: int) -> DamagedBlock | No
 def read_header(path: Path | str) -> Header:
     """Read and check everything but the payload and its digest. Raises DamagedBlock."""
     with _opened(path) as (descriptor, size):
-        return _read_header(path, descriptor, size, _FIRST_READ)[0]
+        return _read_header(path, descriptor, size)[0]
 
 
 def _pack_header(space: bytes, content: Content, payload_bytes: int) -> bytes:
     """Everything before the payload."""
-    if len(space) != SPACE_BYTES or len(content.key) != KEY_BYTES or len(content.parent_key) != KEY_BYTES:
-        lengths = len(space), len(content.key), len(content.parent_key)
-        raise ValueError(f"space, key and parent key have {lengths} bytes, not {(SPACE_BYTES, KEY_BYTES, KEY_BYTES)}")
-    if len(content.tokens) > MAX_TOKEN_BYTES:
-        raise ValueError(f"{len(content.tokens)} bytes of tokens are more than {MAX_TOKEN_BYTES}")
     kind, key, parent_key, tokens = content
+    assert (len(space), len(key), len(parent_key)) == (SPACE_BYTES, KEY_BYTES, KEY_BYTES)
+    assert len(tokens) <= MAX_TOKEN_BYTES
     head = _HEAD.pack(MAGIC, VERSION, kind, len(tokens), payload_bytes, space, key, parent_key) + tokens
     return head + sha256(head).digest()
 
@@ -402,9 +351,9 @@ def _opened(path: Path | str) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def _read_header(path: Path | str, descriptor: int, size: int, first_read: int) -> tuple[Header, bytes]:
-    """Read, check and return the header, also as bytes. Reads `first_read` bytes at once, and then what is missing."""
-    raw = os.pread(descriptor, first_read, 0)
+def _read_header(path: Path | str, descriptor: int, size: int) -> tuple[Header, bytes]:
+    """Read, check and return the header, also as bytes."""
+    raw = os.pread(descriptor, _FIRST_READ, 0)
     if len(raw) < _HEAD.size:
         raise DamagedBlock(Fault.TRUNCATED, path, f"{size} bytes")
     magic, version, kind, num_token_bytes, payload_bytes, space, key, parent_key = _HEAD.unpack_from(raw)
@@ -429,19 +378,5 @@ def _read_header(path: Path | str, descriptor: int, size: int, first_read: int) 
     try:
         content = Content(MemoryKind(kind), key, parent_key, raw[_HEAD.size : end])
     except ValueError:
-        raise DamagedBlock(Fault.KIND, path, str(kind)) from None
+        raise DamagedBlock(Fault.HEADER, path, f"{kind = }") from None
     return Header(space, content, payload_bytes), raw
-
-
-def _compare(path: Path | str, header: Header, space: bytes, content: Content) -> None:
-    """Check that a file has the content that its reader expects."""
-    found = header.content
-    for fault, is_equal in (
-        (Fault.SPACE, header.space == space),
-        (Fault.KIND, found.kind == content.kind),
-        (Fault.KEY, found.key == content.key),
-        (Fault.PARENT_KEY, found.parent_key == content.parent_key),
-        (Fault.TOKENS, found.tokens == content.tokens),
-    ):
-        if not is_equal:
-            raise DamagedBlock(fault, path)

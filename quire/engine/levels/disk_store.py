@@ -10,24 +10,48 @@ folder if the last listing is older than `RESCAN_S` and than 50 times the time t
 2 % of the time, and the folder exceeds its budget by at most what other processes write in that interval.
 
 `FileIndex` is the files in the cache folder, as one process knows them: sizes, and the order of their last use.
+
+quire creates the folder readable by its owner only:
+
+    ROOT/secret                              secret of the chain keys, for all processes that use the folder
+    ROOT/digests.json                        digests of weights that were computed before
+    ROOT/NAME-0123456789abcdef/              a space: content of one model, computed in one way
+    ROOT/NAME-0123456789abcdef/facts.json    what the space is a digest of
+    ROOT/cleared, SPACE/cleared              marks of clears
+    ROOT/NAME-0123456789abcdef/5e/block-5e1c....kv
+
+A file is named by the kind and the key of its content, and lies in one of 256 folders by the first byte of the key.
+The time of its last change is the time of its last use. Files with other names are not quire's: they are counted as
+foreign and never deleted.
+
+By the marks running servers learn that `quire cache clear` has deleted the content of all models or of one. A mark is
+an empty file. A server looks whether its time has changed. A mark that disappears means nothing: the folder may have
+been deleted and created again.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+import re
+import secrets
 import stat
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.core.step import Content
+from quire.core.step import Content, MemoryKind
 from quire.engine.levels.block_file import (
+    TEMPORARY_PREFIX,
+    VERSION,
     BlockRead,
     DamagedBlock,
     Fault,
@@ -35,25 +59,294 @@ from quire.engine.levels.block_file import (
     read_blocks,
     read_header,
     write_block,
-)
-from quire.engine.levels.cache_folder import (
-    DeletionWatch,
-    StoredFile,
-    list_drafts,
-    list_files,
-    make_private,
-    open_space,
-    remove_stale,
-    restore_space,
-    root_secret,
-    space_folders,
-    write_secret,
+    write_private,
 )
 from quire.errors import CacheFolderError, InvalidRequest
 
+LOOK_S = 1.0  # between two looks at the marks
+
+
+class ClearWatch:
+    """Looks for new marks. A look opens two files."""
+
+    def __init__(self, root: Path, space: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._marks = (root / CLEARED_NAME, space / CLEARED_NAME)
+        self._clock = clock
+        self._seen: dict[Path, int] = {}  # mark -> its time
+        self._next_s = 0.0
+        self.look(at_once=True)
+
+    def look(self, *, at_once: bool = False) -> int | None:
+        """When another process has deleted all content, memory included. None: it has not since the last look.
+
+        `at_once`: look even if the last look was a moment ago.
+        """
+        now_s = self._clock()
+        if now_s < self._next_s and not at_once:
+            return None
+        self._next_s = now_s + LOOK_S
+        cleared_ns: int | None = None
+        for path in self._marks:
+            with suppress(OSError), open(path, "rb") as file:
+                time_ns = os.fstat(file.fileno()).st_mtime_ns
+                if time_ns != self._seen.get(path):
+                    self._seen[path] = time_ns
+                    cleared_ns = max(cleared_ns or 0, time_ns)
+        return cleared_ns
+
+
+def mark_cleared(folder: Path) -> None:
+    """Let the servers that use a root or a space clear their caches. Raises OSError."""
+    write_private(folder / CLEARED_NAME, [])
+
+
+SECRET_BYTES = 32
+SECRET_NAME = "secret"
+FACTS_NAME = "facts.json"
+CLEARED_NAME = "cleared"
+STALE_S = 3600.0  # a temporary file of this age was left by a process that died: a write takes seconds
+
+_SPACE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}-([0-9a-f]{16})")
+_PREFIX_NAME = re.compile(r"[0-9a-f]{2}")
+_FILE_NAME = re.compile(r"(block|window|state)-([0-9a-f]{32})\.kv")
+_MAX_FACTS_BYTES = 1 << 20
+
+
+class StoredFile(NamedTuple):
+    """A file of cached content, by its name; nothing of it was read."""
+
+    path: str
+    kind: MemoryKind
+    key: bytes
+    size: int
+    used_ns: int  # time of the last use
+    is_regular: bool = True  # False: a directory or a link has the name of a file
+
+
+class Listing(NamedTuple):
+    """The files of one space."""
+
+    files: list[StoredFile]
+    temporaries: list[str]  # being written, or left by a process that died
+    foreign: list[str]  # names that quire does not use
+    unreadable: list[str]  # folders that may not be read
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A folder of files that one runner can use, and what determines their bytes."""
+
+    path: Path
+    name: str  # of the model; for people
+    digest: bytes
+    facts: Mapping[str, str] = field(hash=False)
+
+    def file(self, kind: MemoryKind, key: bytes) -> str:
+        """The path of a file: a text, because a scan makes many of them, and a Path takes longer than a system call."""
+        return os.path.join(self.path, key[:1].hex(), f"{kind.name.lower()}-{key.hex()}.kv")
+
+
+def space_digest(facts: Mapping[str, str]) -> bytes:
+    """Digest of everything that determines the bytes of cached content, besides its tokens."""
+    if not facts or not all(isinstance(text, str) for pair in facts.items() for text in pair):
+        raise InvalidRequest(f"facts = {dict(facts)!r:.200} is not a table of names and texts with at least one row")
+    return sha256(b"quire space\n" + json.dumps(dict(facts), sort_keys=True).encode()).digest()
+
+
+def open_root(root: Path) -> None:
+    """Create the folder if it does not exist. Raises CacheFolderError if it cannot or must not be used."""
+    try:
+        if not root.exists():
+            make_private(root)
+        found = root.stat()
+    except OSError as error:
+        where = "" if error.filename is None or Path(error.filename) == root else f": {error.filename}"
+        raise CacheFolderError(f"the cache folder {root} cannot be used: {error.strerror or error}{where}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise CacheFolderError(f"the cache folder {root} is not a folder")
+    if found.st_mode & stat.S_IWOTH:
+        # A folder such as /tmp must stay as it is: others use it.
+        is_own = not found.st_mode & stat.S_ISVTX and os.path.lexists(root / SECRET_NAME)
+        advice = f"run `chmod o-w {root}`" if is_own else f"choose a folder for it alone, such as {root / 'quire-kv'}"
+        raise CacheFolderError(f"every user of this machine can write to the cache folder {root}: {advice}")
+
+
+def open_space(root: Path, name: str, facts: Mapping[str, str]) -> Space:
+    """Find or create the folder for these facts. A folder of another name with the same facts is used."""
+    digest = space_digest(facts)
+    for found in find_spaces(root):
+        if found.digest == digest:
+            return found
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:64].strip("._-") or "model"
+    space = Space(root / f"{readable}-{digest.hex()[:16]}", name, digest, dict(facts))
+    try:
+        restore_space(space)
+    except OSError as error:
+        raise CacheFolderError(f"the cache folder {space.path} cannot be used: {error.strerror or error}") from error
+    return space
+
+
+def restore_space(space: Space) -> None:
+    """Create what is missing of the folder itself. Raises OSError if the root is gone."""
+    make_private(space.path, parents=False)
+    path = space.path / FACTS_NAME
+    if read_space(space.path) is None:
+        facts = {"format": VERSION, "name": space.name, "space": space.digest.hex(), "facts": dict(space.facts)}
+        write_private(path, [json.dumps(facts, indent=2).encode() + b"\n"])
+
+
+def find_spaces(root: Path) -> list[Space]:
+    """The spaces in a folder, by name. A folder without valid facts is not one."""
+    return [space for path in space_folders(root) if (space := read_space(path)) is not None]
+
+
+def space_folders(root: Path) -> list[Path]:
+    """Folders with the name of a space. Links are not followed."""
+    try:
+        with os.scandir(root) as entries:
+            found = [one for one in entries if _SPACE_NAME.fullmatch(one.name)]
+            names = [one.name for one in found if one.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [root / name for name in sorted(names)]
+
+
+def read_space(path: Path) -> Space | None:
+    """The space in a folder. None if its facts are missing, damaged or those of another folder."""
+    try:
+        with open(path / FACTS_NAME, "rb") as file:
+            found = json.loads(file.read(_MAX_FACTS_BYTES))
+        facts, name = found["facts"], found["name"]
+        digest = space_digest(facts)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # InvalidRequest is a ValueError
+        return None
+    named = _SPACE_NAME.fullmatch(path.name)
+    if named is None or named[1] != digest.hex()[:16] or found.get("space") != digest.hex() or type(name) is not str:
+        return None
+    return Space(path, name, digest, facts)
+
+
+def list_files(folder: Path) -> Listing:
+    """List the files of a space. Leaves out what disappears meanwhile. Links are not followed."""
+    listing = Listing([], [], [], [])
+    for prefix in _scan(folder, listing.unreadable):
+        if prefix.name in (FACTS_NAME, CLEARED_NAME):
+            continue
+        if prefix.name.startswith(TEMPORARY_PREFIX):
+            listing.temporaries.append(prefix.path)
+        elif not _PREFIX_NAME.fullmatch(prefix.name) or not prefix.is_dir(follow_symlinks=False):
+            listing.foreign.append(prefix.path)
+        else:
+            _list_prefix(listing, prefix)
+    return listing
+
+
+def _list_prefix(listing: Listing, prefix: os.DirEntry[str]) -> None:
+    for entry in _scan(prefix.path, listing.unreadable):
+        found = _FILE_NAME.fullmatch(entry.name)
+        if found is not None and found[2].startswith(prefix.name):
+            kind, key = MemoryKind[found[1].upper()], bytes.fromhex(found[2])
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                is_regular = stat.S_ISREG(status.st_mode)
+                listing.files.append(StoredFile(entry.path, kind, key, status.st_size, status.st_mtime_ns, is_regular))
+        elif entry.name.startswith(TEMPORARY_PREFIX):
+            listing.temporaries.append(entry.path)
+        else:
+            listing.foreign.append(entry.path)
+
+
+def _scan(folder: Path | str, unreadable: list[str]) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except PermissionError:
+        unreadable.append(str(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return []
+
+
+def list_drafts(root: Path) -> list[str]:
+    """Temporary files in the root itself."""
+    return [entry.path for entry in _scan(root, []) if entry.name.startswith(TEMPORARY_PREFIX)]
+
+
+def remove_stale(temporaries: Iterable[str]) -> None:
+    """Remove temporary files of processes that died."""
+    for path in temporaries:
+        with suppress(OSError):
+            found = os.lstat(path)
+            if time.time_ns() - found.st_mtime_ns > STALE_S * 1e9 and stat.S_ISREG(found.st_mode):
+                os.unlink(path)
+
+
+def make_private(folder: Path, *, parents: bool = True) -> None:
+    """Create a folder for this user only, whatever the umask is. An existing one is left as it is."""
+    try:
+        if parents:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+    else:
+        folder.chmod(0o700)
+
+
+def root_secret(root: Path) -> bytes:
+    """The secret of the chain keys of this folder, created by the first process that asks for it.
+
+    With the same secret, processes and restarts give the same keys to the same tokens. Nobody without it can compute
+    the key of a prompt. Raises CacheFolderError if the file is damaged or other users can read it.
+    """
+    open_root(root)
+    path = root / SECRET_NAME
+    try:
+        with suppress(FileNotFoundError):
+            return _read_secret(path)
+        write_secret(root, secrets.token_bytes(SECRET_BYTES))
+        return _read_secret(path)
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP
+        problem = f"the secret {path} cannot be read or written: {error.strerror or error}"
+        raise CacheFolderError(f"{path} is a link: replace it by a file" if is_link else problem) from error
+
+
+def write_secret(root: Path, secret: bytes) -> None:
+    """Store the secret of a folder, unless it has one. Raises OSError."""
+    with suppress(FileExistsError):  # another process was faster: its secret is the one to use
+        write_private(root / SECRET_NAME, [secret], may_replace=False)
+
+
+def _read_secret(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CacheFolderError(f"{path} is not a file: delete it, so that quire writes a new secret")
+        if found.st_mode & 0o077:
+            raise CacheFolderError(
+                f"other users may read {path} (mode {stat.S_IMODE(found.st_mode):04o}): delete the file, so that quire"
+                " writes a new secret, or run `chmod 600` on it if nobody has read it. With a new secret, the content"
+                " cached so far is not found any more"
+            )
+        data = os.read(descriptor, SECRET_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) != SECRET_BYTES:
+        raise CacheFolderError(
+            f"{path} has {found.st_size} bytes, not {SECRET_BYTES}: it is damaged. Restore it, or delete it, so that"
+            " quire writes a new one. With a new secret, the content cached so far is not found any more"
+        )
+    return data
+
+
+# The store
+
 
 class Entry(NamedTuple):
-    """A file. `content` is known if this process has scanned, read or written the file."""
+    """A file. `content` is known if this process has scanned or written the file."""
 
     size: int
     used_ns: int
@@ -63,58 +356,54 @@ class Entry(NamedTuple):
 class FileIndex:
     """Files by path, least recently used first, within a budget of bytes. Makes no system calls.
 
-    Any thread may call any method. A listing of the folder takes a while, in which other threads enter files: these are
-    kept. A file that they delete meanwhile may stay known until the next listing.
+    Any thread may call any method; the one that writes lists the folder too. A file that others delete while the folder
+    is listed may stay known until the next listing. A file that was used since it was entered is evicted later: see
+    `DiskStore._evict`.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._lock = threading.RLock()
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
         self.num_bytes = 0
         self._gone: dict[Content, None] = {}
-        self.fresh: set[str] = set()  # entered since the last listing began
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def put(self, path: str, entry: Entry) -> None:
         """Enter a file as the most recently used one."""
         with self._lock:
             self.drop(path)
-            self._entries[path] = entry
-            self.fresh.add(path)
+            self.entries[path] = entry
             self.num_bytes += entry.size
             if entry.content is not None:
                 self._gone.pop(entry.content, None)
 
     def drop(self, path: str) -> None:
         with self._lock:
-            entry = self._entries.pop(path, None)
+            entry = self.entries.pop(path, None)
             if entry is not None:
                 self.num_bytes -= entry.size
 
     def learn(self, path: str, content: Content) -> bool:
         """Remember what a file contains. Returns False if there is no such file."""
         with self._lock:
-            entry = self._entries.get(path)
+            entry = self.entries.get(path)
             if entry is not None:
-                self._entries[path] = entry._replace(content=content)
+                self.entries[path] = entry._replace(content=content)
             return entry is not None
 
     def knows(self, path: str) -> bool:
         """Whether the content of a file is known."""
         with self._lock:
-            entry = self._entries.get(path)
+            entry = self.entries.get(path)
             return entry is not None and entry.content is not None
 
     # Room
 
     def pop_oldest(self) -> tuple[str, Entry] | None:
         with self._lock:
-            if not self._entries:
+            if not self.entries:
                 return None
-            path, entry = next(iter(self._entries.items()))
+            path, entry = next(iter(self.entries.items()))
             self.drop(path)
             return path, entry
 
@@ -133,26 +422,25 @@ class FileIndex:
     # Listings
 
     def end_listing(self, found: Iterable[StoredFile]) -> None:
-        """Replace the entries by what a listing found, except those that were entered while it ran."""
+        """Replace the entries by what a listing found."""
         with self._lock:
-            old = self._entries
-            new = {path: entry for path, entry in old.items() if path in self.fresh}
-            for file in found:
-                known = old.get(file.path)
-                content = None if known is None else known.content
-                new.setdefault(file.path, Entry(file.size, file.used_ns, content))
-            for path, entry in old.items():
-                if path not in new:
-                    self.note_gone(entry)
-            self._entries = OrderedDict(sorted(new.items(), key=lambda pair: (pair[1].used_ns, pair[0])))
-            self.num_bytes = sum(entry.size for entry in new.values())
+            old, self.entries = self.entries, OrderedDict()
+            for file in sorted(found, key=_by_use):
+                known = old.pop(file.path, None)
+                self.entries[file.path] = Entry(file.size, file.used_ns, None if known is None else known.content)
+            for entry in old.values():
+                self.note_gone(entry)
+            self.num_bytes = sum(entry.size for entry in self.entries.values())
+
+
+def _by_use(file: StoredFile) -> tuple[int, str]:
+    return file.used_ns, file.path
 
 
 RESCAN_S = 10.0
 RESCAN_COST = 50  # times the duration of the last listing
 CALL_BYTES = 8 << 20  # that a thread reads in one call: a return from C may wait for the GIL
 PAUSE_S = 30.0  # without writes after one failed: the next would fail too
-WARN_AGAIN_S = 300.0  # between two warnings that writes fail
 
 # The file is not at fault, or it belongs to another version of quire.
 KEPT_FAULTS = (Fault.MISSING, Fault.UNREADABLE, Fault.NEWER_VERSION)
@@ -167,7 +455,6 @@ class Written(NamedTuple):
 
     is_stored: bool  # False: writes are paused, there is no room, or the write failed
     gone: tuple[Content, ...]  # content of this space that was found or stored before and is not there any more
-    error: OSError | None = None
 
 
 def reads_per_thread(num_reads: int, size: int, num_threads: int) -> int:
@@ -193,21 +480,16 @@ class DiskStore:
         name: str = "model",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if max_bytes < 1:
-            raise InvalidRequest(f"{max_bytes = } is not a positive number of bytes")
         self._secret = root_secret(root)
         self.space = open_space(root, name, facts)
         self._root = root
-        self.watch = DeletionWatch(root, self.space.path, clock)
+        self.watch = ClearWatch(root, self.space.path, clock)
         self._own_prefix = f"{self.space.path}{os.sep}"
         self.index = FileIndex(max_bytes)
         self._clock = clock
         self._next_listing_s = 0.0
         self._paused_until_s = 0.0
-        self._warned_s: float | None = None  # time of the last warning
-        self._is_warned = False  # of failures, and no write succeeded since
-        self._lock = threading.Lock()
-        self.faults: Counter[Fault] = Counter()  # files that were not used; protected by the lock
+        self._has_failed = False  # the last write; a file that has the name of a folder does not count
 
     def scan(self) -> Iterator[Content]:
         """List the content of this space, least recently used first.
@@ -232,7 +514,6 @@ class DiskStore:
         """
         size = file_bytes(len(content.tokens), payload.nbytes)
         path = self.space.file(content.kind, content.key)
-        error = None
         is_stored = False
         try:
             if size <= self.index.max_bytes and not self.is_paused:
@@ -241,22 +522,17 @@ class DiskStore:
                 if not self._renew(path, size, content):
                     self._write(path, content, payload, size)
                 is_stored = True
-        except OSError as failure:
-            error = failure
-            self._note_error(failure)
-        return Written(is_stored, self.index.take_gone(), error)
+        except OSError as error:
+            self._note_error(error)
+        return Written(is_stored, self.index.take_gone())
 
     def read_many(self, contents: Sequence[Content], outs: Sequence[memoryview]) -> list[DamagedBlock | None]:
         """Read contents into buffers. Returns what is wrong with each; damaged files are deleted."""
-        now_ns = time.time_ns()
         paths = [self.space.file(content.kind, content.key) for content in contents]
         reads = [BlockRead(*read) for read in zip(paths, contents, outs, strict=True)]
-        found = read_blocks(reads, self.space.digest, now_ns)
+        found = read_blocks(reads, self.space.digest, time.time_ns())
         for read, damage in zip(reads, found, strict=True):
-            if damage is None:
-                size = file_bytes(len(read.content.tokens), read.out.nbytes)
-                self.index.put(read.path, Entry(size, now_ns, read.content))
-            else:
+            if damage is not None:
                 self._note_damage(read.path, damage.fault)
         return found
 
@@ -270,10 +546,17 @@ class DiskStore:
             return False
         return True
 
-    def clear(self) -> None:
-        """Delete all content of this space. If some of it cannot be deleted, deletes the rest and raises OSError."""
+    def clear(self, cleared_ns: int | None = None) -> None:
+        """Delete all content of this space. If some of it cannot be deleted, deletes the rest and raises OSError.
+
+        `cleared_ns`: another process cleared the cache then. Files that are newer are kept, except those that this
+        process has written, because they may have old content.
+        """
         problem: OSError | None = None
+        self._next_listing_s = 0.0  # files that others have deleted are known until then
         for file in list_files(self.space.path).files:
+            if cleared_ns is not None and file.used_ns > cleared_ns and not self.index.knows(file.path):
+                continue
             self.index.drop(file.path)
             try:
                 if file.is_regular:
@@ -284,21 +567,6 @@ class DiskStore:
                 problem = problem or error
         if problem is not None:
             raise problem
-
-    def resync(self, cleared_ns: int | None = None) -> tuple[Content, ...]:
-        """List the folder now. Returns the content of this space that is not there any more. Raises OSError.
-
-        `cleared_ns`: another process cleared the cache then. Files that this process has written or read meanwhile are
-        deleted first, because they may have old content. Others that are newer were written after the clear.
-        """
-        if cleared_ns is not None:
-            for file in list_files(self.space.path).files:
-                if file.is_regular and (file.used_ns <= cleared_ns or self.index.knows(file.path)):
-                    self.index.drop(file.path)
-                    with suppress(FileNotFoundError):
-                        os.unlink(file.path)
-        self._list_root()
-        return self.index.take_gone()
 
     @property
     def is_paused(self) -> bool:
@@ -328,9 +596,9 @@ class DiskStore:
                 self._evict(*oldest)
         self._write_file(path, content, payload)
         self.index.put(path, Entry(size, time.time_ns(), content))
-        was_warned, self._is_warned = self._is_warned, False
-        if was_warned:
+        if self._has_failed:
             log.warning("cached content is saved to %s again", self._root)
+        self._has_failed = False
 
     def _write_file(self, path: str, content: Content, payload: memoryview) -> None:
         try:
@@ -361,15 +629,14 @@ class DiskStore:
         self.index.note_gone(entry)
 
     def _note_error(self, error: OSError) -> None:
-        now_s = self._clock()
-        is_single = error.errno in _SINGLE_FILE_ERRORS
-        if not is_single:
-            self._paused_until_s = now_s + PAUSE_S
-        if self._warned_s is None or now_s - self._warned_s >= WARN_AGAIN_S:
-            self._warned_s, self._is_warned = now_s, not is_single
-            reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename and is_single else ''}"
-            later = "" if is_single else f"; it is tried again after {PAUSE_S:g} s"
-            log.warning("cached content cannot be saved to %s: %s%s", self._root, reason, later)
+        if error.errno in _SINGLE_FILE_ERRORS:
+            log.warning("cached content cannot be saved to %s: %s", self._root, error)
+            return
+        self._paused_until_s = self._clock() + PAUSE_S
+        if not self._has_failed:
+            text = "cached content cannot be saved to %s: %s; it is tried again after %g s"
+            log.warning(text, self._root, error.strerror or error, PAUSE_S)
+        self._has_failed = True
 
     # What is in the folder
 
@@ -378,18 +645,14 @@ class DiskStore:
         path = file.path
         try:
             space, content, _ = read_header(path)
-            if space != self.space.digest:
-                raise DamagedBlock(Fault.SPACE, path)
-            if self.space.file(content.kind, content.key) != path:
-                raise DamagedBlock(Fault.KEY, path)
+            if space != self.space.digest or self.space.file(content.kind, content.key) != path:
+                raise DamagedBlock(Fault.OTHER, path)
         except DamagedBlock as damage:
             self._note_damage(path, damage.fault)
             return None
         return content
 
     def _note_damage(self, path: str, fault: Fault) -> None:
-        with self._lock:
-            self.faults[fault] += 1
         if fault not in KEPT_FAULTS or fault is Fault.MISSING:
             self.index.drop(path)
         if fault not in KEPT_FAULTS:
@@ -400,14 +663,12 @@ class DiskStore:
         """List the files of all spaces. Returns those of this space, least recently used first."""
         begin_s = self._clock()
         found: list[StoredFile] = []
-        self.index.fresh = set()
-        remove_stale(list_drafts(self._root), time.time_ns())
+        remove_stale(list_drafts(self._root))
         for folder in space_folders(self._root):
             listing = list_files(folder)
             found += listing.files
-            remove_stale(listing.temporaries, time.time_ns())
+            remove_stale(listing.temporaries)
         self.index.end_listing(file for file in found if file.is_regular)
         now_s = self._clock()
         self._next_listing_s = now_s + max(RESCAN_S, RESCAN_COST * (now_s - begin_s))
-        own = [file for file in found if file.path.startswith(self._own_prefix)]
-        return sorted(own, key=lambda file: (file.used_ns, file.path))
+        return sorted((file for file in found if file.path.startswith(self._own_prefix)), key=_by_use)

@@ -32,7 +32,6 @@ from quire.core.levels.lower_level import PieceCounts
 from quire.core.step import Content, Load, MemoryKind, Read, Save, StepPlan
 from quire.core.values import Level
 from quire.engine.levels.block_file import FAULT_WORDS, DamagedBlock, Fault
-from quire.engine.levels.cache_folder import Deletion
 from quire.engine.levels.disk_store import KEPT_FAULTS, DiskStore, Written, reads_per_thread
 from quire.errors import CacheFolderError
 
@@ -123,7 +122,6 @@ class Slots:
                 pass
 
 
-NUM_WRITERS = 1
 CLOSE_S = 2.0  # that `close` waits for files in progress
 
 
@@ -264,7 +262,7 @@ class Transfers:
         self._num_readers = num_readers
         self._ended: _Ended = queue.SimpleQueue()
         self._readers = _FileThreads(num_readers, "kv-read", self._ended)
-        self._writers = _FileThreads(NUM_WRITERS, "kv-write", self._ended)
+        self._writers = _FileThreads(1, "kv-write", self._ended)
         self._loading: dict[int, _Loading] = {}
         self._reading: dict[int, _Reading] = {}
         self._reads: deque[Read] = deque()  # not submitted yet: all buffers are in use
@@ -560,59 +558,30 @@ class Transfers:
 
     def _end_write(self, saving: _Saving, written: Written) -> None:
         saving.buffer.release()
-        self._lose(written.gone)
+        if written.gone:
+            self._done.append(Lost(written.gone))
         if saving.generation == self._generation:
             self._done.append(SaveDone(saving.save.content, Level.DISK, written.is_stored))
 
-    def _lose(self, gone: tuple[Content, ...]) -> None:
-        if gone:
-            self._done.append(Lost(gone))
-
-    # Deletions by other processes
-
-    def follow(self, deletion: Deletion) -> None:
-        """Forget what another process has deleted. After a clear, drops the content of host memory too.
-
-        The thread that writes lists the folder. So the listing is between the writes that were submitted before and
-        those that will be.
-        """
-        if deletion.cleared_ns is not None:
-            self._drop_all()
-        self._writers.submit(partial(self._resync, deletion.cleared_ns))
-
-    def _resync(self, cleared_ns: int | None) -> _End:
-        """Runs in a thread."""
-        gone: tuple[Content, ...] = ()
-        try:
-            assert self.disk is not None
-            gone = self.disk.resync(cleared_ns)
-        except Exception:
-            log.exception("files were deleted from the cache folder, and the rest could not be listed")
-        return partial(self._lose, gone)
-
     # End
 
-    def clear(self) -> None:
+    def clear(self, cleared_ns: int | None = None) -> None:
         """Delete all stored content. Saves in flight are dropped; reads and loads in flight end, and may fail.
 
-        Raises CacheFolderError if files cannot be deleted.
+        `cleared_ns`: see `DiskStore.clear`. Raises CacheFolderError if files cannot be deleted.
         """
-        self._drop_all()
-        if self.disk is not None:
-            try:
-                self.disk.clear()
-            except OSError as error:
-                text = f"not all files of {self.disk.space.path} could be deleted: {error.strerror or error}"
-                raise CacheFolderError(text) from error
-
-    def _drop_all(self) -> None:
-        """Drop saves in flight and the content of host memory. Reads and loads in flight end, and may fail."""
         self._generation += 1
         self._done = [one for one in self._done if isinstance(one, LoadDone | ReadDone)]
         while self._reads:
             self._end_file(self._reads.popleft(), None)
         for content in list(self._host):
             self._drop(content)
+        if self.disk is not None:
+            try:
+                self.disk.clear(cleared_ns)
+            except OSError as error:
+                text = f"not all files of {self.disk.space.path} could be deleted: {error.strerror or error}"
+                raise CacheFolderError(text) from error
 
     def close(self) -> None:
         """Wait for the threads, which end after the files that they read or write now.

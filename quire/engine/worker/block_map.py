@@ -84,8 +84,6 @@ class BlockMap:
     """Block states by cell. The pool records changed blocks from construction until `close`."""
 
     def __init__(self, cache: KVCacheManager, max_cells: int, min_per_cell: int = 1) -> None:
-        if max_cells < 1 or min_per_cell < 1:
-            raise InvalidRequest(f"{max_cells = } or {min_per_cell = } is less than 1")
         self._cache = cache
         self.max_cells = max_cells
         self.min_per_cell = min_per_cell

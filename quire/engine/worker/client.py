@@ -10,7 +10,6 @@ the worker only executes steps.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import NoneType
@@ -40,7 +40,6 @@ from quire.engine.generation import (
     GenerationRequest,
     NewParser,
     PinPrefix,
-    check_pin_id,
 )
 from quire.engine.model_text import ModelText
 from quire.engine.process import log_format
@@ -55,7 +54,6 @@ from quire.engine.worker.protocol import (
     Blocks,
     Cancel,
     ClearCache,
-    DropBlocks,
     Explain,
     Failed,
     FindHeld,
@@ -83,7 +81,6 @@ from quire.engine.worker.protocol import (
     pack,
 )
 from quire.errors import (
-    InvalidRequest,
     LostBeforeStart,
     QueueFull,
     QuireError,
@@ -106,6 +103,10 @@ ANSWERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
 }
 
 log = logging.getLogger(__name__)
+
+
+def ignore(*_: object) -> None:
+    """A callback that does nothing."""
 
 
 class WorkerLink(ABC):
@@ -134,7 +135,10 @@ class WorkerLink(ABC):
         self.announced_s = message.limit_s if isinstance(message, Working) else 0.0
         self._heard_s = self._loop.time()
         if not self.is_over:
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:
+                log.exception("a message could not be processed")
 
     @abstractmethod
     def send(self, message: ToWorker) -> None:
@@ -171,7 +175,6 @@ class WorkerProcess(WorkerLink):
         self._writer = FrameWriter(self._socket)
         self._ending: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._deadline_s = 0.0
         self._loop.add_reader(self._socket, self._read)
         self.pid = self._process.pid
 
@@ -181,15 +184,8 @@ class WorkerProcess(WorkerLink):
             return
         if self._writer.num_unsent + len(frame) > MAX_UNSENT and not isinstance(message, Cancel | Finish):
             raise QueueFull(f"{self._writer.num_unsent} bytes are waiting to be read by the model's process")
-        try:
-            self._writer.send(frame)
-        except ConnectionError:
-            return  # it has ended: `_read` handles that after its last messages
-        except OSError as error:
-            self.end(f"cannot be reached: {error}")
-            return
-        if self._writer.num_unsent:
-            self._loop.add_writer(self._socket, self._flush)
+        self._writer.push(frame)
+        self._flush()
 
     def expect_message(self, limit_s: float | None) -> None:
         if self._watch is not None and limit_s != self._limit_s:
@@ -198,8 +194,7 @@ class WorkerProcess(WorkerLink):
         if limit_s is not None and self._watch is None and not self.is_over:
             self._limit_s = limit_s
             self._heard_s, self.announced_s = self._loop.time(), 0.0
-            self._deadline_s = self._heard_s + limit_s
-            self._watch = self._loop.call_at(self._deadline_s, self._check)
+            self._watch = self._loop.call_at(self._heard_s + limit_s, self._check)
 
     def end(self, reason: str = "", grace_s: float = EXIT_LIMIT_S) -> None:
         """End the process. `on_end` is called when it has ended, with `reason` or a description of its exit code."""
@@ -234,30 +229,29 @@ class WorkerProcess(WorkerLink):
             self.end(f"sent an invalid message: {error}")
             return
         for message in messages:
-            announced_s = message.limit_s if isinstance(message, Working) else 0.0
-            self._deadline_s = self._loop.time() + max(self._limit_s, announced_s)
             self._hear(message)
 
     def _flush(self) -> None:
         try:
-            self._writer.flush()
+            is_sent = self._writer.flush()
         except ConnectionError:
-            self._loop.remove_writer(self._socket)
-            return
+            is_sent = True  # it has ended: `_read` handles that after its last messages
         except OSError as error:
             self.end(f"cannot be reached: {error}")
             return
-        if not self._writer.num_unsent:
+        if is_sent:
             self._loop.remove_writer(self._socket)
+        else:
+            self._loop.add_writer(self._socket, self._flush)
 
     def _check(self) -> None:
         self._watch = None
-        if self._loop.time() < self._deadline_s:
-            self._watch = self._loop.call_at(self._deadline_s, self._check)
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
         limit_s = max(self._limit_s, self.announced_s)
+        if self.silence_s < limit_s:
+            self._watch = self._loop.call_at(self._heard_s + limit_s, self._check)
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
         self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
@@ -313,29 +307,12 @@ LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or r
 Connect = Callable[[Callable[[FromWorker], None], Callable[[str], None]], WorkerLink]  # takes on_message and on_end
 
 
-class SafeCallback:
-    """An optional callback. If it raises, the exception is logged and it is not called again."""
-
-    def __init__(self, name: str, function: Callable[..., None] | None) -> None:
-        self._name = name
-        self._function = function
-
-    def __call__(self, *values: object) -> None:
-        if self._function is None:
-            return
-        try:
-            self._function(*values)
-        except Exception:
-            log.exception("%s raised; it is not called again", self._name)
-            self._function = None
-
-
 class WorkerConnection:
     """The connection to one worker process: its running requests and open queries.
 
     `on_end` is called when the worker has ended, unless it was closed on purpose. Its argument: whether the worker
-    finished a request or was ready for `STEADY_S`. `on_lost`: called with each request that had not started by then;
-    without it, such requests fail. `connect`: starts the worker, or finds one on another machine. `probe_id`: the query
+    finished a request or was ready for `STEADY_S`. `on_lost`: called with each request that had not started by then.
+    `connect`: starts the worker, or finds one on another machine. `probe_id`: the query
     id of probes, which no caller of `ask` uses; a worker with several clients answers by the id.
     """
 
@@ -344,12 +321,12 @@ class WorkerConnection:
         name: str,
         hang_limit_s: float,
         *,
-        on_loading: SafeCallback,
-        on_step: SafeCallback,
-        on_gap: SafeCallback,
         on_end: Callable[[bool], None],
-        on_report: Callable[[CacheReport], None] | None = None,
-        on_lost: Callable[[Generation], None] | None = None,
+        on_loading: Progress = ignore,
+        on_step: Callable[[Stepped], None] = ignore,
+        on_gap: Callable[[float, int], None] = ignore,
+        on_report: Callable[[CacheReport], None] = ignore,
+        on_lost: Callable[[Generation, QuireError], None] = Generation.fail,
         connect: Connect = WorkerProcess,
         probe_id: int = PROBE_ID,
     ) -> None:
@@ -366,7 +343,6 @@ class WorkerConnection:
         self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
         self._queries: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._error: QuireError | None = None  # reported by the worker before it ended
-        self._is_probing = False
         self._has_served = False
         self._ready_s = 0.0
         self.facts: Ready | None = None
@@ -387,7 +363,7 @@ class WorkerConnection:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._alive or self._queries or self._is_probing)
+        return bool(self._alive or self._queries)
 
     def load(self, path: Path, config: EngineConfig, kv_events: KvEventsConfig | None) -> None:
         self.process.send(Load(str(path), config, kv_events))
@@ -424,24 +400,16 @@ class WorkerConnection:
             else:
                 self._watch()
 
-    def drop_blocks(self) -> None:
-        with suppress(QueueFull):  # it is sent again next time
-            self.process.send(DropBlocks())
-
     def fail(self, error: QuireError) -> None:
         """Fail everything that waits for this worker."""
         if not self.ready.done():
             self.ready.set_exception(error)
         alive, self._alive = self._alive, {}
-        lost: dict[Generation, None] = {}
-        for generation, _ in alive.values():
-            if self._on_lost is not None and not generation.is_started:
-                lost[generation] = None
+        for generation in dict.fromkeys(generation for generation, _ in alive.values()):
+            if generation.is_started:
+                generation.fail(error)
             else:
-                generation.fail(error if generation.is_started else LostBeforeStart(str(error)))
-        for generation in lost:
-            assert self._on_lost is not None
-            self._on_lost(generation)
+                self._on_lost(generation, LostBeforeStart(str(error)))
         for query in self._queries.values():
             if not query.done():
                 query.set_exception(type(error)(str(error)))
@@ -457,28 +425,24 @@ class WorkerConnection:
                 self._refuse(request_ids, errors.error_of(message.kind, message.message))
             case Loading(num_done=num_done, num_bytes=num_bytes):
                 self._on_loading(num_done, num_bytes)
-            case Ready() | Fingerprinted():
-                self._take_facts(message)
+            case Ready():
+                self._take_ready(message)
+            case Fingerprinted(system_fingerprint=system_fingerprint):
+                assert self.facts is not None  # it follows Ready
+                self.facts = msgspec.structs.replace(self.facts, system_fingerprint=system_fingerprint)
             case Answered(query_id=query_id, result=result):
-                if query_id == self._probe_id:
-                    self._is_probing = False
-                    self._watch()
-                elif (query := self._queries.get(query_id)) is not None and not query.done():
+                if (query := self._queries.pop(query_id, None)) is not None and not query.done():
                     query.set_result(result)
+                self._watch()
             case Failed(kind=kind, message=text):
                 self._error = errors.error_of(kind, text)
                 self.process.end()  # at once, so that the next request starts another worker
             case CacheReport():
-                if self._on_report is not None:
-                    self._on_report(message)
+                self._on_report(message)
             case Working():
                 pass  # handled by the watchdog of the process
 
-    def _take_facts(self, message: Ready | Fingerprinted) -> None:
-        if isinstance(message, Fingerprinted):
-            assert self.facts is not None  # it follows Ready
-            self.facts = msgspec.structs.replace(self.facts, system_fingerprint=message.system_fingerprint)
-            return
+    def _take_ready(self, message: Ready) -> None:
         self.facts = message
         self._ready_s = self._loop.time()
         self._watch()
@@ -564,11 +528,9 @@ class WorkerConnection:
             if (place := self._alive.get(one)) is not None:
                 place[0].fail(error)
                 self.cancel(place[0])
-            elif (query := self._queries.get(one)) is not None and not query.done():
+            elif (query := self._queries.pop(one, None)) is not None and not query.done():
                 query.set_exception(error)
-            elif one == self._probe_id:
-                self._is_probing = False
-                self._watch()
+        self._watch()
 
     def _take_end(self, reason: str) -> None:
         if self._error is None or self.facts is not None:  # else the start failed, and its caller reports why
@@ -583,7 +545,8 @@ class WorkerConnection:
         Without the probe a hang would go unnoticed if clients always cancel before the hang limit.
         """
         if not self._is_busy:
-            self._is_probing = True
+            probe = self._queries[self._probe_id] = self._loop.create_future()
+            probe.add_done_callback(_retrieve)
             with suppress(QueueFull):
                 self.process.send(Ask(self._probe_id, GetStats()))
         self._watch()
@@ -594,7 +557,7 @@ class WorkerConnection:
             self.process.expect_message(self._hang_limit_s if self._is_busy else None)
 
 
-def _retrieve(ready: asyncio.Future[None]) -> None:
+def _retrieve(ready: asyncio.Future[Any]) -> None:
     """Retrieve the exception, so that asyncio does not log it if there is no waiter."""
     if not ready.cancelled():
         ready.exception()
@@ -707,7 +670,7 @@ class ModelClient(ABC):
         return _first(await self.ask(GetStats(), Stats))
 
     async def blocks(self, max_cells: int) -> Blocks | None:
-        """The block map, in at most `max_cells` cells. The worker maintains it until `drop_blocks`."""
+        """The block map, in at most `max_cells` cells. The worker maintains it as long as it is asked for."""
         return _first(await self.ask(GetBlocks(max_cells), Blocks))
 
     async def view_blocks(self, first: int, count: int) -> BlocksView | None:
@@ -717,10 +680,6 @@ class ModelClient(ABC):
     async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """The blocks that these requests hold, as (first, count)."""
         return _first(await self.ask(FindHeld(request_ids), HeldRanges)) or ()
-
-    @abstractmethod
-    def drop_blocks(self) -> None:
-        """Stop maintaining the block map."""
 
     async def clear_cache(self) -> None:
         """Drop all cached content and all pins. Running requests keep their blocks.
@@ -737,7 +696,6 @@ class ModelClient(ABC):
 
     async def unpin(self, pin_id: str) -> bool:
         """Returns False if there is no pin of that name."""
-        check_pin_id(pin_id)
         return any(await self.ask(UnpinCache(pin_id), bool))
 
 
@@ -746,10 +704,7 @@ def _first(answers: Sequence[T]) -> T | None:
 
 
 class EngineClient(ModelClient):
-    """The client of a worker on this machine, which it starts and restarts.
-
-    `async with` closes it and ends its worker.
-    """
+    """The client of a worker on this machine, which it starts and restarts. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -757,10 +712,10 @@ class EngineClient(ModelClient):
         text: ModelText,
         config: EngineConfig,
         *,
-        on_loading: Progress | None = None,
+        on_loading: Progress = ignore,
         hang_limit_s: float = HANG_LIMIT_S,
-        on_step: Callable[[Stepped], None] | None = None,
-        on_gap: Callable[[float, int], None] | None = None,
+        on_step: Callable[[Stepped], None] = ignore,
+        on_gap: Callable[[float, int], None] = ignore,
         kv_events: KvEventsConfig | None = None,
     ) -> None:
         """`on_gap`: called with the time between a token and the one before it, and the number of tokens with that gap.
@@ -771,23 +726,20 @@ class EngineClient(ModelClient):
         super().__init__(text, config, count(1))
         self._path = path
         self._kv_events = kv_events
-        self._on_loading = SafeCallback("on_loading", on_loading)
-        self._on_step = SafeCallback("on_step", on_step)
-        self._on_gap = SafeCallback("on_gap", on_gap)
-        self._hang_limit_s = hang_limit_s
+        self._connect = partial(
+            WorkerConnection,
+            text.name,
+            hang_limit_s,
+            on_loading=on_loading,
+            on_step=on_step,
+            on_gap=on_gap,
+            on_end=self._count_death,
+        )
         self._connection: WorkerConnection | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
-        self._pause: asyncio.Task[None] | None = None  # backoff before the next start
         self._num_starts = 0
         self._num_early_deaths = 0  # in a row, without a finished request in between
-        self._is_closed = False
-
-    async def __aenter__(self) -> EngineClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        self._closed = asyncio.Event()
 
     @property
     def facts(self) -> Ready | None:
@@ -821,7 +773,7 @@ class EngineClient(ModelClient):
             try:
                 connection = await self._ready_connection()
             except QuireError as error:
-                if self._is_closed:
+                if self._closed.is_set():
                     return
                 if is_first:
                     raise
@@ -838,9 +790,7 @@ class EngineClient(ModelClient):
         connection.submit(generation)
 
     async def close(self) -> None:
-        self._is_closed = True
-        if self._pause is not None:
-            self._pause.cancel()
+        self._closed.set()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.fail(WorkerDied("the engine was closed"))
@@ -850,23 +800,15 @@ class EngineClient(ModelClient):
         connection = self._serving_connection()
         return [] if connection is None else [await connection.ask(next(self._ids), query, kind)]
 
-    def drop_blocks(self) -> None:
-        if (connection := self._serving_connection()) is not None:
-            connection.drop_blocks()
-
     # The worker
 
     async def _ready_connection(self) -> WorkerConnection:
         """The connection to a ready worker. Waits while it loads; cancelling one waiter does not affect others."""
-        loop = asyncio.get_running_loop()
-        if self._loop not in (None, loop):
-            raise InvalidRequest("this EngineClient belongs to another event loop: create a new one")
-        self._loop = loop
         async with self._starting:
             connection = self._connection
             if connection is None or connection.process.is_over:
                 await self._back_off()
-                if self._is_closed:
+                if self._closed.is_set():
                     raise WorkerDied("the engine was closed")
                 connection = self._start_worker()
         await asyncio.shield(connection.ready)
@@ -877,14 +819,7 @@ class EngineClient(ModelClient):
     def _start_worker(self) -> WorkerConnection:
         self._num_starts += 1
         try:
-            connection = WorkerConnection(
-                self.text.name,
-                self._hang_limit_s,
-                on_loading=self._on_loading,
-                on_step=self._on_step,
-                on_gap=self._on_gap,
-                on_end=self._count_death,
-            )
+            connection = self._connect()
         except OSError as error:  # out of processes, descriptors or memory
             self._count_death(False)
             raise WorkerDied(f"no process could be started for {self.text.name}: {error}") from error
@@ -902,13 +837,9 @@ class EngineClient(ModelClient):
 
     async def _back_off(self) -> None:
         """Wait before the next start, longer after each early death in a row, or until the client is closed."""
-        if self._num_early_deaths < 2 or self._is_closed:
+        if self._num_early_deaths < 2 or self._closed.is_set():
             return
         delay_s = min(2.0 ** min(self._num_early_deaths - 2, 10), MAX_BACKOFF_S)
         log.warning("%s died %d times in a row: waiting %g s", self.text.name, self._num_early_deaths, delay_s)
-        self._pause = asyncio.create_task(asyncio.sleep(delay_s))
-        try:
-            await asyncio.wait([self._pause])
-        finally:
-            self._pause.cancel()
-            self._pause = None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), delay_s)

@@ -6,7 +6,6 @@ Knows no sockets (`event_publisher.py`) and does not import pyzmq.
 from __future__ import annotations
 
 import importlib.util
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -64,17 +63,6 @@ def parse_endpoint(name: str, text: str) -> Endpoint:
     except ValueError:
         raise InvalidRequest(f"{name} = {text!r:.80}: {host!r:.80} is neither an IP address nor localhost") from None
     return Endpoint(host, int(port))
-
-
-def check_free(name: str, endpoint: Endpoint) -> None:
-    """Raise InvalidRequest if nothing can listen there, before a model is loaded. The worker binds the port later."""
-    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(endpoint)
-        except OSError as error:
-            raise cannot_listen(name, str(endpoint), error.strerror or str(error)) from None
 
 
 def cannot_listen(name: str, endpoint: str, reason: str) -> InvalidRequest:
@@ -174,10 +162,6 @@ class CacheEvents:
         self._is_cleared = False  # since the last report
         self._encoder = msgspec.msgpack.Encoder()
         self._is_first = True
-
-    def __len__(self) -> int:
-        """The number of announced contents."""
-        return len(self._levels)
 
     def follow(self, cache: KVCacheManager) -> None:
         """Announce what lower levels hold already, and from now on all changes.

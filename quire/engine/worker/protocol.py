@@ -73,7 +73,7 @@ class GetStats(msgspec.Struct, tag="stats", frozen=True):
 
 
 class GetBlocks(msgspec.Struct, tag="blocks", frozen=True):
-    """Get the block map, for display. The worker maintains it until `DropBlocks`."""
+    """Get the block map, for display. The worker maintains it as long as it is asked for."""
 
     max_cells: int
     min_per_cell: int = 1  # blocks; maps with the same number of blocks per cell can be joined
@@ -90,10 +90,6 @@ class FindHeld(msgspec.Struct, tag="find_held", frozen=True):
     """Which blocks do these requests hold? Answered with pairs of a first block and a count."""
 
     request_ids: tuple[int, ...]
-
-
-class DropBlocks(msgspec.Struct, tag="drop_blocks", frozen=True):
-    """Stop maintaining the block map."""
 
 
 class ClearCache(msgspec.Struct, tag="clear", frozen=True):
@@ -141,15 +137,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     chain_secret: bytes = b""  # only for a client that asked for reports of the cache
     fingerprint: str = ""  # of the model and its settings, from a replica
     system_fingerprint: str = ""  # empty: not known yet, `Fingerprinted` follows
-
-    @property
-    def weight_bytes(self) -> int:
-        """0 if the backend does not know it; the same holds for `kv_bytes`."""
-        return self.facts.weight_bytes
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.facts.kv_bytes
 
 
 class Fingerprinted(msgspec.Struct, tag="fingerprinted", frozen=True):
@@ -287,20 +274,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
-ToWorker = Load | Add | Cancel | Finish | DropBlocks | Ask
+ToWorker = Load | Add | Cancel | Finish | Ask
 FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | CacheReport | Refused | Answered | Failed
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
-
-
-def encode(message: object) -> bytes:
-    return _encoder.encode(message)
-
-
-def answered(query_id: int, result: object) -> Answered:
-    return Answered(query_id, msgspec.Raw(encode(result)))
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:
@@ -337,64 +316,48 @@ class FrameWriter:
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
         self._unsent: deque[memoryview] = deque()
-        self._num_unsent = 0
+        self.num_unsent = 0  # bytes
 
-    @property
-    def num_unsent(self) -> int:
-        return self._num_unsent
-
-    def send(self, frame: bytes) -> None:
-        self._num_unsent += len(frame)
+    def push(self, frame: bytes) -> None:
+        self.num_unsent += len(frame)
         self._unsent.append(memoryview(frame))
-        self.flush()
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
+        """Write what the socket accepts. Returns whether this is all."""
         while self._unsent:
             try:
                 num_sent = self._peer.send(self._unsent[0])
             except BlockingIOError:
-                return
-            self._num_unsent -= num_sent
+                return False
+            self.num_unsent -= num_sent
             if num_sent == len(self._unsent[0]):
                 self._unsent.popleft()
             else:
                 self._unsent[0] = self._unsent[0][num_sent:]
-
-
-class Gone(Exception):
-    """The peer closed its end or stopped reading."""
+        return True
 
 
 class Channel:
-    """The worker's end of the socket."""
+    """The worker's end of the socket. Raises ConnectionError if the client has closed its end or stopped reading."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
         peer.setblocking(False)
         self._reader = FrameReader()
         self._writer = FrameWriter(peer)
-        self._wake_pair: tuple[socket.socket, socket.socket] | None = None
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
 
     def wake(self) -> None:
-        """End the current or next wait in `receive`. For other threads, after `expect_wake`."""
-        assert self._wake_pair is not None
+        """End the current or next wait in `receive`. For other threads."""
         with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
-            self._wake_pair[1].send(b"!")
-
-    def expect_wake(self) -> None:
-        """Allow other threads to call `wake`."""
-        if self._wake_pair is None:
-            self._wake_pair = socket.socketpair()
-            for end in self._wake_pair:
-                end.setblocking(False)
+            self._waker.send(b"!")
 
     def send(self, message: FromWorker) -> None:
-        try:
-            self._writer.send(pack(message))
-        except (BrokenPipeError, ConnectionResetError):
-            raise Gone from None
+        self._writer.push(pack(message))
+        self._writer.flush()
         if self._writer.num_unsent > MAX_UNSENT:
-            raise Gone
+            raise ConnectionError(f"{self._writer.num_unsent} bytes are waiting to be read by the client")
 
     def receive(self, timeout_s: float | None) -> list[ToWorker]:
         """The messages that have arrived. If there are none, wait for one, for `wake`, or for `timeout_s`."""
@@ -405,12 +368,11 @@ class Channel:
             if messages:
                 left_s = 0.0
             writing = [self._peer] if self._writer.num_unsent else []
-            reading = [self._peer] if self._wake_pair is None else [self._peer, self._wake_pair[0]]
-            readable, writable, _ = select.select(reading, writing, [], left_s)
+            readable, writable, _ = select.select([self._peer, self._woken], writing, [], left_s)
             if writable:
-                self._flush()
-            if self._wake_pair is not None and self._wake_pair[0] in readable:
-                self._wake_pair[0].recv(4096)
+                self._writer.flush()
+            if self._woken in readable:
+                self._woken.recv(4096)
                 until_s = 0.0
             if self._peer in readable:
                 messages += [message for frame in self._read() if (message := self._decode(frame)) is not None]
@@ -422,10 +384,8 @@ class Channel:
             data = self._peer.recv(1 << 20)
         except BlockingIOError:
             return []
-        except ConnectionResetError:
-            raise Gone from None
         if not data:
-            raise Gone
+            raise ConnectionError("the client has closed its end")
         return self._reader.feed(data)
 
     def _decode(self, frame: bytes) -> ToWorker | None:
@@ -440,9 +400,3 @@ class Channel:
             if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
                 self.send(Refused(tuple(ids), "InvalidRequest", str(error)))
             return None
-
-    def _flush(self) -> None:
-        try:
-            self._writer.flush()
-        except (BrokenPipeError, ConnectionResetError):
-            raise Gone from None

@@ -32,17 +32,17 @@ from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.process import calm_collector, setup_worker_log
 from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
-from quire.engine.worker.kv_events import CacheReporter, KvEventsConfig, check_installed
+from quire.engine.worker.kv_events import CacheReporter
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
     Add,
+    Answered,
     Ask,
     Begun,
     Blocks,
     Cancel,
     Channel,
     ClearCache,
-    DropBlocks,
     Explain,
     Failed,
     FindHeld,
@@ -50,7 +50,6 @@ from quire.engine.worker.protocol import (
     Finish,
     GetBlocks,
     GetStats,
-    Gone,
     Load,
     Loading,
     PinCache,
@@ -65,10 +64,10 @@ from quire.engine.worker.protocol import (
     UnpinCache,
     ViewBlocks,
     Working,
-    answered,
+    encode,
     stepped,
 )
-from quire.errors import InvalidRequest, InvariantViolation, QuireError
+from quire.errors import InvariantViolation, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.fingerprint import Fingerprinting
@@ -85,7 +84,8 @@ WARM_UP_TOKENS = 8  # tokens of the prompt
 WARM_UP_ANSWER = 2
 MAX_VISITED_BLOCKS = 500  # visited at once by the block map or an audit, which takes one to two milliseconds
 MAX_HELD_BLOCKS = 2000  # listed one by one for the map
-READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # do not change the core
+MAP_LIFE_S = 10.0  # after it was last asked for, the map is not maintained any more
+READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld})  # do not change the core
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +106,6 @@ class Observer:
 
     def pop_admitted(self) -> list[Admitted]:
         """The requests admitted since the last call."""
-        if not self._admitted:
-            return []
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -115,7 +113,7 @@ class Observer:
 class Worker:
     """The loop of a worker process.
 
-    `observer`: the one that the engine's scheduler reports to. Without `grammars`, requests with a grammar are refused.
+    `observer`: the one that the engine's scheduler reports to. Without `grammars`, no request has a grammar.
     Without `publisher`, changes of the cache are not announced; without `reporter`, not reported to the client.
     """
 
@@ -141,17 +139,17 @@ class Worker:
         self._is_audited = True  # no change since the last audit
         self._audit: Iterator[None] | None = None  # the current one
         self._is_preparing = True  # the runner may have optional preparation to do while idle
-        self._grammars = grammars
         self._publisher = publisher
         self._reporter = reporter
+        self._grammars = grammars
         self._compilations: GrammarQueue | None = None  # created with the first grammar
         self._map: BlockMap | None = None  # while a client requests it
+        self._map_end_s = 0.0  # unless it is requested again
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
             Add: self._add,
             Cancel: self._cancel,
             Finish: self._finish,
-            DropBlocks: self._drop_blocks,
             Ask: self._answer,
         }
 
@@ -180,9 +178,12 @@ class Worker:
         self._handle(waiting)
         while True:
             messages = self._channel.receive(self._sleep_s())
-            if messages and self._engine.follow_deletions():  # before messages: it may have slept for long
+            if messages and self._engine.follow_clears():  # before messages: it may have slept for long
                 self._note_change()
             self._handle(messages)
+            if self._map is not None and time.monotonic() > self._map_end_s:
+                self._map.close()
+                self._map = None
             if self._compilations:
                 self._take_compiled(self._compilations)
             if fingerprinting is not None and fingerprinting.found:
@@ -324,13 +325,11 @@ class Worker:
             self._admit(message, None)
             return
         try:
-            if self._grammars is None:
-                raise InvalidRequest("grammar: not supported by this worker")
+            assert self._grammars is not None
             self._engine.check(message.request)
             compiled = self._grammars.find(grammar, tenant)
             if compiled is None:
                 if self._compilations is None:
-                    self._channel.expect_wake()
                     self._compilations = GrammarQueue(self._grammars, self._channel.wake)
                 self._compilations.add(message)
                 return
@@ -385,7 +384,7 @@ class Worker:
         except QuireError as error:
             self._refuse((message.query_id,), error)
         else:
-            self._channel.send(answered(message.query_id, result))
+            self._channel.send(Answered(message.query_id, msgspec.Raw(encode(result))))
 
     def _result(self, query: Query) -> object:
         scheduler = self._engine.scheduler
@@ -428,6 +427,7 @@ class Worker:
         if found is None or (found.max_cells, found.min_per_cell) != (max_cells, min_per_cell):
             found = self._map = BlockMap(scheduler.cache, max_cells, min_per_cell)
         found.update(MAX_VISITED_BLOCKS)
+        self._map_end_s = time.monotonic() + MAP_LIFE_S
         running = islice(scheduler.running, MAX_RUNNING_LISTED)
         return Blocks(
             num_blocks=found.num_blocks,
@@ -440,11 +440,6 @@ class Worker:
             running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
             held=found.held_runs(MAX_HELD_BLOCKS),
         )
-
-    def _drop_blocks(self, _: DropBlocks) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map = None
 
 
 def tier_stats(waiting: Iterable[Request], now_ns: int) -> tuple[TierStats, ...]:
@@ -467,14 +462,14 @@ def serve(peer: socket.socket) -> int:
     channel = Channel(peer)
     try:
         return _load_and_run(channel)
-    except Gone:
+    except ConnectionError:  # the client has ended
         return 0
     except QuireError as error:
         problem = Failed(type(error).__name__, str(error))
     except Exception as error:
         log.exception("the worker failed")
         problem = Failed("WorkerDied", f"{type(error).__name__}: {error}")
-    with contextlib.suppress(Gone):
+    with contextlib.suppress(ConnectionError):
         channel.send(problem)
     return 1
 
@@ -488,7 +483,9 @@ def _load_and_run(channel: Channel) -> int:
     with contextlib.ExitStack() as stack:
         publisher = None
         if first.kv_events is not None:  # before the model is loaded, because a port may be taken
-            publisher = stack.enter_context(contextlib.closing(_open_publisher(first.kv_events)))
+            from quire.engine.worker.event_publisher import EventPublisher  # imports pyzmq
+
+            publisher = stack.enter_context(contextlib.closing(EventPublisher(first.kv_events)))
         with _timed(timings_s, "import"):
             import_backend(first.config)
         prepared: list[Grammars] = []  # while the weights are loaded
@@ -501,7 +498,7 @@ def _load_and_run(channel: Channel) -> int:
             engine = make_engine(
                 Path(first.path),
                 first.config,
-                _Throttled(channel),
+                lambda num_done, num_bytes: channel.send(Loading(num_done, num_bytes)),
                 observer,
                 is_server=True,
                 chain_secret=first.chain_secret,
@@ -513,7 +510,6 @@ def _load_and_run(channel: Channel) -> int:
             prepare_grammars(engine.capacity.vocab_size)
         cache = engine.scheduler.cache
         reporter = CacheReporter(cache) if first.reports_cache else None
-        channel.expect_wake()
         fingerprinting = begin_fingerprint(Path(first.path), first.config, engine, channel.wake)
         worker = Worker(channel, engine, observer, prepared[-1], publisher, reporter)
         with _timed(timings_s, "warm_up"):
@@ -530,18 +526,10 @@ def _load_and_run(channel: Channel) -> int:
         channel.send(msgspec.structs.replace(ready, system_fingerprint=fingerprint))
         try:
             worker.run(rest, None if fingerprint else fingerprinting)
-        except Gone:
+        except ConnectionError:
             engine.save_cache(MAX_FINAL_SAVE_S)
             raise
     return 0
-
-
-def _open_publisher(config: KvEventsConfig) -> EventPublisher:
-    """Bind the sockets. Raises InvalidRequest if a port is taken, and MissingExtra without pyzmq."""
-    check_installed()
-    from quire.engine.worker.event_publisher import EventPublisher  # imports pyzmq
-
-    return EventPublisher(config)
 
 
 @contextlib.contextmanager
@@ -549,20 +537,6 @@ def _timed(timings_s: dict[str, float], name: str) -> Iterator[None]:
     start_s = time.monotonic()
     yield
     timings_s[name] = time.monotonic() - start_s
-
-
-class _Throttled:
-    """Reports the progress of loading at most ten times per second."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._last_s = 0.0
-
-    def __call__(self, num_done: int, num_bytes: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_s > 0.1 or num_done == num_bytes:
-            self._last_s = now_s
-            self._channel.send(Loading(num_done, num_bytes))
 
 
 def main() -> None:

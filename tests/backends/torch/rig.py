@@ -15,9 +15,8 @@ from quire.core.check import check_scheduler
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine, make_scheduler
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, Speculation
 from quire.engine.generation import EngineOutput, GenerationRequest
-from quire.engine.guesses import Speculation
 from quire.engine.masks import Matcher
 
 

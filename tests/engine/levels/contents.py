@@ -7,8 +7,7 @@ from pathlib import Path
 
 from quire.core.cache.context import hash_block_tokens, pack_tokens
 from quire.core.step import Content, MemoryKind
-from quire.engine.levels.cache_folder import StoredFile, list_files, space_folders
-from quire.engine.levels.disk_store import DiskStore
+from quire.engine.levels.disk_store import DiskStore, StoredFile, list_files, space_folders
 
 FACTS = {"weights": "0f" * 32, "backend": "native", "dtype": "float16", "block_size": "32"}
 PAYLOAD_BYTES = 1000

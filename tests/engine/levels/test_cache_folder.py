@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from quire.core.step import MemoryKind
-from quire.engine.levels import cache_folder
 from quire.engine.levels.block_file import write_private
-from quire.engine.levels.cache_folder import (
+from quire.engine.levels.disk_store import (
     SECRET_BYTES,
     find_spaces,
     list_files,
@@ -23,7 +19,6 @@ from quire.engine.levels.cache_folder import (
     root_secret,
     space_digest,
     space_folders,
-    write_problem,
 )
 from quire.errors import CacheFolderError, InvalidRequest
 from tests.engine.levels.contents import FACTS, temporary_files
@@ -48,12 +43,6 @@ def test_what_quire_creates_is_for_its_owner_only(tmp_path: Path, umask: int) ->
         os.umask(before)
     assert (mode(root), mode(space.path)) == (0o700, 0o700)
     assert (mode(space.path / "facts.json"), mode(root / "secret")) == (0o600, 0o600)
-
-
-def test_an_existing_folder_keeps_its_mode(tmp_path: Path) -> None:
-    tmp_path.chmod(0o750)
-    open_root(tmp_path)
-    assert mode(tmp_path) == 0o750
 
 
 @pytest.mark.parametrize("bits", [0o777, 0o1777, 0o702])
@@ -144,7 +133,7 @@ def test_only_names_of_quire_are_listed(tmp_path: Path) -> None:
     assert [(file.path, file.kind, file.key, file.size) for file in listing.files] == [
         (str(path), MemoryKind.STATE, key, 5)
     ]
-    assert [file.path for file in listing.temporaries] == [str(path.parent / ".tmp-1-2")]
+    assert listing.temporaries == [str(path.parent / ".tmp-1-2")]
     assert sorted(listing.foreign) == sorted(
         str(one) for one in (*foreign, space.path / "elsewhere", space.path / "cd")
     )
@@ -161,19 +150,6 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
     assert root_secret(tmp_path / "kv") == first
     assert root_secret(tmp_path / "other") != first
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["secret"]
-
-
-def test_processes_that_start_together_agree(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from quire.engine.levels.cache_folder import root_secret\n"
-        "print(flush=True); sys.stdin.readline(); print(root_secret(Path(sys.argv[1])).hex())"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "kv")]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    for process in processes:
-        assert process.stdout is not None
-        process.stdout.readline()  # it has imported everything
-    assert len({process.communicate("go\n")[0] for process in processes}) == 1
 
 
 def test_a_secret_that_another_process_writes_first_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,24 +189,3 @@ def test_a_secret_that_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     with pytest.raises(CacheFolderError, match="secret is not a file"):
         root_secret(tmp_path)
-
-
-def test_a_secret_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(cache_folder, "write_private", fail)
-    with pytest.raises(CacheFolderError, match="cannot be read or written: Read-only file system"):
-        root_secret(tmp_path)
-
-
-def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert write_problem(tmp_path) is None
-    assert write_problem(tmp_path / "nothing") == "No such file or directory"
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("os.fsync", fail)
-    assert write_problem(tmp_path) == "No space left on device"
-    assert list(tmp_path.iterdir()) == []

@@ -16,15 +16,7 @@ from typer.testing import CliRunner
 from quire.cli.main import app
 from quire.core.check import check_scheduler
 from quire.engine.engine import Engine
-from quire.engine.levels.cache_folder import (
-    LOOK_S,
-    Deletion,
-    DeletionWatch,
-    mark_cleared,
-    mark_pruned,
-    open_space,
-    root_secret,
-)
+from quire.engine.levels.disk_store import LOOK_S, ClearWatch, mark_cleared, open_space, root_secret
 from quire.engine.worker.protocol import Answered, Ask, GetStats, Stats
 from tests.engine.levels.contents import FACTS, Clock, all_files, make_content
 from tests.engine.levels.test_disk_store import new_store, stored_numbers, write
@@ -67,7 +59,7 @@ def num_pieces(engine: Engine) -> list[int]:
 def num_indexed(engine: Engine) -> int:
     assert engine.transfers is not None
     assert engine.transfers.disk is not None
-    return len(engine.transfers.disk.index)
+    return len(engine.transfers.disk.index.entries)
 
 
 # Marks
@@ -78,18 +70,13 @@ def test_marks(tmp_path: Path) -> None:
     space = open_space(tmp_path, "m", FACTS).path
     other = open_space(tmp_path, "m", {"a": "b"}).path
     mark_cleared(tmp_path)
-    watch = DeletionWatch(tmp_path, space, clock)
+    watch = ClearWatch(tmp_path, space, clock)
     assert watch.look(at_once=True) is None  # cleared before
-    mark_pruned(tmp_path)
-    assert watch.look() is None  # it has just looked
-    clock.now_s = LOOK_S
-    assert watch.look() == Deletion(None)
-    assert watch.look(at_once=True) is None
     for folder in (tmp_path, space):
         mark_cleared(folder)
-        mark_pruned(tmp_path)
-        found = watch.look(at_once=True)
-        assert found == Deletion((folder / "cleared").stat().st_mtime_ns)
+        assert watch.look() is None  # it has just looked
+        clock.now_s += LOOK_S
+        assert watch.look() == (folder / "cleared").stat().st_mtime_ns
         os.unlink(folder / "cleared")
         assert watch.look(at_once=True) is None
     mark_cleared(other)
@@ -99,17 +86,15 @@ def test_marks(tmp_path: Path) -> None:
 def test_what_other_processes_write_after_a_clear_stays(tmp_path: Path) -> None:
     first, second = new_store(tmp_path), new_store(tmp_path)
     mark_cleared(tmp_path)
-    found = first.watch.look(at_once=True)
-    assert found is not None
-    assert found.cleared_ns is not None
+    cleared_ns = first.watch.look(at_once=True)
+    assert cleared_ns is not None
     for number, later_ns in ((1, 10**9), (2, 0), (3, 10**9), (4, 0)):
         write(first if number < 3 else second, number)
         content = make_content(number)
-        path = first.space.file(content.kind, content.key)
-        os.utime(path, ns=(found.cleared_ns + later_ns,) * 2)
-    first.resync(found.cleared_ns)
+        os.utime(first.space.file(content.kind, content.key), ns=(cleared_ns + later_ns,) * 2)
+    first.clear(cleared_ns)
     assert stored_numbers(tmp_path) == [3]
-    assert len(first.index) == 1
+    assert len(first.index.entries) == 0
 
 
 # The command
@@ -124,7 +109,6 @@ def test_a_clear_reaches_an_engine(engine: Engine, tmp_path: Path, model: tuple[
     command("clear", "--yes", *model, folder=folder)
     assert engine.save_cache(60)  # at the end of a server, or while it is idle
     assert num_pieces(engine) == [0, 0, 0]
-    assert num_indexed(engine) == 0
     assert all_files(folder) == []
     check_scheduler(engine.scheduler)
     client = Client(Random(3), CAPACITY)
@@ -135,19 +119,6 @@ def test_a_clear_reaches_an_engine(engine: Engine, tmp_path: Path, model: tuple[
     assert 0 < len(all_files(folder)) == num_indexed(engine) == num_pieces(engine)[2]
 
 
-def test_a_clear_of_an_empty_folder_does_not_ask(tmp_path: Path) -> None:
-    engine = make(tmp_path / "kv", is_late=False, disk_files=100)
-    client = Client(Random(3), CAPACITY)
-    client.send(engine)
-    client.finish(engine)
-    assert num_pieces(engine)[0] > 0
-    assert all_files(tmp_path / "kv") == []
-    command("clear", folder=tmp_path / "kv")
-    assert engine.save_cache(60)
-    assert num_pieces(engine) == [0, 0]
-    engine.close()
-
-
 def test_a_clear_of_another_model_changes_nothing(engine: Engine, tmp_path: Path) -> None:
     open_space(tmp_path / "kv", "other", {"a": "b"})
     assert engine.save_cache(60)
@@ -155,24 +126,6 @@ def test_a_clear_of_another_model_changes_nothing(engine: Engine, tmp_path: Path
     command("clear", "--yes", "--model", "other", folder=tmp_path / "kv")
     assert engine.save_cache(60)
     assert num_pieces(engine) == before
-
-
-def test_old_files_that_are_deleted_are_forgotten(engine: Engine, tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    assert engine.save_cache(60)
-    before = num_pieces(engine)
-    old = all_files(folder)[:3]
-    for file in old:
-        os.utime(file.path, ns=(file.used_ns - 10**15,) * 2)
-    command("clear", "--yes", "--older-than", "1d", folder=folder)
-    engine.idle()
-    assert engine.transfers is not None
-    while engine.transfers.has_work:
-        engine.idle()
-        engine.transfers.wait(1.0)
-    now = num_pieces(engine)
-    assert now[0] == before[0]
-    assert now[2] == before[2] - 3 == len(all_files(folder)) == num_indexed(engine)
 
 
 def test_a_worker_looks_before_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

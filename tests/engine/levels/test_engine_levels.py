@@ -16,7 +16,6 @@ from quire.core.levels.lower_level import NS_PER_S
 from quire.core.values import Level, SamplingParams
 from quire.engine.composition import EngineConfig, OpenedLevels, make_scheduler
 from quire.engine.engine import Engine
-from quire.engine.fingerprint import describe
 from quire.engine.generation import GenerationRequest
 from tests.engine.levels.contents import all_files
 from tests.restart import patient_loads
@@ -38,10 +37,7 @@ def make(
     """Make an engine over a new runner. `disk_files`: about as many blocks fit into the folder."""
     runner = FakeRunner(capacity, is_late=is_late, seed=seed)
     config = EngineConfig(max_chunk_tokens=8, host_cache=host_bytes, disk_cache=disk_files * 250, cache_dir=str(folder))
-    pool_sizes = capacity.num_blocks, capacity.num_window_blocks, capacity.num_states
-    levels = OpenedLevels(
-        config, runner.block_io(), pool_sizes, "model", lambda: describe("digest", "auto", runner.facts())
-    )
+    levels = OpenedLevels(config, runner, "model", lambda: "digest")
     scheduler = make_scheduler(runner, config, levels=levels)
     levels.start(scheduler.cache.levels)
     return Engine(runner, scheduler, transfers=levels.transfers)

@@ -73,13 +73,6 @@ def test_links_pipes_and_folders_are_not_read(reader: str, tmp_path: Path) -> No
     assert {damage.fault if damage else None for damage in found} == {Fault.NOT_A_FILE}, reader
 
 
-def test_another_space_or_content_is_not_read(reader: str, tmp_path: Path) -> None:
-    (read,) = make_files(tmp_path, 1)
-    wrong = read._replace(content=make_content(5))
-    damages = [*read_blocks([read], bytes(32), NOW_NS), *read_blocks([wrong], SPACE, NOW_NS)]
-    assert [damage and damage.fault for damage in damages] == [Fault.SPACE, Fault.KEY], reader
-
-
 def test_a_long_header(reader: str, tmp_path: Path) -> None:
     content = make_content(1)._replace(tokens=bytes(60_000))
     write_block(tmp_path / "x", SPACE, content, make_payload(content))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -15,9 +14,8 @@ import pytest
 
 from quire.core.step import Load, MemoryKind, MemoryRef, Read, Save, StepPlan
 from quire.core.values import Level
-from quire.engine.levels.block_file import Fault, file_bytes
+from quire.engine.levels.block_file import file_bytes
 from quire.engine.levels.transfers import Done, LoadDone, ReadDone, Slots, Transfers
-from quire.errors import CacheFolderError
 from tests.engine.levels.contents import all_files, make_content, temporary_files
 from tests.engine.levels.transfer_rig import (
     BOTH,
@@ -82,25 +80,6 @@ def test_what_is_saved_is_loaded(make_rig: MakeRig, levels: tuple[Level, ...], k
     rig.check_buffers()
 
 
-def test_an_export_has_the_content_from_before_the_step(make_rig: MakeRig) -> None:
-    rig = make_rig(has_host=False)
-    rig.save([1], DISK)
-    rig.fill(MemoryRef(MemoryKind.BLOCK, 2), 99)  # the step of the plan writes the block
-    rig.finish()
-    rig.load(1, [1], Level.DISK, [5])
-    rig.finish()
-    assert rig.has(MemoryRef(MemoryKind.BLOCK, 5), 1)
-
-
-def test_the_store_reports_what_it_evicts(make_rig: MakeRig) -> None:
-    rig = make_rig(max_bytes=2 * BLOCK_FILE_BYTES)
-    for number in (1, 2, 3):
-        rig.save([number], DISK)
-        done = rig.finish()
-        assert saved(done, Level.DISK) == [block(number)]
-        assert lost(done) == ([block(1)] if number == 3 else [])
-
-
 # Failures
 
 
@@ -127,7 +106,6 @@ def test_a_damaged_file_fails_its_own_piece_only(
     rig.load(2, [1], Level.DISK, [21])
     assert loaded(rig.finish()) == {1: {block(2), block(4)}, 2: frozenset()}
     assert [rig.has(MemoryRef(MemoryKind.BLOCK, 10 + n), n) for n in range(1, 6)] == [True, False, True, False, True]
-    assert rig.disk.faults == {Fault.DIGEST: 1, Fault.MISSING: 1}
     assert len(all_files(rig.disk.space.path.parent)) == 3  # the damaged one is deleted
     assert sorted(caplog.messages) == [
         f"1 files of the disk cache are missing, such as {missing}: their content is computed again",
@@ -244,29 +222,6 @@ def test_a_load_that_starts_early_ends_with_the_rest_of_its_plan(make_rig: MakeR
     assert all(rig.has(MemoryRef(MemoryKind.BLOCK, 31 + n), n) for n in range(1, 31))
 
 
-def test_early_pieces_are_paced_beside_steps(make_rig: MakeRig) -> None:
-    rig = make_rig(None)
-    rig.save(range(1, 31), HOST)
-    rig.finish()
-    loads = [Load(1, block(n), Level.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in range(1, 31)]
-    for first in (0, 10):
-        rig.transfers.start_early(loads[first : first + 10], is_busy=True)
-    assert rig.block_io.imports == []
-    rig.start(loads=loads[20:], is_busy=True)
-    assert rig.block_io.imports == [4]
-
-
-def test_an_early_piece_that_is_missing_fails_the_load(make_rig: MakeRig) -> None:
-    rig = make_rig(None)
-    rig.save([2], HOST)
-    rig.finish()
-    loads = [Load(1, block(n), Level.HOST, MemoryRef(MemoryKind.BLOCK, 31 + n)) for n in (1, 2)]
-    rig.transfers.start_early(loads[:1], is_busy=False)
-    assert loaded(rig.poll()) == {}
-    rig.start(loads=loads[1:])
-    assert loaded(rig.finish()) == {1: {block(1)}}
-
-
 def test_a_thread_reads_several_small_files_in_one_call(make_rig: MakeRig) -> None:
     rig = make_rig(has_host=False, num_readers=2)
     assert rig.disk is not None
@@ -338,29 +293,6 @@ def test_content_that_is_saved_again_after_a_clear_stays(make_rig: MakeRig, is_l
     assert loaded(rig.finish()) == {1: frozenset()}
 
 
-def test_clear_deletes_what_it_can(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig()
-    assert rig.disk is not None
-    rig.save([1, 2, 3], BOTH)
-    rig.finish()
-    stuck = rig.disk.space.file(MemoryKind.BLOCK, block(2).key)
-    unlink = os.unlink
-
-    def refuse(path: str) -> None:
-        if path == stuck:
-            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-        unlink(path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", refuse)
-        with pytest.raises(CacheFolderError, match=r"not all files of .* could be deleted: Operation not permitted"):
-            rig.transfers.clear()
-    assert [file.path for file in all_files(rig.disk.space.path.parent)] == [stuck]
-    rig.check_buffers()
-    rig.transfers.clear()
-    assert all_files(rig.disk.space.path.parent) == []
-
-
 # The end
 
 
@@ -392,12 +324,6 @@ def test_close_waits_for_the_files_in_progress_only(make_rig: MakeRig) -> None:
     assert len(all_files(rig.disk.space.path.parent)) == 4
     assert not temporary_files(rig.disk.space.path)
     rig.transfers.close()  # no effect the second time
-
-
-def test_close_while_copies_are_in_flight(make_rig: MakeRig) -> None:
-    rig = make_rig(is_late=True)
-    rig.save([1, 2], BOTH)
-    rig.transfers.close()
 
 
 # Memory that is allocated in the background
@@ -435,31 +361,6 @@ def test_reads_wait_for_memory_that_is_being_allocated(tmp_path: Path, monkeypat
     assert (ended.read_id, ended.failures) == (1, frozenset())
     transfers.close()
     rig.close()
-
-
-def test_closing_ends_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.levels.transfers.MIN_EARLY_BYTES", 1)
-    chunks: list[int] = []
-    is_allowed, has_begun = threading.Event(), threading.Event()
-
-    def allocate(num_bytes: int) -> memoryview:
-        chunks.append(num_bytes)
-        has_begun.set()
-        assert is_allowed.wait(HANG_S)
-        return memoryview(bytearray(num_bytes))
-
-    sizes = TransferRig(None).block_io.sizes
-    slots = Slots(allocate, sizes, (8, 8, 8), is_early=True)
-    slots.allocate_all()
-    assert has_begun.wait(HANG_S)
-    closing = threading.Thread(target=slots.close)
-    closing.start()
-    eventually(lambda: slots._is_closed, "nothing more is allocated")
-    assert closing.is_alive()  # the memory must not be freed while it is allocated
-    is_allowed.set()
-    closing.join(HANG_S)
-    assert not closing.is_alive()
-    assert chunks == [8 * sizes.block]  # nothing more
 
 
 # Everything at random

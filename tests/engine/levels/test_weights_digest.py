@@ -106,25 +106,6 @@ def test_a_damaged_entry_is_ignored(files: list[Path], tmp_path: Path, entry: ob
     assert weights_digest(files, memo) == first
 
 
-def test_a_memo_that_cannot_be_written_costs_only_time(files: list[Path], tmp_path: Path) -> None:
-    assert weights_digest(files, tmp_path / "no folder" / "memo") == weights_digest(files, tmp_path / "memo")
-
-
-def test_the_memo_forgets_deleted_files_and_has_a_limit(
-    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memo = tmp_path / "memo.json"
-    weights_digest(files, memo)
-    files[1].unlink()
-    weights_digest([tmp_path / "memo.json"], memo)
-    assert sorted(json.loads(memo.read_text())["files"]) == sorted(map(str, [files[0], files[2], memo]))
-    monkeypatch.setattr(module, "MAX_MEMO_FILES", 2)
-    files[0].touch()
-    weights_digest(files[:1], memo)
-    assert list(json.loads(memo.read_text())["files"])[-1] == str(files[0])
-    assert len(json.loads(memo.read_text())["files"]) == 2
-
-
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,12 +139,3 @@ def test_large_files_are_read_in_pieces_by_several_threads(tmp_path: Path, monke
     pieces = b"".join(sha256(data[start : start + 1000]).digest() for start in (0, 1000, 2000))
     file_digest = sha256(b"2500\n" + pieces).hexdigest()
     assert weights_digest([path], tmp_path / "memo") == sha256(file_digest.encode()).hexdigest()
-
-
-def test_empty_missing_and_no_files(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_bytes(b"")
-    assert len(weights_digest([tmp_path / "empty"], tmp_path / "memo")) == 64
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        weights_digest([tmp_path / "nothing"], tmp_path / "memo")
-    with pytest.raises(ValueError, match="no files"):
-        weights_digest([], tmp_path / "memo")

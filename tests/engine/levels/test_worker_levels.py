@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,11 +17,10 @@ from quire.core.values import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import DamagedBlock
-from quire.engine.worker.protocol import Add, Ask, ClearCache, Gone, Refused, Stepped, Working
+from quire.engine.worker.protocol import Add, Stepped, Working
 from quire.engine.worker.worker import SAVE_INTERVAL_S, Observer, Worker
-from quire.errors import CacheFolderError, error_of
 from tests.engine.levels.contents import all_files
-from tests.engine.levels.test_engine_levels import CAPACITY, Client, make
+from tests.engine.levels.test_engine_levels import make
 from tests.engine.serving import client, request, run, stats
 from tests.waiting import HANG_S, eventually
 
@@ -41,7 +39,7 @@ class Script:
         if self._orders:
             return [self._orders.pop(0)]
         if self._is_over():
-            raise Gone
+            raise ConnectionError
         return []
 
     def send(self, message: Any) -> None:
@@ -53,7 +51,7 @@ def prompt(num_tokens: int = 30) -> Add:
 
 
 def serve(engine: Engine, channel: Script) -> None:
-    with pytest.raises(Gone):
+    with pytest.raises(ConnectionError):
         Worker(channel, engine, Observer()).run()  # type: ignore[arg-type]
     check_scheduler(engine.scheduler)
 
@@ -72,37 +70,6 @@ def test_an_idle_worker_saves_and_then_sleeps(tmp_path: Path, monkeypatch: pytes
     num_cached = engine.scheduler.cache.stats().num_cached
     engine.close()
     assert len(all_files(tmp_path / "kv")) == num_cached > 5
-
-
-def test_a_busy_worker_does_not_save_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.worker.SAVE_AFTER_S", 1e9)
-    engine = make(tmp_path / "kv", is_late=False, disk_files=100)
-    serve(engine, Script([prompt()], lambda: not engine.has_work))
-    assert engine.has_idle_work
-    engine.close()
-    assert all_files(tmp_path / "kv") == []
-
-
-def test_files_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(tmp_path / "kv", is_late=False, disk_files=100)
-
-    def fail() -> None:
-        raise OSError(30, "Read-only file system")
-
-    assert engine.transfers is not None
-    assert engine.transfers.disk is not None
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.transfers.disk, "clear", fail)
-        channel = Script([Ask(5, ClearCache()), prompt()], lambda: not engine.has_work)
-        serve(engine, channel)
-    (answer,) = [message for message in channel.sent if isinstance(message, Refused)]
-    assert answer.request_ids == (5,)
-    assert answer.message.endswith("could be deleted: Read-only file system")
-    assert isinstance(error_of(answer.kind, answer.message), CacheFolderError)
-    client_ = Client(Random(0), CAPACITY)
-    client_.send(engine)
-    client_.finish(engine)
-    engine.close()
 
 
 def test_a_worker_saves_at_its_end(tiny_model: Path, tmp_path: Path) -> None:
