@@ -154,22 +154,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=ollama.OllamaVersion, dialect=OLLAMA, tag="ollama",
     ),
     Endpoint(
-        "POST", "/api/pull", catalog.pull_model, "Download a model to this machine's disk.",
-        ollama.PullRequest, ollama.PullProgress, OLLAMA, access=Access.ADMIN, streams=True, tag="ollama",
-    ),
-    Endpoint(
-        "GET", "/props", catalog.props, "Default settings and chat template of a model.",
-        answer=catalog.Props, tag="llama.cpp", query=cache.ModelQuery,
-    ),
-    Endpoint(
-        "GET", "/slots", catalog.slots, "List the running requests as slots.",
-        tag="llama.cpp", query=cache.ModelQuery,
-    ),
-    Endpoint(
-        "POST", "/apply-template", catalog.apply_template, "Render a conversation with the model's chat template.",
-        openai_bodies.ChatCompletionRequest, catalog.RenderedPrompt, tag="llama.cpp",
-    ),
-    Endpoint(
         "POST", "/v1/cache/explain", cache.explain, "How much of a prompt is cached, and why not more.",
         cache.ExplainRequest, cache.Explanation, tag="cache",
     ),

@@ -615,10 +615,6 @@ class ModelService:
             return self.text.encode(prompt, self.max_model_len, add_special=add_special)
         return self.text.encode_chat(prompt, self.max_model_len)
 
-    async def render(self, chat: ChatRequest, owner: str) -> str:
-        """The prompt of a conversation as text."""
-        return await self.in_turn(owner, partial(self.text.render_chat, chat, self.max_model_len))
-
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
         """Run work on text in a thread, when it is the turn of this key."""
         return await self._encoder_slots.run(owner, self._encoders, work)
