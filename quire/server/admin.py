@@ -287,7 +287,7 @@ async def watch(context: RequestContext) -> Response:
     if context.request.method == "HEAD":
         return Response(None, 200, context.headers, SERVER_SENT_EVENTS)
     watcher = context.watch.enter(query.interval_ms / 1000, context.key)
-    context.on_finish.append(watcher.leave)
+    context.on_finish.callback(watcher.leave)
     if query.once:
         return Response(await watcher.once(context.key), 200, context.headers, "application/json")
     return context.streaming(snapshots(watcher, context.key), SERVER_SENT_EVENTS)

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -62,9 +62,9 @@ from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.limits import (
     MAX_RETRY_AFTER_S,
     NUM_PARSERS,
+    RATE_WINDOW_S,
     BodyBytes,
     FairSlots,
-    IntakeRate,
     Key,
     QueueTicket,
     Quota,
@@ -207,7 +207,7 @@ class ActiveRequest:
         self.service: ModelService  # since its model is loaded
         self.opening: asyncio.Task[Any] | None = None  # the task that waits for its model and submits it to the engine
         self.error: Exception | None = None
-        self._on_close: list[Callable[[], object]] = []
+        self.on_close = ExitStack()  # what ends with this request
         self.is_closed = False
         self.load_s = 0.0  # time spent waiting for the model to load
         self._queued_s: float | None = None
@@ -338,9 +338,6 @@ class ActiveRequest:
             self._started_at_s = time.monotonic()
             self.ticket.start()
 
-    def on_close(self, call: Callable[[], object]) -> None:
-        self._on_close.append(call)
-
     def fail(self, error: Exception) -> None:
         """End the request with an error: its blocks are freed before the next step, and readers raise the error."""
         if self.error is None and not self.is_closed:
@@ -406,9 +403,7 @@ class ActiveRequest:
         self.ticket.leave()
         if self.is_accepted:  # a refused request is counted elsewhere
             self.service.close_request(self, self._record(error or self.error))
-        for call in self._on_close:
-            call()
-        self._on_close.clear()
+        self.on_close.close()
 
     def _record(self, error: Exception | None) -> RequestRecord:
         usage, cache = self.usage, self.cache
@@ -496,7 +491,7 @@ class ModelService:
             engine,
             hang_limit_s=shared.hang_limit_s,
             on_loading=served.take_progress,
-            on_step=partial(self.count, served.metrics.stepped),
+            on_step=served.metrics.stepped,
             on_gap=served.metrics.tokens,
         )
         self._supervising = asyncio.create_task(self.client.supervise(), name=f"supervise {self.model}")
@@ -544,56 +539,39 @@ class ModelService:
         key, quotas = active.caller.key, self.served.shared.quotas
         quota = quotas.get(key.name) or quotas.setdefault(key.name, Quota(key.limits))
         quota.enter(active.num_prompt_tokens)
-        active.on_close(quota.leave)
+        active.on_close.callback(quota.leave)
         active.is_accepted = True
         self._active.add(active)
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(limit_s, self._time_out, active)
-        active.on_close(timer.cancel)
-        started = partial(self._begin, active)
-        try:
-            async with asyncio.timeout(limit_s):
-                for request in active.requests:
-                    parser = self.text.turn_parser(active.chat, request.prompt.tokens)
-                    generation = await self.client.submit(
-                        request, new_parser=parser, updated=active.updated, on_start=started
-                    )
-                    active.add(generation)
-        except TimeoutError:
-            raise self._too_late("the model is still loading", active.priority) from None
+        active.on_close.callback(loop.call_later(limit_s, self._time_out, active).cancel)
+        for request in active.requests:
+            parser = self.text.turn_parser(active.chat, request.prompt.tokens)
+            generation = await self.client.submit(
+                request, new_parser=parser, updated=active.updated, on_start=partial(self._begin, active)
+            )
+            active.add(generation)
 
     def close_request(self, active: ActiveRequest, record: RequestRecord) -> None:
         """Called once by an accepted request when it ends."""
         self._active.remove(active)
         self.served.shared.quotas[active.caller.key.name].use(active.usage.completion_tokens)
-        self.count(self.metrics.finished, record)
+        self.metrics.finished(record)
         self.recent.append(record)
         log_request(record)
 
     def _time_out(self, active: ActiveRequest) -> None:
-        if not active.is_started:
-            waited = f"waited {self._queue_timeout_s:g} s in the queue"
-            active.fail(self._too_late(waited, active.priority))
-
-    def _too_late(self, what: str, priority: Priority) -> ApiError:
-        return ApiError(
-            Kind.OVERLOADED,
-            f"{what}: the limit is {self._queue_timeout_s:g} s",
-            retry_after_s=self.served.queues.retry_after_s(priority),
-            reason="queue_timeout",
-        )
+        if active.is_started:
+            return
+        limit = f"{self._queue_timeout_s:g} s"
+        what = f"waited {limit} in the queue" if active.opening is None else "the model is still loading"
+        retry_s = self.served.queues.retry_after_s(active.priority)
+        text = f"{what}: the limit is {limit}"
+        active.fail(ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout"))
 
     def _begin(self, active: ActiveRequest, generation: Generation) -> None:
         if not active.is_started:
             active.start(generation.queued_s or 0.0)
-            self.count(self.metrics.started, active.priority, generation.queued_s or 0.0)
-
-    def count(self, count: Callable[..., None], *values: object) -> None:
-        """Call a metrics function. An error in it must not end the request or stop other counting."""
-        try:
-            count(*values)
-        except Exception:
-            log.exception("updating a metric failed")
+            self.metrics.started(active.priority, generation.queued_s or 0.0)
 
     # Text
 
@@ -835,7 +813,6 @@ class Model(ManagedModel):
         service = ModelService(self, text, engine)
         self.metrics.forget_worker()
         await self._start(service)
-        self.queues.expect(_intake(service.client))
         self._log_events(service.client.facts)
         return self._take_facts(service.client.facts)
 
@@ -901,7 +878,6 @@ class Model(ManagedModel):
             self.on_loading(num_done, num_bytes)
 
     async def unload(self) -> None:
-        self.queues.expect(None)
         service, self.service = self.service, None
         if service is None:
             return
@@ -988,7 +964,7 @@ class Models:
         ticket = model.queues.enter(request.params.n * len(request.prompts), priority, caller.key.name)
         active = ActiveRequest(model, request, caller, ticket)
         self._requests.add(active)
-        active.on_close(partial(self._requests.discard, active))
+        active.on_close.callback(self._requests.discard, active)
         return active
 
     async def open(self, active: ActiveRequest) -> None:
@@ -997,7 +973,7 @@ class Models:
         active.opening = task = asyncio.current_task()
         try:
             await self.hold(active.served_by)
-            active.on_close(partial(self.release, active.served_by))
+            active.on_close.callback(self.release, active.served_by)
             active.load_s = time.monotonic() - began_s
             active.service = active.served_by.loaded
             await active.service.open(active)
@@ -1051,7 +1027,7 @@ class Models:
             case TimeoutError():
                 limit = f"the request waited {self._shared.queue_timeout_s:g} s, which is the limit"
                 text = f"{model.name} is {model.state}: {limit}"
-                retry_s = min(self.eta_s(model) or model.queues.retry_after_s(), MAX_RETRY_AFTER_S)
+                retry_s = min(self.eta_s(model) or RATE_WINDOW_S, MAX_RETRY_AFTER_S)
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
             case ModelTooLarge():
                 return ApiError(Kind.UNAVAILABLE, str(error), may_retry=False, reason="model_too_large")
@@ -1147,13 +1123,6 @@ def release_heap() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _intake(client: ModelClient) -> IntakeRate | None:
-    facts, scheduling = client.facts, client.scheduling
-    if facts is None or scheduling is None:
-        return None
-    return IntakeRate(facts.step_s, scheduling.max_num_batched_tokens, scheduling.max_num_seqs)
 
 
 def _warm_up(text: ModelText) -> None:

@@ -181,10 +181,7 @@ def test_settings_that_cannot_work(cluster: Cluster, tmp_path: Path) -> None:
             ({"resources": {"cpus": 1000, "memory": 5}}, "what one replica needs: CPU 1000, memory 5; --wait waits"),
             ({"api_keys_file": str(keys)}, "API keys"),
             ({"api_keys_file": "missing.yaml"}, "missing.yaml"),
-            (
-                {"port": port},
-                f"host = '127.0.0.1', port = {port}: the head cannot listen there: Address already in use",
-            ),
+            ({"port": port}, f"the head: cannot listen on 127.0.0.1 port {port}: Address already in use"),
         )
         for settings, text in wrong:
             write(file, {"port": 0, "state_dir": "none", **settings})

@@ -241,10 +241,9 @@ def test_the_reason_in_messages(messages: list[str], reason: str) -> None:
 
 def test_an_address_that_the_head_cannot_use() -> None:
     assert application.find_problem("127.0.0.1", 0) is None
-    assert application.find_problem("", 0) is None
     assert application.find_problem("no-such-host.invalid", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert application.find_problem("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
+        assert application.find_problem("127.0.0.1", taken.getsockname()[1]) is not None
 
 
 def test_room_for_new_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -553,21 +552,6 @@ async def test_a_front_that_does_not_continue(
     replica.drop_silent_front()
     with pytest.raises(InvalidRequest, match="is not connected"):
         await anext(replica.messages(FRONT + 1, is_continued=True))
-
-
-@pytest.mark.nightly
-async def test_the_joined_map_of_replicas_of_different_sizes(
-    direct: Direct, client: ClusterClient, tiny_model: Path
-) -> None:
-    small = direct.replicas["small"] = Replica("small", print)
-    await small.start(tiny_model, replace(CONFIG, num_blocks=50), b"0123456789abcdef")
-    client.set_replicas(["r0", "small"])
-    await until(lambda: len(client.replicas) == 2, "both are connected")
-    for max_cells in (1000, 40, 2, 1):
-        found = await client.blocks(max_cells)
-        assert found is not None
-        assert found.num_blocks == sum(found.totals) == 199 + 49
-        assert sum(one.num_cells for one in found.cells) <= max(max_cells, 2)
 
 
 @pytest.mark.parametrize("num_replicas", [2])

@@ -19,7 +19,6 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from quire.engine.process import JsonFormatter, LineFormatter
-from quire.errors import InvalidRequest
 from quire.server.logs import (
     MAX_KEYS,
     MAX_LINES_PER_S,
@@ -220,23 +219,6 @@ def test_log_once(logs: Callable[..., io.StringIO]) -> None:
     assert "no more" in lines[-1]["message"]
     once("k" * 10_000_000, "not logged")
     assert len(entries(stream)) == MAX_KEYS + 1
-
-
-def test_log_once_keeps_short_keys(logs: Callable[..., io.StringIO]) -> None:
-    stream = logs()
-    once = LogOnce()
-    once("k" * 10_000_000, "one")
-    once("k" * 10_000_001, "the same as far as we look")
-    assert len(entries(stream)) == 1
-
-
-def test_setup_may_be_repeated_and_refuses_unknown_levels(logs: Callable[..., io.StringIO]) -> None:
-    first, second = logs(), logs(as_json=True)
-    log_request(RECORD)
-    assert first.getvalue() == ""
-    assert len(second.getvalue().splitlines()) == 1
-    with pytest.raises(InvalidRequest, match="log_level = 'loud'"):
-        setup_logging("loud", as_json=False)
 
 
 def test_wrong_format_arguments_do_not_lose_the_line() -> None:

@@ -376,16 +376,6 @@ def test_a_key_sees_its_own_requests_and_counts_the_others(locked: Server) -> No
             assert held.status == status
 
 
-def test_two_keys_that_watch_at_once_see_their_own_requests(locked: Server) -> None:
-    with (
-        closing(Stream(locked, "interval_ms=100", ALICE)) as alice,
-        closing(Stream(locked, "interval_ms=100", BOB)) as bob,
-    ):
-        for _ in range(5):
-            assert alice.next().key == "key-1"
-            assert bob.next().key == "key-2"
-
-
 def test_a_dead_worker_and_its_successor_are_shown_and_a_watcher_does_not_block_the_shutdown(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -533,11 +523,6 @@ def rest_of(stream: Any) -> bytes:
         data += (piece := stream.recv(65536))
         assert piece, data[-300:]
     return data
-
-
-def test_an_idle_server_lists_nothing(keyless: Server) -> None:
-    keyless.wait_free()
-    assert listed(keyless) == []
 
 
 @pytest.mark.parametrize(

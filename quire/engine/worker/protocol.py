@@ -135,7 +135,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     max_model_len: int
     facts: RunnerFacts
     timings_s: dict[str, float]  # durations of the start: "import" (the backend's libraries), "weights", "warm_up"
-    step_s: float = 0.0  # predicted duration of a full step, from the warm-up
     levels: tuple[LevelStats, ...] = ()  # of the cache, below the device
     kv_events: KvEventsStatus | None = None  # the sockets that were bound
     chain_secret: bytes = b""  # only for a client that asked for reports of the cache

@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, Protocol, TypeVar
@@ -236,8 +237,7 @@ class StateDir:
         self.uploads: set[Upload] = set()  # that are being written
         self._lock_file: BinaryIO | None = None
         self._opening = asyncio.Lock()
-        self._saving = asyncio.Lock()
-        self._saves: set[asyncio.Task[None]] = set()
+        self._writer = ThreadPoolExecutor(1, "quire-store")  # states are written in order
         self.growing = threading.Lock()  # of files of a key, against its limit
 
     # The directory
@@ -259,7 +259,7 @@ class StateDir:
 
     async def close(self) -> None:
         """Release the directory after the writes that are in progress."""
-        await asyncio.gather(*self._saves, return_exceptions=True)
+        await asyncio.to_thread(self._writer.shutdown)
         if self._lock_file is not None:
             self._lock_file.close()
             self._lock_file = None
@@ -408,15 +408,9 @@ class StateDir:
         return self.path / folder / f"{name}.json"
 
     async def _save(self, folder: str, name: str, value: msgspec.Struct) -> None:
-        """Write facts. Cancelling the caller does not end the write, so that a later one cannot overtake it."""
-        task = asyncio.create_task(self._save_alone(folder, name, value))
-        self._saves.add(task)
-        task.add_done_callback(self._saves.discard)
-        await asyncio.shield(task)
-
-    async def _save_alone(self, folder: str, name: str, value: msgspec.Struct) -> None:
-        async with self._saving:  # one writer at a time, so that states are written in order
-            await asyncio.to_thread(_write, self._facts(folder, name), msgspec.json.encode(value))
+        """Write facts. Cancelling the caller does not end the write, and no later one overtakes it."""
+        data, loop = msgspec.json.encode(value), asyncio.get_running_loop()
+        await asyncio.shield(loop.run_in_executor(self._writer, _write, self._facts(folder, name), data))
 
 
 class Upload:
@@ -680,8 +674,6 @@ class BatchService:
         Raises only what may succeed later: an OSError of a disk.
         """
         batch = stored.batch
-        if batch.output_file_id or batch.error_file_id:  # of a server without `ending`
-            return "expired"
         try:
             status = await self._process_or_cancel(stored)
             if status == "expired":
