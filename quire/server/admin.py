@@ -63,7 +63,7 @@ async def unload(context: RequestContext) -> Response:
     model = context.models.find(body.model)
     if model.is_pinned:
         raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
-    unloading = context.models.begin(context.models.unload(model, is_forced=body.force))
+    unloading = context.models.begin(context.models.manager.unload(model, is_forced=body.force))
     await (context.wait_for(unloading) if body.wait else asyncio.sleep(0))
     return context.json(model_status(model))
 

@@ -39,6 +39,7 @@ from uvicorn.server import ServerState
 
 from quire.engine.generation import Delta
 from quire.errors import InvalidRequest, QuireError
+from quire.server.config import ServeConfig
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.models import ActiveRequest, ClientGone
 
@@ -201,7 +202,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -495,7 +496,7 @@ def raise_file_limit(max_connections: int) -> int:
     return max(1, min(max_connections, soft - SPARE_FILES))
 
 
-def make_config(app: Any, *, certfile: str | None, keyfile: str | None, root_path: str) -> uvicorn.Config:
+def make_config(app: Any, config: ServeConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=HttpProtocol,
@@ -509,9 +510,9 @@ def make_config(app: Any, *, certfile: str | None, keyfile: str | None, root_pat
         date_header=False,
         timeout_keep_alive=int(IDLE_S),
         timeout_graceful_shutdown=5,
-        ssl_certfile=certfile,
-        ssl_keyfile=keyfile,
-        root_path=root_path,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,  # type: ignore[arg-type]
+        root_path=config.root_path,
         backlog=2048,
     )
 

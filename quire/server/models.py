@@ -728,7 +728,6 @@ class Model(ManagedModel):
         self.config = config
         self.service: ModelService | None = None  # while it is loaded
         self.progress: float | None = None  # of loading, 0 to 1
-        self._first_report: tuple[float, float] | None = None  # time and progress of the first report
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
         self.queues = TierQueues(shared.max_queue, shared.max_queued_tokens)
@@ -825,7 +824,7 @@ class Model(ManagedModel):
             log.warning("%s: no KV events are sent, because %s", self.name, events.silent_because)
 
     async def _start(self, service: ModelService) -> None:
-        self.progress, self._first_report = 0.0, None
+        self.progress = 0.0
         try:
             warming = asyncio.to_thread(_warm_up, service.text)
             results = await asyncio.gather(service.client.start(), warming, return_exceptions=True)
@@ -858,22 +857,8 @@ class Model(ManagedModel):
         is_known = ready.weight_bytes and ready.kv_bytes
         return ready.weight_bytes + ready.kv_bytes if is_known else 0
 
-    @property
-    def reading_s(self) -> float | None:
-        """Estimated time to read the rest of the weights, at the speed since the first report; None: unknown.
-
-        The time before the first report (waiting for memory, starting a process) does not depend on the weights.
-        """
-        if self._first_report is None or self.progress is None:
-            return None
-        began_s, first = self._first_report
-        done = self.progress - first
-        return (time.monotonic() - began_s) * (1 - self.progress) / done if done > 0 else None
-
     def take_progress(self, num_done: int, num_bytes: int) -> None:
         self.progress = num_done / num_bytes if num_bytes else 0.0
-        if self._first_report is None:
-            self._first_report = time.monotonic(), self.progress
         if self.on_loading is not None:
             self.on_loading(num_done, num_bytes)
 
@@ -1012,13 +997,9 @@ class Models:
     def _log_wait(self, model: Model) -> None:
         num_waiting = len(model.waiters) + 1
         if num_waiting & (num_waiting - 1) == 0 and self.has_started:  # 1, 2, 4, ...: not a line per request
-            eta_s = self.eta_s(model)
+            eta_s = self.manager.eta_s(model)
             about = "" if eta_s is None else f", about {eta_s:.1f} s more"
             log.info("%d request(s) are waiting for %s, which is %s%s", num_waiting, model.name, model.state, about)
-
-    def eta_s(self, model: Model) -> float | None:
-        """Estimated time until the model is loaded; None: unknown."""
-        return self.manager.eta_s(model, model.reading_s)
 
     def _refusal(self, model: Model, error: Exception) -> ApiError:
         if self.is_draining:
@@ -1027,7 +1008,7 @@ class Models:
             case TimeoutError():
                 limit = f"the request waited {self._shared.queue_timeout_s:g} s, which is the limit"
                 text = f"{model.name} is {model.state}: {limit}"
-                retry_s = min(self.eta_s(model) or RATE_WINDOW_S, MAX_RETRY_AFTER_S)
+                retry_s = min(self.manager.eta_s(model) or RATE_WINDOW_S, MAX_RETRY_AFTER_S)
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
             case ModelTooLarge():
                 return ApiError(Kind.UNAVAILABLE, str(error), may_retry=False, reason="model_too_large")
@@ -1053,9 +1034,6 @@ class Models:
             await self.manager.load(model)
         except QuireError as error:
             raise self._refusal(model, error) from error
-
-    async def unload(self, model: Model, *, is_forced: bool = False) -> None:
-        await self.manager.unload(model, is_forced=is_forced)
 
     def begin(self, doing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server stops."""

@@ -35,7 +35,7 @@ from quire.server.config import ServeConfig
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, Key
-from quire.server.logs import LogOnce, log_refusal
+from quire.server.logs import log_refusal
 from quire.server.models import ActiveRequest, Caller, ClientGone, InferenceRequest, Model, Models, ModelService
 from quire.server.watch import Watch
 
@@ -66,7 +66,6 @@ _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 _parsers = ThreadPoolExecutor(NUM_PARSERS, "quire-parse")
 log = logging.getLogger(__name__)
-log_once = LogOnce()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +208,7 @@ class RequestContext:
             raise ApiError(Kind.INVALID, f"{name} = {given.get(name)!r:.80}: {what}", param=name) from None
 
     def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
-        unknown = unknown_fields(msgspec.json.decode(data), kind)
-        for name in [_printable(name) for name in unknown][:MAX_NAMED_FIELDS]:
-            log_once(f"{self.endpoint} {name}", f"{self.endpoint}: the unknown field {name} was ignored")
-        self.note(IGNORED, unknown.values())
+        self.note(IGNORED, unknown_fields(msgspec.json.decode(data), kind).values())
 
     def note_ignored(self, names: Sequence[str]) -> None:
         """Add fields without effect to the header. A tool that is ignored as a whole takes the place of its fields."""

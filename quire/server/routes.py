@@ -21,8 +21,7 @@ from quire.server.request_context import Handler
 Json = dict[str, Any]
 
 _REF = "#/components/schemas/{name}"
-_PARAMETER = re.compile(r"\{(?P<name>\w+)(?::(?P<kind>\w+))?\}")
-_PARAMETER_TYPES: Mapping[str, Json] = {"int": {"type": "integer"}, "float": {"type": "number"}}
+_PARAMETER = re.compile(r"\{(?P<name>\w+)(?::\w+)?\}")
 
 
 class Access(Enum):
@@ -249,9 +248,7 @@ def _operation(
         operation["parameters"] = parameters
     if route.body is not None:
         schema = schema_of[route.body]
-        media: Json = {"schema": schema}
-        if example := _example(_resolved(schema, schemas), examples):
-            media["example"] = example
+        media = {"schema": schema, "example": _example(_resolved(schema, schemas), examples)}
         operation["requestBody"] = {"required": True, "content": {"application/json": media}}
     if route.form is not None:
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _form(route.form)}}}
@@ -323,7 +320,7 @@ def _plain_path(path: str) -> str:
 def _parameters(path: str, examples: Mapping[str, Any]) -> list[Json]:
     parameters = []
     for found in _PARAMETER.finditer(path):
-        schema = _PARAMETER_TYPES.get(found["kind"] or "", {"type": "string", "minLength": 1})
+        schema = {"type": "string", "minLength": 1}
         parameter: Json = {"name": found["name"], "in": "path", "required": True, "schema": schema}
         for name in (found["name"], found["name"].removesuffix("_id")):
             if name in examples:
@@ -346,11 +343,8 @@ def _query_parameters(kind: type[msgspec.Struct] | None) -> list[Json]:
 
 
 def _example(schema: Json, examples: Mapping[str, Any]) -> Json:
-    """Return an example body, or nothing if a required field has no example: an incomplete one would fail."""
-    properties = schema.get("properties", {})
-    if any(name not in examples for name in schema.get("required", ())):
-        return {}
-    names = [name for name in sorted(properties, key=_rank) if name in examples]
+    """Return an example body: its fields that have an example, which are at least the required ones."""
+    names = [name for name in sorted(schema["properties"], key=_rank) if name in examples]
     if "messages" in names or "input" in names:
         names = [name for name in names if name not in ("prompt", "text")]  # alternatives to messages
     return {name: examples[name] for name in names}

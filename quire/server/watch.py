@@ -24,7 +24,7 @@ from quire.core.values import Priority
 from quire.engine.generation import Generation
 from quire.engine.model_manager import ModelManager, ModelState
 from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
-from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
+from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, ReplicaStatus, Running, Stats, TierStats
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key
@@ -103,19 +103,6 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
 
 
-class WatchedReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica of a model in a cluster."""
-
-    name: str
-    is_accepting: Annotated[bool, Meta(description="False: it is being stopped, and finishes its requests.")]
-    num_requests: Annotated[int, Meta(description="Sequences that run or wait there.")]
-    num_routed: Annotated[int, Meta(description="Requests sent there so far.")]
-    num_blocks: int
-    num_free_blocks: Annotated[int, Meta(description="Blocks that no request or pin holds.")]
-    num_queried_tokens: int
-    num_hit_tokens: Annotated[int, Meta(description="Of the queried tokens, those found in its prefix cache.")]
-
-
 class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model. Counts are totals since its process started; rates are those of the last interval.
 
@@ -157,7 +144,7 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
         list[FinishedRequest],
         Meta(description="The last 32 requests since the model was loaded that this key may see, newest first."),
     ] = []
-    replicas: Annotated[list[WatchedReplica], Meta(description="Of a cluster; none: the model runs here.")] = []
+    replicas: Annotated[tuple[ReplicaStatus, ...], Meta(description="Of a cluster; none: the model runs here.")] = ()
 
 
 class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -510,9 +497,8 @@ class ModelReport:
         self._at_s, self._counts = now_s, counts
 
     def view(self, key: Key) -> WatchedModel:
-        model, eta_s = self._model, None
-        if model.state is ModelState.LOADING:
-            eta_s = self._manager.eta_s(model, model.reading_s)
+        model = self._model
+        eta_s = self._manager.eta_s(model) if model.state is ModelState.LOADING else None
         return WatchedModel(
             name=model.name,
             aliases=model.aliases,
@@ -572,7 +558,7 @@ class ModelReport:
             requests=requests,
             num_other_requests=len(self._active) - len(requests),
             finished=[one.shown() for one in finished[:MAX_FINISHED_SHOWN]],
-            replicas=[WatchedReplica(**one._asdict()) for one in service.client.replica_statuses],
+            replicas=service.client.replica_statuses,
         )
 
     def _requests(self, key: Key) -> list[WatchedRequest]:

@@ -10,6 +10,7 @@ import resource
 import socket
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.generation import Delta, Generation, GenerationRequest, Usage
 from quire.errors import InvalidRequest
 from quire.server import http
+from quire.server.config import ModelConfig, ServeConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.http import (
     BODY_WRITER,
@@ -429,7 +431,7 @@ class Transport:
 class Connection:
     def __init__(self, state: ServerState | None = None) -> None:
         self.loop, self.transport = Loop(), Transport()
-        config = make_config(lambda: None, certfile=None, keyfile=None, root_path="")
+        config = make_config(lambda: None, ServeConfig((ModelConfig(Path("m"), ("m",)),)))
         config.load()
         self.protocol = HttpProtocol(config, state or ServerState(), {}, cast(asyncio.AbstractEventLoop, self.loop))
         self.protocol.connection_made(cast(asyncio.Transport, self.transport))

@@ -680,7 +680,7 @@ async def _load_or_unload(context: RequestContext, body: OllamaBody, model: Mode
             raise ApiError(Kind.PERMISSION, text, param="keep_alive")
         if model.is_pinned:
             raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
-        await context.wait_for(context.models.begin(context.models.unload(model)))
+        await context.wait_for(context.models.begin(context.models.manager.unload(model)))
         done.done_reason = "unload"
         return context.json(done)
     if body.keep_alive is not None:
