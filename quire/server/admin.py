@@ -22,7 +22,7 @@ from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.errors import SERVER_SENT_EVENTS, ApiError, Kind
 from quire.server.limits import Key
-from quire.server.models import ActiveRequest, Model, Models, ModelService
+from quire.server.models import ActiveRequest, Model, Models, ModelService, not_loaded
 from quire.server.request_context import RequestContext
 from quire.server.watch import HeldAnswer, Watcher, blocks_answer, is_shown
 from quire.version import __version__
@@ -151,7 +151,7 @@ async def cancel_request(context: RequestContext) -> Response:
 
 
 def _visible(context: RequestContext) -> list[ActiveRequest]:
-    return [one for one in context.models.in_progress() if is_shown(one, context.key)]
+    return [one for one in context.models.requests if is_shown(one, context.key)]
 
 
 def _view(one: ActiveRequest) -> RequestView:
@@ -287,7 +287,7 @@ async def watch(context: RequestContext) -> Response:
     if context.request.method == "HEAD":
         return Response(None, 200, context.headers, SERVER_SENT_EVENTS)
     watcher = context.watch.enter(query.interval_ms / 1000, context.key)
-    context.on_finish.callback(watcher.leave)
+    context.on_finish.callback(context.watch.leave, watcher)
     if query.once:
         return Response(await watcher.once(context.key), 200, context.headers, "application/json")
     return context.streaming(snapshots(watcher, context.key), SERVER_SENT_EVENTS)
@@ -303,12 +303,11 @@ async def watch_blocks(context: RequestContext) -> Response:
     """List the requests that hold these blocks. The page calls it on hover."""
     query = context.query(BlocksQuery)
     model = context.models.find(query.model)
-    found = None
-    if (service := model.service) is not None:
-        async with service.questions.turn(context.key.name):
-            found = await service.client.view_blocks(query.first, query.count)
-    if found is None or service is None:
-        raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
+    service = model.loaded
+    async with service.questions.turn(context.key.name):
+        found = await service.client.view_blocks(query.first, query.count)
+    if found is None:
+        raise not_loaded(model.name)
     return context.json(blocks_answer(model.name, found, tuple(service.active_requests), context.key))
 
 

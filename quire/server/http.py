@@ -38,9 +38,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from quire.engine.generation import Delta
-from quire.errors import InvalidRequest, QuireError
+from quire.errors import InvalidRequest
 from quire.server.config import ServeConfig
-from quire.server.errors import ApiError, Dialect, Kind, from_quire
+from quire.server.errors import ApiError, Dialect, api_error
 from quire.server.models import ActiveRequest, ClientGone
 
 FREE_BYTES = 8 << 10  # of each connection, not counted: small requests are served although others use up the budget
@@ -370,7 +370,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._linger()
         elif self._is_answering and not self._is_in_body:
-            self._is_last, self.cycle.keep_alive = True, False
+            self._is_last = True
+            self.cycle.keep_alive = False
         else:
             if not (self._is_in_body and self.cycle.response_started):
                 head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
@@ -542,8 +543,6 @@ class EventEncoder(Protocol):
 
         None: they are not constant, or not yet; `text_event` is used.
         """
-        del prompt, index
-        return None
 
     def finish(self) -> bytes:
         """Events after the last delta."""
@@ -738,16 +737,3 @@ class EventStream(Response):
             self._last_s = now_s
             self._ping = self._loop.create_task(self._write(self._dialect.keep_alive))
         self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
-
-
-def api_error(error: Exception, request_id: str) -> ApiError:
-    """The error that a client receives when a stream fails after its first event."""
-    match error:
-        case ApiError():
-            return error
-        case QuireError():
-            return from_quire(error)
-        case _:
-            log.error("%s: a stream failed", request_id, exc_info=error)
-            text = f"the server could not process this request; see {request_id} in the server log"
-            return ApiError(Kind.FAILED, text, reason="internal")

@@ -91,9 +91,6 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def find(self, secret: str | None) -> Key | None:
         """Return the key with this secret, in constant time. Without configured keys, return LOCAL."""
         if not self._keys:

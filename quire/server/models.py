@@ -19,7 +19,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -333,10 +333,9 @@ class ActiveRequest:
 
     def start(self, queued_s: float) -> None:
         """Record that the engine has started the first prompt."""
-        if self._started_at_s is None:
-            self._queued_s = queued_s
-            self._started_at_s = time.monotonic()
-            self.ticket.start()
+        self._queued_s = queued_s
+        self._started_at_s = time.monotonic()
+        self.ticket.start()
 
     def fail(self, error: Exception) -> None:
         """End the request with an error: its blocks are freed before the next step, and readers raise the error."""
@@ -483,8 +482,6 @@ class ModelService:
         shared = served.shared
         self.served = served
         self.text = text
-        self.model = served.name
-        self.metrics = served.metrics
         self.client = shared.make_client(
             served.config,
             text,
@@ -494,12 +491,12 @@ class ModelService:
             on_step=served.metrics.stepped,
             on_gap=served.metrics.tokens,
         )
-        self._supervising = asyncio.create_task(self.client.supervise(), name=f"supervise {self.model}")
+        self._supervising = asyncio.create_task(self.client.supervise(), name=f"supervise {served.name}")
         # Ended requests, the newest last. More are kept than shown, because a key sees only its own.
         self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
         self._queue_timeout_s = shared.queue_timeout_s
         self._is_cut = False
-        self._active: set[ActiveRequest] = set()
+        self.active_requests: set[ActiveRequest] = set()  # that have passed all limits and have not ended
         num_encoders = min(MAX_ENCODERS, os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(num_encoders, "quire-encode")
         self._encoder_slots = FairSlots(num_encoders)
@@ -508,11 +505,6 @@ class ModelService:
     @property
     def max_model_len(self) -> int:
         return self.client.max_model_len
-
-    @property
-    def active_requests(self) -> Collection[ActiveRequest]:
-        """Requests that have passed all limits and have not ended."""
-        return self._active
 
     def salt_for(self, key: Key, cache_salt: str) -> str:
         """Return the salt of the chain keys. Different keys or salts share no cached blocks."""
@@ -525,8 +517,6 @@ class ModelService:
 
     async def open(self, active: ActiveRequest) -> None:
         """Tokenise the prompts, check the limits and submit the request to the engine."""
-        if self._is_cut:
-            raise shutting_down()
         request, is_short = active.request, _is_short(active.request.prompts)
         built = [await self._request(active, prompt, is_short=is_short) for prompt in request.prompts]
         if self._is_cut:
@@ -541,7 +531,7 @@ class ModelService:
         quota.enter(active.num_prompt_tokens)
         active.on_close.callback(quota.leave)
         active.is_accepted = True
-        self._active.add(active)
+        self.active_requests.add(active)
         loop = asyncio.get_running_loop()
         active.on_close.callback(loop.call_later(limit_s, self._time_out, active).cancel)
         for request in active.requests:
@@ -553,9 +543,9 @@ class ModelService:
 
     def close_request(self, active: ActiveRequest, record: RequestRecord) -> None:
         """Called once by an accepted request when it ends."""
-        self._active.remove(active)
+        self.active_requests.remove(active)
         self.served.shared.quotas[active.caller.key.name].use(active.usage.completion_tokens)
-        self.metrics.finished(record)
+        self.served.metrics.finished(record)
         self.recent.append(record)
         log_request(record)
 
@@ -571,7 +561,7 @@ class ModelService:
     def _begin(self, active: ActiveRequest, generation: Generation) -> None:
         if not active.is_started:
             active.start(generation.queued_s or 0.0)
-            self.metrics.started(active.priority, generation.queued_s or 0.0)
+            self.served.metrics.started(active.priority, generation.queued_s or 0.0)
 
     # Text
 
@@ -668,7 +658,7 @@ class ModelService:
     def cut(self, error: ApiError | None = None) -> None:
         """End the remaining requests with an error."""
         self._is_cut = True
-        for active in tuple(self._active):
+        for active in tuple(self.active_requests):
             active.fail(error or shutting_down())
 
     async def close(self) -> None:
@@ -680,6 +670,10 @@ class ModelService:
         await self.client.close()
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self.text.close()
+
+
+def not_loaded(name: str) -> ApiError:
+    return ApiError(Kind.UNAVAILABLE, f"{name} is not loaded", retry_after_s=5.0, reason="loading")
 
 
 def shutting_down() -> ApiError:
@@ -758,8 +752,9 @@ class Model(ManagedModel):
 
     @property
     def loaded(self) -> ModelService:
-        """The service of a model that is loaded."""
-        assert self.service is not None
+        """The service of a model that is loaded. Raises ApiError if it is not."""
+        if self.service is None:
+            raise not_loaded(self.name)
         return self.service
 
     @property
@@ -903,7 +898,7 @@ class Models:
         self.has_started = False  # the first model has been loaded
         self.num_open = 0  # open requests, including those that wait for a model to load
         self._tasks: set[asyncio.Task[None]] = set()
-        self._requests: set[ActiveRequest] = set()
+        self.requests: set[ActiveRequest] = set()  # of all models, that have not ended
 
     def __iter__(self) -> Iterator[Model]:
         """Iterate in the configured order."""
@@ -948,8 +943,8 @@ class Models:
         priority = model.priority_of(request, caller.key)
         ticket = model.queues.enter(request.params.n * len(request.prompts), priority, caller.key.name)
         active = ActiveRequest(model, request, caller, ticket)
-        self._requests.add(active)
-        active.on_close.callback(self._requests.discard, active)
+        self.requests.add(active)
+        active.on_close.callback(self.requests.discard, active)
         return active
 
     async def open(self, active: ActiveRequest) -> None:
@@ -971,10 +966,6 @@ class Models:
         except BaseException as error:
             active.close(error if isinstance(error, Exception) else None)
             raise
-
-    def in_progress(self) -> Collection[ActiveRequest]:
-        """The requests of all models that are not finished, in no particular order."""
-        return self._requests
 
     async def hold(self, model: Model) -> None:
         """Load the model and keep it loaded until `release`."""

@@ -11,7 +11,6 @@ moment reads a null pointer, and the process ends (decision 0044). Therefore a t
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import re
 import secrets
@@ -29,10 +28,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quire.errors import InvalidRequest, QuireError
+from quire.errors import InvalidRequest
 from quire.server.batches.service import BatchService
 from quire.server.config import ServeConfig
-from quire.server.errors import ApiError, Dialect, Kind, from_quire
+from quire.server.errors import ApiError, Dialect, Kind, api_error
 from quire.server.http import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, Key
 from quire.server.logs import log_refusal
@@ -65,7 +64,6 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 _parsers = ThreadPoolExecutor(NUM_PARSERS, "quire-parse")
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,8 @@ class RequestContext:
         self._is_slow = False  # the body takes long to decode and to parse
         self._receive = receive
         self._config = served.config
-        self.has_body = _announces_body(self.request.headers)  # an unread body
+        length = self.request.headers.get("content-length", "0")
+        self.has_body = "transfer-encoding" in self.request.headers or length != "0"  # an unread body
         self._gone: asyncio.Task[None] | None = None
         self._active: ActiveRequest | None = None
         self.is_accepted = False  # it was submitted to a model
@@ -113,10 +112,7 @@ class RequestContext:
     @property
     def service(self) -> ModelService:
         """The service of the model that this request has opened or used; before that, of the default model."""
-        if (service := self.model.service) is None:
-            text = f"{self.model.name} is not loaded"
-            raise ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
-        return service
+        return self.model.loaded
 
     # Request body
 
@@ -354,14 +350,8 @@ async def answer(context: RequestContext, handler: Handler) -> Response | None:
         return await handler(context)
     except ClientGone:
         return None
-    except ApiError as error:
-        return await _refuse(context, error)
-    except QuireError as error:
-        return await _refuse(context, from_quire(error, context.fields))
-    except Exception:
-        log.exception("%s %s failed", context.request_id, context.endpoint)
-        text = f"the server could not process this request; see {context.request_id} in the server log"
-        return await _refuse(context, ApiError(Kind.FAILED, text, reason="internal"))
+    except Exception as error:
+        return await _refuse(context, api_error(error, context.request_id, context.fields))
 
 
 async def _refuse(context: RequestContext, error: ApiError) -> Response:
@@ -405,10 +395,6 @@ def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 def _printable(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.$\[\]/-]", "?", name)[:MAX_NAME_CHARS]
-
-
-def _announces_body(headers: Mapping[str, str]) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:

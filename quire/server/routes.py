@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -441,45 +442,36 @@ UNSERVED = {
 UNSERVED_BELOW = {"responses": _NO_STORE, "chat/completions": _NO_STORE}
 
 
-@dataclass(frozen=True, slots=True)
-class _Typed:
-    """A path split into its prefixes and the rest."""
-
-    prefix: tuple[str, ...]
-    core: str
-
-    @staticmethod
-    def of(path: str) -> _Typed:
-        parts = [part for part in path.lower().split("/") if part]
-        size = 0
-        while size < len(parts) and parts[size] in _PREFIXES:
-            size += 1
-        return _Typed(tuple(parts[:size]), "/".join(parts[size:]))
+def _split(path: str) -> tuple[list[str], str]:
+    """Split a path into its prefixes and the rest, in lower case and without empty parts."""
+    parts = [part for part in path.lower().split("/") if part]
+    prefix = [*takewhile(_PREFIXES.__contains__, parts)]
+    return prefix, "/".join(parts[len(prefix) :])
 
 
 def find_meant(path: str, rows: Sequence[Endpoint]) -> Endpoint | None:
     """Return the endpoint that differs only in prefixes, slashes, case, a missing end or a letter or two."""
-    typed = _Typed.of(path)
-    if len(path) > MAX_PATH_CHARS or not typed.core:
+    prefix, core = _split(path)
+    if len(path) > MAX_PATH_CHARS or not core:
         return None
-    known = [(_Typed.of(row.path.partition("{")[0]), row) for row in rows]
-    same = [(one, row) for one, row in known if one.core == typed.core]
-    siblings = [(one, row) for one, row in known if typed.prefix and one.prefix == typed.prefix[-1:]]
-    if not any(pair in siblings for pair in same):
-        longer = [(one, row) for one, row in siblings if one.core.startswith(typed.core + "/")]
+    known = [(*_split(row.path.partition("{")[0]), row) for row in rows]
+    same = [one for one in known if one[1] == core]
+    siblings = [one for one in known if prefix and one[0] == prefix[-1:]]
+    if not any(one in siblings for one in same):
+        longer = [one for one in siblings if one[1].startswith(core + "/")]
         same = longer if len(longer) == 1 else same  # /v1/chat is the beginning of one path, /v1/cache of several
     if not same:  # with a path parameter, such as a model name
-        same = [(one, row) for one, row in known if "{" in row.path and typed.core.startswith(one.core + "/")]
+        same = [one for one in known if "{" in one[2].path and core.startswith(one[1] + "/")]
     if not same:
-        near = difflib.get_close_matches(typed.core, {one.core for one, _ in known}, n=1, cutoff=NEAR)
-        same = [(one, row) for one, row in known if one.core in near]
-    same.sort(key=lambda pair: (pair[0].prefix[-1:] != typed.prefix[-1:], "{" in pair[1].path))
-    return same[0][1] if same else None
+        near = difflib.get_close_matches(core, {one[1] for one in known}, n=1, cutoff=NEAR)
+        same = [one for one in known if one[1] in near]
+    same.sort(key=lambda one: (one[0][-1:] != prefix[-1:], "{" in one[2].path))
+    return same[0][2] if same else None
 
 
 def why_unserved(path: str) -> str | None:
     """Return why a path of other servers is not served. None: not such a path."""
-    core = _Typed.of(path).core if len(path) <= MAX_PATH_CHARS else ""
+    core = _split(path)[1] if len(path) <= MAX_PATH_CHARS else ""
     for head, why in UNSERVED_BELOW.items():
         if core.startswith(f"{head}/"):
             return why
@@ -491,7 +483,7 @@ def advice(path: str, meant: Endpoint | None) -> str:
     """Return the second part of the 404 message."""
     if meant is not None:
         text = f"did you mean {meant.method} {_plain_path(meant.path)}?"
-        is_base = _Typed.of(path).prefix != _Typed.of(meant.path).prefix
+        is_base = _split(path)[0] != _split(meant.path)[0]
         return f"{text} {BASES[meant.tag]}" if is_base and meant.tag in BASES else text
     if (why := why_unserved(path)) is not None:
         return f"it is not served: {why}"

@@ -428,9 +428,6 @@ class Watcher:
             await self._watch.after(self._watch.tick)
         return self._watch.view(key)
 
-    def leave(self) -> None:
-        self._watch.leave(self)
-
 
 class ModelReport:
     """The last report of one model's worker, the rates since the previous tick, and what a key may see of both."""

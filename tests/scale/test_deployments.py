@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from quire.engine.composition import EngineConfig
@@ -152,14 +150,6 @@ def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(InvalidRequest, match=r"RAY_ADDRESS 'auto' is not HOST:PORT"):
         ray_cluster.connect(None)
-
-
-def test_processes_that_have_ended_meanwhile() -> None:
-    process = subprocess.Popen(["true"])
-    gone = psutil.Process(process.pid)
-    process.wait()
-    assert not ray_cluster._runs(gone)
-    ray_cluster._send([gone], psutil.Process.terminate)
 
 
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")

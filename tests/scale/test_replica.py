@@ -446,19 +446,6 @@ async def test_a_request_whose_caller_gives_up_is_not_sent(direct: Direct, clien
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_replicas", [2])
-async def test_queries_to_a_replica_that_is_left_end(direct: Direct, client: ClusterClient) -> None:
-    os.kill(direct.replicas["r0"].process.pid, signal.SIGSTOP)
-    asked = asyncio.ensure_future(client.stats())
-    await asyncio.sleep(0.1)
-    client.set_replicas(["r1"])
-    stats = await asked
-    assert stats is not None
-    assert stats.cache.num_blocks == 199  # of r1
-    os.kill(direct.replicas["r0"].process.pid, signal.SIGCONT)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_replicas", [2])
 async def test_counts_of_a_replica_that_dies_during_a_query(direct: Direct, client: ClusterClient) -> None:
     """They are neither lost nor added twice, also not after its successor has begun to count."""
     await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30, 40)))

@@ -19,7 +19,7 @@ import pytest
 from uvicorn.server import ServerState
 
 from quire.core.values import FinishReason, Priority, SamplingParams
-from quire.engine.generation import Delta, Generation, GenerationRequest, Usage
+from quire.engine.generation import Delta, Generation, GenerationRequest
 from quire.errors import InvalidRequest
 from quire.server import http
 from quire.server.config import ModelConfig, ServeConfig
@@ -56,6 +56,7 @@ from quire.server.protocols.responses import ResponsesRequest
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import AnswerParser, PlainAnswer
 from quire.text.tokenizer import Tokenizer
+from tests.server import streams
 from tests.text.vocabularies import byte_level_gguf
 
 HEAD = {
@@ -82,32 +83,24 @@ TRICKY = [
 THINKING = ["<think>", "\n", 'so "it"\u2028', " goes", "</think>", "\n\nYes", " 🙂", " <think> again"]
 
 
-class FakeActiveRequest:
-    """The parts of an `ActiveRequest` that streams and encoders use."""
+class FakeActiveRequest(streams.FakeActiveRequest):
+    """Its batches come from a queue. `log`: what is written and closed."""
 
-    request_id = "req_1"
-    model = 'a "<text>" model'
-    system_fingerprint = "f"
-    created = 5
-    priority = Priority.NORMAL
-    usage = Usage(3, 2, 0)
-    num_thought_tokens = pinned_tokens = 0
-    cache = cache_text = prefill_s = decode_s = None
-    load_s = 0.0
     is_closed = False
-    caller = SimpleNamespace(arrived_s=0.0)
-    requests = (SimpleNamespace(prompt=(1, 2), sampling=SimpleNamespace(temperature=1.0, top_p=1.0)),)
 
     def __init__(self, new_parser: Callable[[], AnswerParser] = PlainAnswer) -> None:
-        self.new_parser = new_parser
-        self.request = parse_chat(msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, CHAT))
+        request = parse_chat(msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, CHAT))
+        super().__init__(request, model='a "<text>" model', created=5, system_fingerprint="f")
+        self.new_parser = new_parser  # type: ignore[method-assign]
+        self.requests = (SimpleNamespace(prompt=(1, 2), sampling=SimpleNamespace(temperature=1.0, top_p=1.0)),)
         self.is_waiting = True
-        self.generations: list[Any] = [SimpleNamespace(sink=None)]
+        self.started: list[Any] = [SimpleNamespace(sink=None)]
         self.queue: asyncio.Queue[list[tuple[int, Delta]] | Exception] = asyncio.Queue()
         self.log: list[str] = []
 
-    async def wait_start(self) -> None:
-        pass
+    @property
+    def generations(self) -> Any:
+        return self.started
 
     async def next_batch(self) -> list[tuple[int, Delta]]:
         found = await self.queue.get()

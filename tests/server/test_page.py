@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -699,36 +698,6 @@ def test_several_models_are_loaded_pinned_and_unloaded(browser: Browser, tiny_mo
         assert complaints == []
 
 
-POOLS = """
-import("./page/pools.js").then(({ showPools }) => {
-  const shown = () => [document.getElementById("pools").hidden, document.getElementById("pools").innerText];
-  const windows = { free: 6, cached: 9, in_use: 5, num_evictions: 1, num_bytes: 0 };
-  const states = { free: 0, cached: 1700, in_use: 30, num_evictions: 2, num_bytes: 3e9 };
-  const engines = [null, {}, { windows, states: null }, { windows, states }];
-  window.shown = engines.map((engine) => { showPools(engine); return shown(); });
-  window.title = document.getElementById("pool-states").title;
-  showPools({ windows: null, states: null });
-});
-"""
-
-
-@needs_browser
-def test_window_blocks_and_states_are_shown_if_the_model_has_them(browser: Browser, server: Server) -> None:
-    open_page(browser, server)
-    browser.wait("the page shows the pool", lambda: browser.text("#legend") != "")
-    assert browser.run("return document.getElementById('pools').hidden")
-    browser.run(POOLS)
-    browser.wait("the module is there", lambda: browser.run("return Boolean(window.shown && window.title)"))
-    nothing, empty, windows, both = browser.run("return window.shown")
-    assert nothing[0]
-    assert empty[0]
-    assert [hidden for hidden, _ in (windows, both)] == [False, False]
-    assert " ".join(windows[1].split()) == "window blocks: in use 5 cached 9 free 6"
-    assert " ".join(both[1].split()) == f"{' '.join(windows[1].split())} states: in use 30 cached 1,700 free 0"
-    assert browser.run("return window.title").endswith("; 2 evictions")
-    assert browser.complaints() == []
-
-
 LOADING = """
 import("./page/modelstate.js").then(({ showBanner, stateOf }) => {
   const model = { name: "big", state: "loading", progress: 0.43, eta_s: 12.3, num_waiting: 2, engine: null };
@@ -900,14 +869,6 @@ def repeated(piece: str) -> Callable[[int], str]:
 def test_the_work_grows_with_the_text(module: Path) -> None:
     found = growth(module, SHAPES | {repr(piece): repeated(piece) for piece in PIECES})
     assert {name: ratio for name, ratio in found.items() if ratio > 5} == {}  # four times the text; its square: 16
-
-
-@pytest.mark.nightly
-def test_the_work_grows_with_texts_made_at_random(module: Path) -> None:
-    rng = random.Random(41)
-    pieces = ["".join(rng.choices(PIECES, k=rng.randint(2, 5))) for _ in range(150)]
-    found = growth(module, {piece: repeated(piece) for piece in pieces})
-    assert {name: ratio for name, ratio in found.items() if ratio > 5} == {}
 
 
 @pytest.mark.parametrize("name", BACKTRACKING)

@@ -453,11 +453,11 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
         while len(sent) < 2:
             await asyncio.sleep(0.01)
         assert sent[1].tick >= 10  # the newest, without those in between
-        other.leave()
+        watch.leave(other)
         streaming.cancel()
         with suppress(asyncio.CancelledError):
             await streaming
-        watcher.leave()
+        watch.leave(watcher)
         assert watch.enter(0.02, LOCAL) is not None  # all have left: collecting starts again
         assert watch.tick == 0
 

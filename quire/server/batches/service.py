@@ -409,8 +409,9 @@ class StateDir:
 
     async def _save(self, folder: str, name: str, value: msgspec.Struct) -> None:
         """Write facts. Cancelling the caller does not end the write, and no later one overtakes it."""
-        data, loop = msgspec.json.encode(value), asyncio.get_running_loop()
-        await asyncio.shield(loop.run_in_executor(self._writer, _write, self._facts(folder, name), data))
+        data = msgspec.json.encode(value)
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, _write, self._facts(folder, name), data)
+        await asyncio.shield(writing)
 
 
 class Upload:
