@@ -648,57 +648,63 @@ class EventStream(Response):
         self._encoder = encoder
         self._token_writers: list[TokenWriter] = []
         self._keep_alive_s = keep_alive_s  # longest silence, and longest delay of the response headers
-        self._first: asyncio.Future[bytes | None] | None = None
+        self._first: bytes | None = b""
         self._has_begun = False  # `encoder.begin` was called
         self._last_s = 0.0  # time of the last write
-        self._is_writing = False
-        self._is_ending = False
-        self._ping: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
         """Wait for the first event, at most `keep_alive_s`: an error before it gets its own HTTP status."""
-        self._first = asyncio.ensure_future(self._next())
-        await asyncio.wait({self._first}, timeout=self._keep_alive_s)
-        if self._first.done() and (error := self._first.exception()) is not None:
-            self._active.close(error if isinstance(error, Exception) else None)
-            raise error
+        self._last_s = time.monotonic()
+        try:
+            self._first = await self._next_before_silence()
+        except Exception as error:
+            self._active.close(error)
+            raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive  # `RequestContext` watches for the disconnect
         self._send = send
-        self._loop = asyncio.get_running_loop()
-        self._last_s = time.monotonic()
-        self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
-        error: Exception | None = None
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = b""
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            last = b""
-            try:
-                await self._write_all(scope.pop(BODY_WRITER, None))
-                last = self._encoder.finish()
-            except Exception as problem:
-                error = problem
-            if error is not None:
-                self._active.close(error)
-                if not isinstance(error, ClientGone):
-                    last = self._error_event(error)
-            await self._end(last)
-            self._active.close()  # after the last bytes: a shutdown cuts connections without open requests
-        finally:
-            self._timer.cancel()
+            await self._write_all(scope.pop(BODY_WRITER, None))
+            last = self._encoder.finish()
+        except Exception as error:
+            self._active.close(error)
+            if not isinstance(error, ClientGone):
+                last = self._error_event(error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        self._active.close()  # after the last bytes: a shutdown cuts connections without open requests
 
     async def _write_all(self, writer: BodyWriter | None) -> None:
-        assert self._first is not None
-        chunk = await self._first
+        self._last_s = time.monotonic()
         if writer is not None and writer.is_usable:
             for number, generation in enumerate(self._active.generations):
                 generation.sink = TokenWriter(number, self._active, self._encoder, writer)
                 self._token_writers.append(generation.sink)
+        chunk = self._first
         while chunk is not None:
             if chunk:
                 await self._write(chunk)
-            chunk = await self._next()
+            chunk = await self._next_before_silence()
+            if chunk == b"" and self._silence_s >= self._keep_alive_s:
+                chunk = self._dialect.keep_alive
+
+    @property
+    def _silence_s(self) -> float:
+        """Time since the last write, which may be that of a token."""
+        last_s = max(self._last_s, *(one.last_s for one in self._token_writers), 0.0)
+        return time.monotonic() - last_s
+
+    async def _next_before_silence(self) -> bytes | None:
+        """Wait for the next events, until nothing was written for `keep_alive_s`. b"": there are none yet."""
+        try:
+            async with asyncio.timeout(max(self._keep_alive_s - self._silence_s, 0.0)) as limit:
+                return await self._next()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return b""
 
     async def _next(self) -> bytes | None:
         """Wait for the next events, possibly none (b""). None: the answers have ended."""
@@ -716,24 +722,6 @@ class EventStream(Response):
         data = self._encoder.fail(error) if self._has_begun else None
         return self._dialect.event(error, self._active.request_id) if data is None else data
 
-    async def _end(self, last: bytes) -> None:
-        """Write the last events and end the body, after a keep-alive that is being written."""
-        self._is_ending = True
-        if self._ping is not None:
-            await asyncio.wait({self._ping})
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
-
     async def _write(self, data: bytes) -> None:
-        self._is_writing = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._is_writing = False
         self._last_s = time.monotonic()
-
-    def _tick(self) -> None:
-        now_s = time.monotonic()
-        last_s = max(self._last_s, *(one.last_s for one in self._token_writers), 0.0)
-        is_silent = now_s - last_s >= self._keep_alive_s
-        if is_silent and not self._is_writing and not self._is_ending:
-            self._last_s = now_s
-            self._ping = self._loop.create_task(self._write(self._dialect.keep_alive))
-        self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)

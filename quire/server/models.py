@@ -714,11 +714,11 @@ class SharedResources:
 
 
 class Model(ManagedModel):
-    """One model of this server. Requests may use its `name` and its `aliases`."""
+    """One model of this server. Requests may use each of its `names`; responses have the first one, its `name`."""
 
     def __init__(self, config: ModelConfig, shared: SharedResources) -> None:
         super().__init__(config.names[0], is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
-        self.aliases = config.names[1:]
+        self.names = config.names
         self.config = config
         self.service: ModelService | None = None  # while it is loaded
         self.progress: float | None = None  # of loading, 0 to 1
@@ -732,10 +732,6 @@ class Model(ManagedModel):
         self.shared = shared
         self._weight_bytes = size_of(config.path)  # size of its files until a worker reports it
         self._token_bytes: float | None = None  # KV bytes per token
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
 
     @property
     def root(self) -> str:

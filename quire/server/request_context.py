@@ -294,7 +294,18 @@ class RequestContext:
         headers = {**self.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(parts, headers=headers, media_type=media_type)
 
-    def error(self, error: ApiError) -> Response:
+    async def refuse(self, error: ApiError) -> Response:
+        """Count and log an error, and return its response."""
+        self.model.metrics.rejected(error.reason)
+        key: Key | None = getattr(self, "key", None)  # None: it was not checked yet
+        if key is not None and key.is_admin:
+            error.message = error.admin_message
+        status = self.dialect.status(error)
+        if not self.is_accepted:  # an accepted request has its own log line
+            name = None if key is None else key.name
+            log_refusal(self.request_id, self.endpoint, name, status, error.reason, error.param)
+        if self.has_body and error.kind is not Kind.TIMEOUT:
+            await self.discard()
         headers = {**self.headers, "x-should-retry": "true" if error.may_retry else "false"}
         if error.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -302,8 +313,7 @@ class RequestContext:
             headers["connection"] = "close"  # the rest of the body is not read
         if error.kind is Kind.AUTHENTICATION:
             headers["www-authenticate"] = "Bearer"
-        body = self.dialect.body(error, self.request_id)
-        return Response(body, self.dialect.status(error), headers, "application/json")
+        return Response(self.dialect.body(error, self.request_id), status, headers, "application/json")
 
     # Disconnect and cleanup
 
@@ -351,21 +361,7 @@ async def answer(context: RequestContext, handler: Handler) -> Response | None:
     except ClientGone:
         return None
     except Exception as error:
-        return await _refuse(context, api_error(error, context.request_id, context.fields))
-
-
-async def _refuse(context: RequestContext, error: ApiError) -> Response:
-    context.model.metrics.rejected(error.reason)
-    if hasattr(context, "key") and context.key.is_admin:
-        error.message = error.admin_message
-    if not context.is_accepted:  # an accepted request has its own log line
-        key_name = context.key.name if hasattr(context, "key") else None
-        log_refusal(
-            context.request_id, context.endpoint, key_name, context.dialect.status(error), error.reason, error.param
-        )
-    if context.has_body and error.kind is not Kind.TIMEOUT:
-        await context.discard()
-    return context.error(error)
+        return await context.refuse(api_error(error, context.request_id, context.fields))
 
 
 def is_slow(body: bytes) -> bool:

@@ -498,7 +498,7 @@ class ModelReport:
         eta_s = self._manager.eta_s(model) if model.state is ModelState.LOADING else None
         return WatchedModel(
             name=model.name,
-            aliases=model.aliases,
+            aliases=model.names[1:],
             state=model.state.value,
             is_pinned=model.is_pinned,
             num_bytes=model.size_bytes,

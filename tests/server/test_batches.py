@@ -167,7 +167,8 @@ def test_a_batch_can_be_cancelled_while_it_runs_and_while_it_waits(server: Serve
         first = submit(client, *(line(f"a-{number}") for number in range(50)))
         second = submit(client, line("b"))  # waits: one batch of a key runs at a time
         eventually(lambda: client.batches.retrieve(first.id).status == "in_progress", "it runs")
-        assert client.batches.cancel(second.id).status == "cancelled"
+        client.batches.cancel(second.id)
+        assert finished(client, second.id).status == "cancelled"
         assert client.batches.cancel(first.id).status in ("cancelling", "cancelled")
         batch = finished(client, first.id)
         assert batch.status == "cancelled"

@@ -27,7 +27,7 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -552,9 +552,9 @@ class BatchService:
         self.store = store
         self._sender = sender
         self._keys = keys
-        self._queues: dict[str, deque[StoredBatch]] = {}  # owner -> unfinished batches; the first one runs
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # owner -> the task that runs them
-        self._processing: set[str] = set()  # ids of batches whose task may be cancelled
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of the batches of an owner
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of unfinished batches, by id
+        self._processing: set[str] = set()  # ids of batches whose task may be cancelled: they wait or run
         self._sweeping: asyncio.Task[None] | None = None
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._is_stopping = False
@@ -623,31 +623,17 @@ class BatchService:
         batch = stored.batch
         if batch.status in ("validating", "in_progress"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
-            queue = self._queues.get(stored.owner, deque())
             if batch.id in self._processing:
-                self._tasks[stored.owner].cancel()
-            elif stored in queue and queue[0] is not stored:  # it has not started
-                queue.remove(stored)
-                await self._finalize(stored, "cancelled")
-                return batch
+                self._tasks[batch.id].cancel()
             await self.store.save_batch(stored)
         return batch
 
     # Running
 
     def _enqueue(self, stored: StoredBatch) -> None:
-        queue = self._queues.setdefault(stored.owner, deque())
-        queue.append(stored)
-        if stored.owner not in self._tasks and not self._is_stopping:
-            self._tasks[stored.owner] = asyncio.create_task(self._run_queue(stored.owner, queue))
-
-    async def _run_queue(self, owner: str, queue: deque[StoredBatch]) -> None:
-        try:
-            while queue:
-                await self._run(queue[0])
-                queue.popleft()
-        finally:
-            del self._tasks[owner], self._queues[owner]
+        if not self._is_stopping:
+            task = self._tasks[stored.batch.id] = asyncio.create_task(self._run(stored))
+            task.add_done_callback(lambda _: self._tasks.pop(stored.batch.id))
 
     async def _run(self, stored: StoredBatch) -> None:
         """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished.
@@ -687,10 +673,12 @@ class BatchService:
             return "failed"
 
     async def _process_or_cancel(self, stored: StoredBatch) -> Status:
+        """Process a batch when the earlier ones of its owner have been processed. It may be cancelled meanwhile."""
         batch = stored.batch
         self._processing.add(batch.id)
         try:
-            return "cancelled" if batch.status == "cancelling" else await self._process(stored)
+            async with self._turns[stored.owner]:
+                return "cancelled" if batch.status == "cancelling" else await self._process(stored)
         except asyncio.CancelledError:
             if self._is_stopping:
                 raise
