@@ -512,7 +512,7 @@ def make_config(app: Any, config: ServeConfig) -> uvicorn.Config:
         timeout_keep_alive=int(IDLE_S),
         timeout_graceful_shutdown=5,
         ssl_certfile=config.ssl_certfile,
-        ssl_keyfile=config.ssl_keyfile,  # type: ignore[arg-type]
+        ssl_keyfile=config.ssl_keyfile,
         root_path=config.root_path,
         backlog=2048,
     )
@@ -698,8 +698,9 @@ class EventStream(Response):
 
     async def _next_before_silence(self) -> bytes | None:
         """Wait for the next events, until nothing was written for `keep_alive_s`. b"": there are none yet."""
+        limit = asyncio.timeout(max(self._keep_alive_s - self._silence_s, 0.0))
         try:
-            async with asyncio.timeout(max(self._keep_alive_s - self._silence_s, 0.0)) as limit:
+            async with limit:
                 return await self._next()
         except TimeoutError:
             if not limit.expired():
