@@ -21,7 +21,6 @@ from msgspec import Meta
 from quire.core.cache.prefix import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.values import Priority
-from quire.engine.generation import Generation
 from quire.engine.model_manager import ModelManager, ModelState
 from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
 from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, ReplicaStatus, Running, Stats, TierStats
@@ -35,7 +34,7 @@ from quire.version import __version__
 MAX_REQUESTS_SHOWN = 100  # per model
 MAX_FINISHED_SHOWN = 32  # per model
 RECENT_S = 300.0  # the requests behind the percentiles of times to first token
-_NO_CACHE_STATS = CacheStats.none()
+_NO_STATS = Stats(CacheStats.none(), 0, 0, (TierStats(0, 0, 0.0),) * len(Priority), 0, 0, 0)
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
@@ -106,7 +105,7 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model. Counts are totals since its process started; rates are those of the last interval.
 
-    Before the process has reported, counts are those of the requests that the server has submitted.
+    Before the process has reported, counts are 0.
     """
 
     backend: str
@@ -211,31 +210,6 @@ def _percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     return round(sorted(values)[max(0, -(-int(share * 100) * len(values) // 100) - 1)], 4)
-
-
-def _stats_of(active_requests: Sequence[ActiveRequest]) -> Stats:
-    """Make stats from the submitted requests: a worker in its first step has not reported yet."""
-    submitted = [(active, generation) for active in active_requests for generation in active.generations]
-    waiting = [(active, generation) for active, generation in submitted if not generation.is_started]
-    num_running = sum(len(one.request_ids) for _, one in submitted if one.is_started)
-    return Stats(
-        cache=_NO_CACHE_STATS,
-        num_running=num_running,
-        num_waiting=sum(len(one.request_ids) for _, one in waiting),
-        tiers=tuple(_tier([(active, one) for active, one in waiting if active.priority is tier]) for tier in Priority),
-        num_preemptions=0,
-        num_steps=0,
-        num_violations=0,
-    )
-
-
-def _tier(waiting: Sequence[tuple[ActiveRequest, Generation]]) -> TierStats:
-    now_s = time.monotonic()
-    return TierStats(
-        sum(len(one.request_ids) for _, one in waiting),
-        sum(len(one.request_ids) * one.usage.prompt_tokens for _, one in waiting),
-        max((now_s - active.caller.arrived_s for active, _ in waiting), default=0.0),
-    )
 
 
 def is_shown(active: ActiveRequest, key: Key) -> bool:
@@ -517,7 +491,7 @@ class ModelReport:
         ttfts = [one.ttft_s for one in service.recent if one.finished_at >= since and one.ttft_s is not None]
         finished = [one for one in reversed(service.recent) if key.is_admin or one.key == key.name]
         if stats is None:
-            stats = _stats_of(self._active)
+            stats = _NO_STATS
         requests = self._requests(key)
         return WatchedEngine(
             backend=facts.facts.backend,

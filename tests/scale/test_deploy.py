@@ -19,7 +19,7 @@ import pytest
 from tests.gauntlet.flood import Flood, chat_body
 from tests.scale.faults import ask, kill_in_mid_stream, restart_under_load
 from tests.scale.rig import Cluster, deployed, descendants, is_running, write
-from tests.server.rig import ONE_THREAD, PATIENCE, Reply, Server
+from tests.server.rig import ONE_THREAD, PATIENCE, Reply
 from tests.waiting import HANG_S, eventually, repeating
 
 QUESTION = "What is the capital of France? Answer in one sentence, and name the river of that city in a second one."
@@ -93,26 +93,6 @@ def test_a_deploy_under_load_loses_no_request(cluster: Cluster) -> None:
     assert len(replies) > 4
     assert {reply.ending for reply in replies} == {"done"}
     cluster.wait_free()
-
-
-@pytest.mark.nightly  # another Ray cluster
-def test_a_front_does_not_use_replicas_with_other_settings(default_model: Path) -> None:
-    """The replicas are replaced first. Until the front is, requests wait or are refused; none is answered wrongly."""
-    del default_model
-    with deployed({"num_blocks": 400}, replicas=1) as cluster:
-        old = Server(cluster.process, cluster.url, [], [])
-        replies: list[Reply] = []
-        file = cluster.folder / "deploy.yaml"
-        write(file, {"port": 0, "state_dir": "none", "replicas": 1, "num_blocks": 300})
-        with repeating(lambda: replies.append(ask(old, f"Question {len(replies)}?", 8)), pause_s=0.2):
-            said = cluster.order(f"deploy {file}")
-        assert said["url"] != cluster.url
-        cluster.url = said["url"]
-        assert cluster.chat(QUESTION, **ANSWER).status == 200
-        assert cluster.stats()["num_blocks"] == 299
-        assert "done" in {reply.ending for reply in replies}
-        refused = [reply.body for reply in replies if reply.ending == "error"]
-        assert all(b"is being replaced" in body or b"shutting down" in body for body in refused), refused
 
 
 @pytest.mark.nightly  # another Ray cluster
