@@ -522,9 +522,6 @@ class ModelService:
         if self._is_cut:
             raise shutting_down()
         active.requests = tuple(built)
-        await self._submit(active, max(self._queue_timeout_s - active.load_s, MIN_WAIT_S))
-
-    async def _submit(self, active: ActiveRequest, limit_s: float) -> None:
         active.ticket.grow(active.num_prompt_tokens)
         key, quotas = active.caller.key, self.served.shared.quotas
         quota = quotas.get(key.name) or quotas.setdefault(key.name, Quota(key.limits))
@@ -532,8 +529,9 @@ class ModelService:
         active.on_close.callback(quota.leave)
         active.is_accepted = True
         self.active_requests.add(active)
-        loop = asyncio.get_running_loop()
-        active.on_close.callback(loop.call_later(limit_s, self._time_out, active).cancel)
+        limit_s = max(self._queue_timeout_s - active.load_s, MIN_WAIT_S)
+        timer = asyncio.get_running_loop().call_later(limit_s, self._time_out, active)
+        active.on_close.callback(timer.cancel)
         for request in active.requests:
             parser = self.text.turn_parser(active.chat, request.prompt.tokens)
             generation = await self.client.submit(

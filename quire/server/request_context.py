@@ -444,10 +444,6 @@ def convert(values: Mapping[str, str], kind: type[T]) -> T:
     return msgspec.convert(values, kind, strict=False)
 
 
-def built_types() -> frozenset[type[msgspec.Struct]]:
-    return frozenset(_decoders)
-
-
 def _decoder(kind: type[T]) -> msgspec.json.Decoder[Any]:
     if kind not in _decoders:
         raise TypeError(f"{kind.__qualname__} has no decoder: call build_decoders where the type is defined")

@@ -242,20 +242,21 @@ class StateDir:
 
     # The directory
 
-    async def open(self) -> None:
-        """Create the directory if it is missing, and lock it for this server. Raises ApiError if that fails."""
-        async with self._opening:
-            if self._lock_file is None:
-                try:
-                    await asyncio.to_thread(self._open)
-                except OSError as error:
-                    log.error("--state-dir %s cannot be used: %s", self.path, error.strerror or error)
-                    text = "this server cannot use its state directory; its log has the reason"
-                    raise ApiError(Kind.UNAVAILABLE, text, may_retry=False, reason="state_dir") from None
+    async def open(self) -> bool:
+        """Create the directory if it is missing, and lock it for this server. Raises ApiError if that fails.
 
-    @property
-    def is_open(self) -> bool:
-        return self._lock_file is not None
+        Returns whether it was opened now.
+        """
+        async with self._opening:
+            if self._lock_file is not None:
+                return False
+            try:
+                await asyncio.to_thread(self._open)
+            except OSError as error:
+                log.error("--state-dir %s cannot be used: %s", self.path, error.strerror or error)
+                text = "this server cannot use its state directory; its log has the reason"
+                raise ApiError(Kind.UNAVAILABLE, text, may_retry=False, reason="state_dir") from None
+            return True
 
     async def close(self) -> None:
         """Release the directory after the writes that are in progress."""
@@ -570,11 +571,9 @@ class BatchService:
 
     async def open(self) -> None:
         """Open and lock the state directory. Called before each use of the store."""
-        if self.store.is_open:
+        if not await self.store.open():
             return
-        await self.store.open()
-        if self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping = asyncio.create_task(self._sweep())
         unfinished = self.store.unfinished()
         if unfinished:
             log.info("continuing %d batch(es)", len(unfinished))
