@@ -112,7 +112,6 @@ class Launcher:
         self._make_client = make_client
         self._handles_signals = handles_signals
         self._server: HttpServer | None = None
-        self._is_draining = False  # a load that fails while draining is not a start-up failure
         self.is_ready = asyncio.Event()  # the first model is loaded
 
     def stop(self) -> None:
@@ -140,7 +139,7 @@ class Launcher:
         starting = asyncio.create_task(self._start())
         try:
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-            has_failed = starting.done() and starting.exception() is not None and not self._is_draining
+            has_failed = starting.done() and starting.exception() is not None and not self._models.is_draining
             if has_failed and not serving.done():
                 server.stop()  # the first model could not be loaded
             await serving
@@ -197,8 +196,8 @@ class Launcher:
         await models.preload()
 
     async def _drain(self) -> None:
-        self._is_draining = True
         models = self._models
+        models.is_draining = True  # a load that fails from now on is no failure to start
         if self._batches is not None:
             await self._batches.stop()  # batches continue after the next start
         if models.num_open:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -151,10 +151,13 @@ def make_keyring(
     keys: list[tuple[str, Key]] = []
     for prefix, secrets, is_admin in (("key", api_keys, False), ("admin", admin_keys, True)):
         for number, secret in enumerate(secrets, 1):
-            key = _key(f"{prefix}-{number}", Priority.NORMAL, is_admin, Limits(), is_shared)
             identity = f"{prefix}:{_digest(secret).hex()[:16]}"
-            keys.append((secret, replace(key, identity=identity, namespace="" if is_shared else identity)))
+            namespace = "" if is_shared else identity
+            name = f"{prefix}-{number}"
+            keys.append((secret, Key(name, is_admin=is_admin, namespace=namespace, identity=identity)))
     for entry in _read(path).keys if path is not None else ():
+        if not entry.name or len(entry.name) > 64 or not entry.name.isprintable():
+            raise InvalidRequest(f"keys: name = {entry.name!r:.80} is not 1 to 64 printable characters")
         if entry.tier.upper() not in Priority.__members__:
             tiers = ", ".join(name.lower() for name in Priority.__members__)
             raise InvalidRequest(f"{path}: {entry.name!r}: tier = {entry.tier!r} is not one of {tiers}")
@@ -162,16 +165,12 @@ def make_keyring(
             limits = Limits(entry.max_requests, entry.requests_per_minute, entry.tokens_per_minute)
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}: {entry.name!r}: {error}") from None
-        keys.append((entry.key, _key(entry.name, Priority[entry.tier.upper()], entry.admin, limits, is_shared)))
+        tier = Priority[entry.tier.upper()]
+        namespace = "" if is_shared else entry.name
+        keys.append((entry.key, Key(entry.name, tier, tier, entry.admin, limits, namespace)))
     if path is not None and not keys:
         raise InvalidRequest(f"--api-keys-file {str(path)!r}: the file has no keys")
     return KeyRing(keys)
-
-
-def _key(name: str, tier: Priority, is_admin: bool, limits: Limits, is_shared: bool) -> Key:
-    if not name or len(name) > 64 or not name.isprintable():
-        raise InvalidRequest(f"keys: name = {name!r:.80} is not 1 to 64 printable characters")
-    return Key(name, tier, tier, is_admin, limits, "" if is_shared else name)
 
 
 def _read(path: Path) -> _KeysFile:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from tests.gauntlet.flood import Flood, chat_body
 from tests.scale.faults import ask, kill_in_mid_stream, restart_under_load
 from tests.scale.rig import Cluster, deployed, descendants, is_running, write
 from tests.server.rig import ONE_THREAD, PATIENCE, Reply
@@ -54,14 +53,6 @@ def test_sessions_are_sticky(cluster: Cluster) -> None:
         assert cluster.post("/v1/chat/completions", body, headers={"x-session-id": "s1"}).status == 200
     grown = [one["num_routed"] - before[one["name"]] for one in cluster.replicas()]
     assert sorted(grown) == [0, 4]
-
-
-@pytest.mark.nightly
-def test_load_spreads(cluster: Cluster) -> None:
-    flood = Flood(cluster, [chat_body(f"Tell me about the number {number}.", 400) for number in range(4)])
-    flood.wait_flowing()
-    assert sorted(one["num_requests"] for one in cluster.replicas()) == [2, 2]
-    assert [reply.ending for reply in flood.wait()] == ["done"] * 4
 
 
 def test_figures_of_each_replica_and_of_all(cluster: Cluster) -> None:
@@ -105,19 +96,6 @@ def test_a_node_is_lost(default_model: Path) -> None:
         assert cluster.order("remove_node 1") == {"nodes": 1}
         eventually(lambda: len(cluster.replicas()) == 1, "one replica is left")
         assert "Paris" in cluster.chat(QUESTION, **ANSWER).json["choices"][0]["message"]["content"]
-
-
-@pytest.mark.nightly  # another Ray cluster
-def test_requests_wait_for_the_successor_of_the_only_replica(default_model: Path) -> None:
-    """More requests than Ray routes at a time: they must not keep the front from connecting to the new replica."""
-    del default_model
-    with deployed({"num_blocks": 400}, replicas=1) as cluster:
-        (pid,) = cluster.replica_pids()
-        os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not cluster.replicas(), "the front has noticed")
-        flood = Flood(cluster, [chat_body(f"Tell me about the number {number}.", 8) for number in range(5)])
-        assert [reply.ending for reply in flood.wait()] == ["done"] * 5
-        cluster.wait_free()
 
 
 @pytest.mark.nightly  # another Ray cluster
