@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,7 +19,6 @@ from starlette.responses import Response
 from quire.engine.composition import Scheduling
 from quire.engine.model_manager import ModelState
 from quire.engine.worker.kv_events import KvEventsStatus
-from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.errors import SERVER_SENT_EVENTS, ApiError, Kind
 from quire.server.limits import Key
@@ -250,17 +250,11 @@ async def metrics(context: RequestContext) -> Response:
 async def _take_metrics(model: Model) -> None:
     model.metrics.take_model_state(model)
     if (service := model.service) is not None:
-        stats = await current_stats(service)
+        stats = None  # there is no worker, or it does not answer in time
+        with suppress(TimeoutError, QuireError):
+            stats = await asyncio.wait_for(service.client.stats(), STATS_S)
         if model.service is service:  # otherwise it was unloaded meanwhile, and its final figures are taken
             model.metrics.take(stats, service.client)
-
-
-async def current_stats(service: ModelService) -> Stats | None:
-    """Ask the worker for its stats. None: there is no worker, or it does not answer in time."""
-    try:
-        return await asyncio.wait_for(service.client.stats(), STATS_S)
-    except (TimeoutError, QuireError):
-        return None
 
 
 MAX_VIEWED = 4096  # blocks per request of /v1/watch/blocks

@@ -143,7 +143,7 @@ class RequestContext:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
         try:
             value = decode(data, kind)
-            self._note_unknown(data, kind)
+            self.note(IGNORED, unknown_fields(msgspec.json.decode(data), kind).values())
             return value
         except msgspec.ValidationError as error:
             raise _wrong_type(error, data) from None
@@ -202,9 +202,6 @@ class RequestContext:
             if not name:
                 raise InvalidRequest(what.replace("Object missing required field", "the query lacks")) from None
             raise ApiError(Kind.INVALID, f"{name} = {given.get(name)!r:.80}: {what}", param=name) from None
-
-    def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
-        self.note(IGNORED, unknown_fields(msgspec.json.decode(data), kind).values())
 
     def note_ignored(self, names: Sequence[str]) -> None:
         """Add fields without effect to the header. A tool that is ignored as a whole takes the place of its fields."""
