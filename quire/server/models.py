@@ -517,8 +517,9 @@ class ModelService:
 
     async def open(self, active: ActiveRequest) -> None:
         """Tokenise the prompts, check the limits and submit the request to the engine."""
-        request, is_short = active.request, _is_short(active.request.prompts)
-        built = [await self._request(active, prompt, is_short=is_short) for prompt in request.prompts]
+        prompts = active.request.prompts
+        is_short = _is_short(prompts)
+        built = [await self._request(active, prompt, is_short=is_short) for prompt in prompts]
         if self._is_cut:
             raise shutting_down()
         active.requests = tuple(built)
