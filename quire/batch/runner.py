@@ -493,7 +493,6 @@ def _write_notes(notes: Path, lock: BinaryIO, source: Path | None, settings: Map
 
 READ_AHEAD_LINES = 64
 READ_AHEAD_BYTES = 4 << 20
-WINDOW = 4  # an ordered run holds at most this many lines per request in flight
 
 Send = Callable[[BatchRequest], Awaitable[Reply]]
 OnResult = Callable[[Result], None]
@@ -531,21 +530,15 @@ class BatchRunner:
         on_result: OnResult,
         *,
         max_in_flight: int,
-        is_ordered: bool = False,
         retry: RetryPolicy | None = None,
     ) -> None:
         self._lines = lines
         self._send = send
         self._on_result = on_result
         self._max_in_flight = max_in_flight
-        self._is_ordered = is_ordered
         self._retry = retry or RetryPolicy()
         self._ahead: deque[BatchLine] = deque()  # lines that were read and not yet taken
         self._reading = asyncio.Lock()
-        self._num_taken = 0
-        self._num_written = 0  # of an ordered run: number of results written, in order
-        self._held: dict[int, Result] = {}  # results that wait for an earlier line
-        self._has_room = asyncio.Event()
 
     async def run(self) -> None:
         """Run until every line has a result. Raises GaveUp or the first error of `send`, and cancels the rest."""
@@ -560,32 +553,15 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        while (taken := await self._take()) is not None:
-            order, line = taken
+        while (line := await self._take()) is not None:
             reply = await self._ask(line) if isinstance(line, BatchRequest) else None
-            self._finish(order, Result(line, reply))
+            self._on_result(Result(line, reply))
 
-    async def _take(self) -> tuple[int, BatchLine] | None:
+    async def _take(self) -> BatchLine | None:
         async with self._reading:
             if not self._ahead:
                 self._ahead.extend(await asyncio.to_thread(_read_ahead, self._lines))
-            while self._is_ordered and self._num_taken - self._num_written >= WINDOW * self._max_in_flight:
-                self._has_room.clear()
-                await self._has_room.wait()
-            if not self._ahead:
-                return None
-            order, self._num_taken = self._num_taken, self._num_taken + 1
-            return order, self._ahead.popleft()
-
-    def _finish(self, order: int, result: Result) -> None:
-        if not self._is_ordered:
-            self._on_result(result)
-            return
-        self._held[order] = result
-        while self._num_written in self._held:
-            self._on_result(self._held.pop(self._num_written))
-            self._num_written += 1
-        self._has_room.set()
+            return self._ahead.popleft() if self._ahead else None
 
     async def _ask(self, request: BatchRequest) -> Reply:
         num_tries = 0

@@ -79,7 +79,6 @@ def batch(
     ] = False,
     priority: Annotated[str, typer.Option(help="Priority of all requests: high, normal or low.")] = "low",
     max_in_flight: Annotated[int, typer.Option(help="Requests sent at once, 1 to 1024.")] = 64,
-    ordered: Annotated[bool, typer.Option("--ordered", help="Write results in the order of the input.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to a plain prompt, in tokens.")] = 512,
     temperature: Annotated[
         float | None, typer.Option(help="Temperature for plain prompts; by default the model's own.")
@@ -107,7 +106,6 @@ def batch(
     named = {options.option_name(name): str(value) for name, value in engine.items()}
     noted = {
         "--model": model,
-        "--ordered": ordered,
         "--system": system,
         **{options.option_name(name): value for name, value in defaults.items()},
     }
@@ -124,7 +122,7 @@ def batch(
             client = _Client(target.url, target.api_key, max_in_flight)
             settings = lines if model is None else replace(lines, model=target.model)
             retry = RetryPolicy(max_tries=retries)
-            _run(progress, results, client, settings, max_in_flight=max_in_flight, is_ordered=ordered, retry=retry)
+            _run(progress, results, client, settings, max_in_flight=max_in_flight, retry=retry)
     progress.summarize()
     if progress.scan.num_failed:
         raise typer.Exit(1)
@@ -174,7 +172,6 @@ def _run(
     lines: LineSettings,
     *,
     max_in_flight: int,
-    is_ordered: bool,
     retry: RetryPolicy,
 ) -> None:
     """Send the lines that have no result yet, and write the results."""
@@ -186,7 +183,7 @@ def _run(
     async def send_all(file: BinaryIO) -> None:
         parsed = LineParser(lines).parse_all(file)
         todo = (line for line in parsed if line.number not in progress.scan.finished)
-        runner = BatchRunner(todo, client.send, take, max_in_flight=max_in_flight, is_ordered=is_ordered, retry=retry)
+        runner = BatchRunner(todo, client.send, take, max_in_flight=max_in_flight, retry=retry)
         try:
             await runner.run()
         finally:

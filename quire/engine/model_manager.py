@@ -222,16 +222,11 @@ class ModelManager:
         self.refuse()
         await asyncio.gather(*(self._close(managed) for managed in self.models if managed.is_loaded))
 
-    def eta_s(self, managed: ManagedModel, reading_s: float | None) -> float | None:
-        """Estimated seconds until the model is ready, from the last load's duration.
-
-        Without one, `reading_s`: the estimated time to read the remaining weights.
-        """
-        if managed.began_s is None:
+    def eta_s(self, managed: ManagedModel) -> float | None:
+        """Estimated seconds until the model is ready, from the last load's duration; None: there was none."""
+        if managed.began_s is None or managed.load_s is None:
             return managed.load_s
-        if managed.load_s is not None:
-            return max(managed.load_s - (time.monotonic() - managed.began_s), 0.0)
-        return reading_s
+        return max(managed.load_s - (time.monotonic() - managed.began_s), 0.0)
 
     # Loading
 

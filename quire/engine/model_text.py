@@ -92,11 +92,6 @@ class ModelText:
         """Where messages start in a prompt, except the first: see `find_boundaries`. The last starts the answer."""
         return find_boundaries(prompt, self.template.starters)
 
-    def render_chat(self, chat: ChatRequest, max_model_len: int) -> str:
-        """The prompt as text, for display: control strings in messages look like the template's own."""
-        self._check_size(chat, max_model_len)
-        return self.template.render(chat)
-
     def _check_size(self, chat: ChatRequest, max_model_len: int) -> None:
         """Refuse a conversation that is too long before it is rendered, which takes time."""
         limit = MAX_CHARS_PER_TOKEN * max_model_len

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +39,7 @@ from quire.scale.ray_cluster import DeployFailed
 from quire.scale.ray_serve import RayTransport, ReplicaWatcher
 from quire.scale.replica import Replica, ids_of, make_front_number
 from quire.server.config import ModelConfig, ServeConfig
+from quire.server.http import bind
 from quire.server.launcher import Launcher, Startup
 from quire.server.limits import make_keyring
 from quire.server.logs import setup_logging
@@ -60,20 +60,16 @@ def check_server(server: ServeConfig, url: str | None) -> None:
     except ray.exceptions.GetTimeoutError:
         return  # Ray is busy; the front itself reports what is wrong
     if problem is not None:
-        raise InvalidRequest(f"host = {server.host!r}, port = {server.port}: the head cannot listen there: {problem}")
+        raise InvalidRequest(f"the head: {problem}")
 
 
 def find_problem(host: str, port: int) -> str | None:
     """Why this machine cannot listen at an address; None: it can."""
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        return error.strerror or str(error)
+        (listener,) = bind(host, port)
+    except InvalidRequest as error:
+        return str(error)
+    listener.close()
     return None
 
 

@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaResult, RequestRouter, RunningReplica
 
 from quire.scale import transport
+from quire.scale.ray_cluster import first_line
 from quire.scale.transport import Batches, ReplicaGone, SetReplicas, joined
 
 SEND, MESSAGES = "send", "messages"  # methods of the deployment
@@ -113,15 +114,9 @@ def _calling(what: str) -> Iterator[None]:
     try:
         yield
     except (RayError, RayServeException) as error:
-        raise ReplicaGone(_reason(error)) from error
+        raise ReplicaGone(first_line(getattr(error, "cause", None) or error)) from error  # Ray's may have hundreds
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         raise ReplicaGone(f"{what} was cancelled") from None
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error of Ray, which may have hundreds."""
-    cause = getattr(error, "cause", None)
-    return str(cause if cause is not None else error).strip().partition("\n")[0]

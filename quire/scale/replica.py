@@ -135,10 +135,6 @@ class Replica:
     def num_requests(self) -> int:
         return 0 if self._front is None else len(self._front.request_ids)
 
-    @property
-    def has_front(self) -> bool:
-        return self._front is not None
-
     async def stats(self) -> Stats:
         """The worker's own figures. Concurrent calls share one query."""
         if self.error is not None:

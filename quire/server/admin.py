@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,11 +19,10 @@ from starlette.responses import Response
 from quire.engine.composition import Scheduling
 from quire.engine.model_manager import ModelState
 from quire.engine.worker.kv_events import KvEventsStatus
-from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.errors import SERVER_SENT_EVENTS, ApiError, Kind
 from quire.server.limits import Key
-from quire.server.models import ActiveRequest, Model, Models, ModelService
+from quire.server.models import ActiveRequest, Model, Models, ModelService, not_loaded
 from quire.server.request_context import RequestContext
 from quire.server.watch import HeldAnswer, Watcher, blocks_answer, is_shown
 from quire.version import __version__
@@ -63,7 +63,7 @@ async def unload(context: RequestContext) -> Response:
     model = context.models.find(body.model)
     if model.is_pinned:
         raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
-    unloading = context.models.begin(context.models.unload(model, is_forced=body.force))
+    unloading = context.models.begin(context.models.manager.unload(model, is_forced=body.force))
     await (context.wait_for(unloading) if body.wait else asyncio.sleep(0))
     return context.json(model_status(model))
 
@@ -151,7 +151,7 @@ async def cancel_request(context: RequestContext) -> Response:
 
 
 def _visible(context: RequestContext) -> list[ActiveRequest]:
-    return [one for one in context.models.in_progress() if is_shown(one, context.key)]
+    return [one for one in context.models.requests if is_shown(one, context.key)]
 
 
 def _view(one: ActiveRequest) -> RequestView:
@@ -250,17 +250,11 @@ async def metrics(context: RequestContext) -> Response:
 async def _take_metrics(model: Model) -> None:
     model.metrics.take_model_state(model)
     if (service := model.service) is not None:
-        stats = await current_stats(service)
+        stats = None  # there is no worker, or it does not answer in time
+        with suppress(TimeoutError, QuireError):
+            stats = await asyncio.wait_for(service.client.stats(), STATS_S)
         if model.service is service:  # otherwise it was unloaded meanwhile, and its final figures are taken
             model.metrics.take(stats, service.client)
-
-
-async def current_stats(service: ModelService) -> Stats | None:
-    """Ask the worker for its stats. None: there is no worker, or it does not answer in time."""
-    try:
-        return await asyncio.wait_for(service.client.stats(), STATS_S)
-    except (TimeoutError, QuireError):
-        return None
 
 
 MAX_VIEWED = 4096  # blocks per request of /v1/watch/blocks
@@ -287,7 +281,7 @@ async def watch(context: RequestContext) -> Response:
     if context.request.method == "HEAD":
         return Response(None, 200, context.headers, SERVER_SENT_EVENTS)
     watcher = context.watch.enter(query.interval_ms / 1000, context.key)
-    context.on_finish.append(watcher.leave)
+    context.on_finish.callback(context.watch.leave, watcher)
     if query.once:
         return Response(await watcher.once(context.key), 200, context.headers, "application/json")
     return context.streaming(snapshots(watcher, context.key), SERVER_SENT_EVENTS)
@@ -303,12 +297,11 @@ async def watch_blocks(context: RequestContext) -> Response:
     """List the requests that hold these blocks. The page calls it on hover."""
     query = context.query(BlocksQuery)
     model = context.models.find(query.model)
-    found = None
-    if (service := model.service) is not None:
-        async with service.questions.turn(context.key.name):
-            found = await service.client.view_blocks(query.first, query.count)
-    if found is None or service is None:
-        raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
+    service = model.loaded
+    async with service.questions.turn(context.key.name):
+        found = await service.client.view_blocks(query.first, query.count)
+    if found is None:
+        raise not_loaded(model.name)
     return context.json(blocks_answer(model.name, found, tuple(service.active_requests), context.key))
 
 

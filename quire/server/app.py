@@ -27,7 +27,7 @@ from quire.server.protocols import openai_types as openai_bodies
 from quire.server.protocols.anthropic import ANTHROPIC
 from quire.server.protocols.ollama import OLLAMA
 from quire.server.protocols.openai import OPENAI
-from quire.server.request_context import Handler, RequestContext, Served, answer, build_decoders
+from quire.server.request_context import RequestContext, Served, answer, build_decoders
 from quire.server.routes import Access, Endpoint, advice, find_meant, openapi_document, why_unserved
 from quire.server.watch import BlocksAnswer, HeldAnswer, WatchSnapshot
 from quire.version import __version__
@@ -152,22 +152,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET", "/api/version", catalog.version, "The Ollama API version that this server implements.",
         answer=ollama.OllamaVersion, dialect=OLLAMA, tag="ollama",
-    ),
-    Endpoint(
-        "POST", "/api/pull", catalog.pull_model, "Download a model to this machine's disk.",
-        ollama.PullRequest, ollama.PullProgress, OLLAMA, access=Access.ADMIN, streams=True, tag="ollama",
-    ),
-    Endpoint(
-        "GET", "/props", catalog.props, "Default settings and chat template of a model.",
-        answer=catalog.Props, tag="llama.cpp", query=cache.ModelQuery,
-    ),
-    Endpoint(
-        "GET", "/slots", catalog.slots, "List the running requests as slots.",
-        tag="llama.cpp", query=cache.ModelQuery,
-    ),
-    Endpoint(
-        "POST", "/apply-template", catalog.apply_template, "Render a conversation with the model's chat template.",
-        openai_bodies.ChatCompletionRequest, catalog.RenderedPrompt, tag="llama.cpp",
     ),
     Endpoint(
         "POST", "/v1/cache/explain", cache.explain, "How much of a prompt is cached, and why not more.",
@@ -323,7 +307,7 @@ class Path:
         call.endpoint = self._first.path  # the route, not the requested path: it is a metrics label
         call.dialect = self._dialect(call)
         try:
-            response = await answer(call, self._pass(endpoint))
+            response = await answer(call, partial(self._handle, endpoint))
             if response is not None:
                 await response(scope, receive, send)
         finally:
@@ -337,17 +321,14 @@ class Path:
         is_anthropic |= _ANTHROPIC_PATH.match(context.request.scope["path"]) is not None
         return ANTHROPIC if is_anthropic else self._first.dialect
 
-    def _pass(self, endpoint: Endpoint | None) -> Handler:
-        async def handle(context: RequestContext) -> Response:
-            self._gate.check(context, Access.USER if endpoint is None else endpoint.access)
-            if endpoint is None:
-                context.headers["allow"] = allowed = ", ".join(sorted(self._endpoints))
-                raise ApiError(Kind.METHOD, f"{context.request.method} is not allowed for this path: use {allowed}")
-            if endpoint.generates:
-                context.models.check_open(context.key)
-            return await endpoint.handler(context)
-
-        return handle
+    async def _handle(self, endpoint: Endpoint | None, context: RequestContext) -> Response:
+        self._gate.check(context, Access.USER if endpoint is None else endpoint.access)
+        if endpoint is None:
+            context.headers["allow"] = allowed = ", ".join(sorted(self._endpoints))
+            raise ApiError(Kind.METHOD, f"{context.request.method} is not allowed for this path: use {allowed}")
+        if endpoint.generates:
+            context.models.check_open(context.key)
+        return await endpoint.handler(context)
 
 
 async def not_found(context: RequestContext) -> Response:

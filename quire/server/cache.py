@@ -23,7 +23,7 @@ from quire.core.values import check_tokens
 from quire.engine.generation import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.models import InferenceRequest, ModelService, Prompt
+from quire.server.models import InferenceRequest, ModelService, Prompt, not_loaded
 from quire.server.protocols.openai import parse_messages
 from quire.server.protocols.openai_types import ChatMessage
 from quire.server.protocols.support import CacheView, view
@@ -148,7 +148,7 @@ class Unpinned(msgspec.Struct, frozen=True):
 async def explain(context: RequestContext) -> Response:
     """Report how much of this prompt is cached now, and why not more. Computes nothing."""
     body = await context.body(ExplainRequest)
-    service = _service(context, body.model)
+    service = context.models.find(body.model).loaded
     tokens, salt = await _prompt(context, service, body)
     async with service.questions.turn(context.key.name):
         explanation = await service.client.explain(tokens, salt)
@@ -157,15 +157,15 @@ async def explain(context: RequestContext) -> Response:
 
 
 async def stats(context: RequestContext) -> Response:
-    service = _service(context, context.request.query_params.get("model"))
+    service = context.models.find(context.request.query_params.get("model")).loaded
     async with service.questions.turn(context.key.name):
         found = await service.client.stats()
     if found is None:
-        raise _not_loaded(service.model)
+        raise not_loaded(service.served.name)
     figures = dataclasses.asdict(found.cache)
     figures["levels"] = tuple(LowerTierView(**level) for level in figures["levels"])
     answer = CacheStatsView(
-        model=service.model,
+        model=service.served.name,
         block_size=_capacity(service).block_size,
         hit_rate=found.cache.hit_rate,
         num_running=found.num_running,
@@ -177,12 +177,12 @@ async def stats(context: RequestContext) -> Response:
 
 async def clear(context: RequestContext) -> Response:
     """Admin only: clear the prefix cache, in all tiers, and remove all pins. Running requests keep their blocks."""
-    service = _service(context, context.request.query_params.get("model"))
+    service = context.models.find(context.request.query_params.get("model")).loaded
     _capacity(service)
     try:
         await service.client.clear_cache()
     except CacheFolderError as error:
-        log.error("%s: %s", service.model, error)  # with a path, which is not sent
+        log.error("%s: %s", service.served.name, error)  # with a path, which is not sent
         text = "the cache was cleared, but files of the disk cache could not be deleted: the log says why"
         raise ApiError(Kind.FAILED, text) from error
     return context.json(Cleared(cleared=True))
@@ -191,7 +191,7 @@ async def clear(context: RequestContext) -> Response:
 async def pin(context: RequestContext) -> Response:
     """Admin only: pin the cached blocks of this prompt. Computes nothing: send the prompt as a request first."""
     body = await context.body(CachePinRequest)
-    service = _service(context, body.model)
+    service = context.models.find(body.model).loaded
     tokens, salt = await _prompt(context, service, body)
     pin_id = _content_id(tokens, salt) if body.id is None else body.id
     _check_id(pin_id)
@@ -203,29 +203,16 @@ async def pin(context: RequestContext) -> Response:
 async def unpin(context: RequestContext) -> Response:
     body = await context.body(CacheUnpinRequest)
     _check_id(body.id)
-    service = _service(context, body.model)
+    service = context.models.find(body.model).loaded
     _capacity(service)
     return context.json(Unpinned(unpinned=await service.client.unpin(body.id)))
-
-
-def _service(context: RequestContext, name: str | None) -> ModelService:
-    """Return the service of a loaded model. Does not load the model: its cache would be empty."""
-    model = context.models.find(name)
-    if model.service is None:
-        raise _not_loaded(model.name)
-    return model.service
 
 
 def _capacity(service: ModelService) -> Capacity:
     """Return the capacity of the running worker. Raises without one: there is no cache."""
     if (capacity := service.client.capacity) is None:
-        raise _not_loaded(service.model)
+        raise not_loaded(service.served.name)
     return capacity
-
-
-def _not_loaded(name: str) -> ApiError:
-    text = f"{name} is not loaded or is still loading, so it has no cache"
-    return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
 
 
 async def _prompt(context: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:

@@ -1,60 +1,46 @@
-"""Lists and describes models without loading them, in the protocols of OpenAI, Ollama and llama.cpp.
-
-`POST /api/pull`, admin only, downloads a model to this machine's disk and reports the progress. It is not served until
-the server is restarted with it: the models of a server are fixed at its start.
-"""
+"""Lists and describes models without loading them, in the protocols of OpenAI and Ollama."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import math
-import threading
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType, structs
+from msgspec import structs
 from starlette.responses import Response
 
 from quire.engine.model_manager import ModelState
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
-from quire.server.models import ActiveRequest, Model
+from quire.server.models import Model
 from quire.server.protocols import openai_types
 from quire.server.protocols.anthropic import ANTHROPIC_MODELS
 from quire.server.protocols.ollama import (
-    DEFAULT_TAG,
-    OLLAMA,
     ListedModel,
     ListedModels,
     LoadedModel,
     LoadedModels,
     ModelDetails,
     OllamaVersion,
-    PullProgress,
-    PullRequest,
     ShownModel,
     ShowRequest,
     find_model,
     rfc3339,
 )
-from quire.server.protocols.openai import parse_chat
-from quire.server.protocols.openai_types import ChatCompletionRequest, ModelList
+from quire.server.protocols.openai_types import ModelList
 from quire.server.request_context import RequestContext
-from quire.server.watch import is_shown
-from quire.text.messages import ChatRequest
 from quire.text.reasoning import find_reasoning
 from quire.version import __version__
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES
-from quire.weights.hub import NO_DEFAULTS, HubName, find_known, is_path, known_generation, pull, size_of
+from quire.weights.hub import NO_DEFAULTS, known_generation, size_of
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
 from quire.weights.tensors import num_weights
@@ -198,7 +184,9 @@ async def tags(context: RequestContext) -> Response:
 
 async def show(context: RequestContext) -> Response:
     body = await context.body(ShowRequest)
-    model = find_model(context.models, given_name(body.model, body.name))
+    if not (name := body.model or body.name):
+        raise ApiError(Kind.INVALID, "model is missing", param="model")
+    model = find_model(context.models, name)
     facts = await facts_of(model)
     return context.json(
         ShownModel(
@@ -238,13 +226,6 @@ async def ps(context: RequestContext) -> Response:
 
 async def version(context: RequestContext) -> Response:
     return context.json(OllamaVersion(version=API_VERSION, quire=__version__))
-
-
-def given_name(model: str | None, name: str | None) -> str:
-    """Return `model`, or its older form `name`."""
-    if not (given := model or name):
-        raise ApiError(Kind.INVALID, "model is missing", param="model")
-    return given
 
 
 def _expires_at(model: Model) -> str:
@@ -314,197 +295,3 @@ def _info(model: Model, facts: ModelFacts) -> dict[str, Any]:
     }
     tokens = ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id")  # null: the model has none
     return {name: value for name, value in info.items() if value is not None or name in tokens}
-
-
-_encode = msgspec.json.Encoder().encode
-_is_pulling = threading.Lock()  # one at a time: parallel downloads would share bandwidth and disk
-
-
-async def pull_model(context: RequestContext) -> Response:
-    """Download a model. If the client disconnects, the download continues, and a later pull finds the files."""
-    body = await context.body(PullRequest)
-    given = given_name(body.model, body.name)
-    name = given.removesuffix(DEFAULT_TAG)
-    progress = _served() if {given, name} & {*context.models.names} else _begin_pull(given, name)
-    if body.stream is not False:
-        return context.streaming(_lines(progress), OLLAMA.stream_type)
-    return context.json([one async for one in progress][-1])
-
-
-async def _served() -> AsyncIterator[PullProgress]:
-    yield PullProgress(status="success")
-
-
-def _begin_pull(given: str, name: str) -> AsyncIterator[PullProgress]:
-    if find_known(name) is None and (is_path(name) or HubName.parse(name) is None):
-        text = f"model = {given!r:.200} is neither a known model name nor an org/name of the hub"
-        raise ApiError(Kind.NO_MODEL, text, param="model")
-    if not _is_pulling.acquire(blocking=False):
-        text = "another model is being downloaded: only one download runs at a time"
-        raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
-    return start_pull(name)
-
-
-async def _lines(progress: AsyncIterator[PullProgress]) -> AsyncIterator[bytes]:
-    try:
-        async for one in progress:
-            yield _encode(one) + b"\n"
-    except ApiError as error:
-        yield OLLAMA.event(error, "")
-
-
-def start_pull(name: str) -> AsyncIterator[PullProgress]:
-    """Download in a daemon thread, which releases the lock that the caller holds. Returns the progress."""
-    known, loop = find_known(name), asyncio.get_running_loop()
-    updates: asyncio.Queue[PullProgress | QuireError | None] = asyncio.Queue()
-    digest: str | UnsetType = UNSET if known is None else f"sha256:{known.sha256}"
-    last = ("", -1)
-
-    def put(update: PullProgress | QuireError | None) -> None:
-        with suppress(RuntimeError):  # the server has stopped meanwhile
-            loop.call_soon_threadsafe(updates.put_nowait, update)
-
-    def take(what: str, num_done: int, num_bytes: int) -> None:
-        """Called for every megabyte; puts one update per percent."""
-        nonlocal last
-        if (step := (what, 100 * num_done // max(num_bytes, 1))) != last:
-            last = step
-            put(PullProgress(status=f"{what} {name}", digest=digest, total=num_bytes, completed=num_done))
-
-    def run() -> None:
-        try:
-            # With a progress callback, the hub's library would draw bars on this process's terminal.
-            pull(name, take if known is not None else None)
-            put(None)
-        except QuireError as error:
-            put(error)
-        except Exception as error:
-            put(QuireError(f"{type(error).__name__}: {error}"))
-        finally:
-            _is_pulling.release()
-
-    async def progress() -> AsyncIterator[PullProgress]:
-        yield PullProgress(status="pulling manifest")
-        while (update := await updates.get()) is not None:
-            if isinstance(update, QuireError):
-                raise ApiError(Kind.FAILED, f"pull: {update}", reason="download_failed")
-            yield update
-        note = f"the model is on this machine's disk; restart the server with it to serve it: quire serve {name}"
-        yield PullProgress(status="success", note=note)
-
-    threading.Thread(target=run, name=f"pull {name}", daemon=True).start()
-    return progress()
-
-
-class SlotParams(msgspec.Struct, kw_only=True):
-    """Default sampling parameters."""
-
-    n_predict: int = -1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repeat_penalty: float = 1.0
-
-
-class SlotDefaults(msgspec.Struct, kw_only=True):
-    n_ctx: Annotated[int, Meta(description="Limit of prompt and answer together, in tokens.")]
-    params: SlotParams
-
-
-class Modalities(msgspec.Struct, kw_only=True):
-    vision: bool = False
-    audio: bool = False
-
-
-class Props(msgspec.Struct, kw_only=True):
-    default_generation_settings: SlotDefaults
-    total_slots: Annotated[int, Meta(description="Sequences that can run at once; 0: the model is not loaded.")]
-    model_path: Annotated[str, Meta(description="The model's name; its path is not shown.")]
-    chat_template: str
-    build_info: str
-    modalities: Modalities
-    is_sleeping: Annotated[bool, Meta(description="The model is not loaded; a request loads it.")]
-
-
-class NextToken(msgspec.Struct, kw_only=True):
-    n_decoded: int
-    has_next_token: bool = True
-
-
-class Slot(msgspec.Struct, kw_only=True):
-    """A running request. Requests of other keys have no token counts."""
-
-    id: int
-    n_ctx: int
-    is_processing: bool
-    speculative: bool = False
-    n_prompt_tokens: int | UnsetType = UNSET
-    next_token: NextToken | UnsetType = UNSET
-
-
-class RenderedPrompt(msgspec.Struct):
-    prompt: str
-
-
-async def props(context: RequestContext) -> Response:
-    """Describe the default model, or the one that ?model= names. Loads nothing."""
-    model = context.models.find(context.request.query_params.get("model"))
-    facts = await facts_of(model)
-    given = {name: getattr(facts.defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    given["repeat_penalty"] = facts.defaults.repetition_penalty
-    given["n_predict"] = model.config.default_max_tokens
-    params = SlotParams(**{name: value for name, value in given.items() if value is not None})
-    n_ctx = model.max_model_len or (0 if facts.spec is None else facts.spec.max_model_len)
-    return context.json(
-        Props(
-            default_generation_settings=SlotDefaults(n_ctx=n_ctx, params=params),
-            total_slots=_num_slots(model),
-            model_path=model.name,
-            chat_template=facts.template or "",
-            build_info=f"quire-{__version__}",
-            modalities=Modalities(),
-            is_sleeping=model.service is None,
-        )
-    )
-
-
-async def slots(context: RequestContext) -> Response:
-    """List the running requests in order of arrival as the first slots. quire has no fixed slots."""
-    model = context.models.find(context.request.query_params.get("model"))
-    ordered = (
-        []
-        if model.service is None
-        else sorted(model.service.active_requests, key=lambda active: active.caller.arrived_s)
-    )
-    running = [active for active in ordered if active.is_started]
-    count = max(_num_slots(model), len(running))
-    n_ctx = model.max_model_len or 0
-    return context.json([_slot(i, n_ctx, running[i] if i < len(running) else None, context) for i in range(count)])
-
-
-async def apply_template(context: RequestContext) -> Response:
-    """Return the prompt text that /v1/chat/completions would make from the same body."""
-    body = await context.body(ChatCompletionRequest)
-    (chat,) = (await context.parse(parse_chat, body)).prompts
-    assert isinstance(chat, ChatRequest)
-    service = await context.use(body.model)
-    text = await service.render(chat, context.key.name)
-    return context.json(RenderedPrompt(text))
-
-
-def _num_slots(model: Model) -> int:
-    return 0 if model.facts is None else model.facts.capacity.max_num_seqs
-
-
-def _slot(slot_id: int, n_ctx: int, active: ActiveRequest | None, context: RequestContext) -> Slot:
-    if active is None or not is_shown(active, context.key):
-        return Slot(id=slot_id, n_ctx=n_ctx, is_processing=active is not None)
-    usage = active.usage
-    return Slot(
-        id=slot_id,
-        n_ctx=n_ctx,
-        is_processing=True,
-        n_prompt_tokens=usage.prompt_tokens,
-        next_token=NextToken(n_decoded=usage.completion_tokens),
-    )

@@ -126,3 +126,16 @@ def _param(message: str, fields: frozenset[str]) -> str | None:
     if found is None:
         return None
     return found[0] if re.split(r"[.\[]", found[0], maxsplit=1)[0] in fields else None
+
+
+def api_error(error: Exception, request_id: str, fields: frozenset[str] = frozenset()) -> ApiError:
+    """The error that a client receives for any exception. Those of other programs are logged, and not shown."""
+    match error:
+        case ApiError():
+            return error
+        case QuireError():
+            return from_quire(error, fields)
+        case _:
+            log.error("%s failed", request_id, exc_info=error)
+            text = f"the server could not process this request; see {request_id} in the server log"
+            return ApiError(Kind.FAILED, text, reason="internal")

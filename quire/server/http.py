@@ -1,8 +1,8 @@
 """Connections and event streams.
 
-`HttpProtocol` extends uvicorn: timeouts and limits for headers, aborts of stalled readers, disconnect events for every
-pipelined request. `HttpServer` has a main loop without a timer, and signals that drain. All connections share limits
-of their number, and of the bytes of headers and pipelined requests.
+`HttpProtocol` extends uvicorn: timeouts and limits for headers, and aborts of stalled readers. It answers one request
+at a time: a connection that sends another one meanwhile is closed after the answer. `HttpServer` has a main loop
+without a timer, and signals that drain. All connections share limits of their number, and of the bytes of headers.
 
 `EventStream` is a response with keep-alives during silence. Two ways lead to the client:
 
@@ -24,7 +24,6 @@ import resource
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
@@ -39,8 +38,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from quire.engine.generation import Delta
-from quire.errors import InvalidRequest, QuireError
-from quire.server.errors import ApiError, Dialect, Kind, from_quire
+from quire.errors import InvalidRequest
+from quire.server.config import ServeConfig
+from quire.server.errors import ApiError, Dialect, api_error
 from quire.server.models import ActiveRequest, ClientGone
 
 FREE_BYTES = 8 << 10  # of each connection, not counted: small requests are served although others use up the budget
@@ -102,8 +102,7 @@ LINGER_S = 30.0  # time for a client to read the last bytes
 MAX_HEADER_BYTES = 64 << 10  # names, values and the overhead of each header
 HEADER_OVERHEAD = 160  # bytes of the tuple and the two objects that hold a header
 MAX_CHUNK_OVERHEAD = 1 << 20  # bytes of chunk sizes and extensions, besides eight for each byte of the body
-MAX_PIPELINED = 16
-MAX_HELD_BYTES = 1 << 20  # headers and bodies of the requests that wait for the previous one; bytes behind a bad one
+MAX_IGNORED_BYTES = 1 << 20  # behind a request that is being answered
 SPARE_FILES = 128  # file descriptors reserved for other uses than connections
 MAC_MAX_FILES = 10_240  # macOS may refuse more open files, although it reports that there is no hard limit
 BODY_WRITER = "quire.body_writer"  # key in the scope of a request
@@ -171,11 +170,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0  # of the headers so far
         self._raw_bytes = 0  # since the last request's headers
         self._num_in_body = self._num_raw_in_body = 0  # bytes of the body; with the sizes and extensions of its chunks
-        self._cycles: dict[RequestResponseCycle, int] = {}  # without a complete response; the bytes that each holds
-        self._num_held = 0  # bytes, as last counted
+        self._num_held = 0  # bytes of headers, as last counted
         self._declines_upgrade = False  # between the end of such a header and the second parse of its request
-        self._refusal = b""  # the last response, which waits for the responses to earlier requests
-        self._num_ignored = 0  # bytes since then
+        self._is_last = False  # the connection ends with the current response; what follows its request is ignored
+        self._num_ignored = 0
         if len(self.connections) > self.max_connections and not self.others.evict_oldest(self):
             self._refuse(503, "too many connections")
             return
@@ -187,14 +185,7 @@ class HttpProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         self._unset_keepalive_if_required()  # uvicorn keeps the timer, and with it the connection, after a reset
-        for cycle in self._cycles:  # also the running one, when a pipelined request follows it
-            if not cycle.response_complete:
-                cycle.disconnected = True
-            cycle.message_event.set()
-        self.pipeline.clear()
-        self._cycles.clear()
-        self._is_in_headers = False
-        self._count_held()
+        self.others.change(self._num_held, 0)
         self.others.waits_no_more(self)
         super().connection_lost(exc)
 
@@ -209,20 +200,23 @@ class HttpProtocol(HttpToolsProtocol):
 
     # Input
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
+
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._refusal:
+        if self._is_last:
             self._num_ignored += len(data)
-            if self._num_ignored > MAX_HELD_BYTES:
+            if self._num_ignored > MAX_IGNORED_BYTES:
                 self.transport.abort()
             return
         self._unset_keepalive_if_required()
         self._parse(data)
-        if self.transport.is_closing() or self._refusal:
+        if self.transport.is_closing() or self._is_last:
             return
-        self._forget_answered()
-        if not self._cycles:
+        if not self._is_answering:
             self._expect_headers()  # an empty line or the rest of a refused body does not stop the timer
         if self._header_timer is not None and not self._is_in_body:  # an endless header
             self._raw_bytes += len(data)
@@ -233,8 +227,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self._num_raw_in_body > MAX_CHUNK_OVERHEAD + 8 * self._num_in_body:
                 self._refuse(400, "the chunks of the body have long extensions")
         if not self._count_held():
-            text = "the headers and waiting requests of all connections are too large"
-            self._refuse(503, text, waits=False)
+            self._refuse(503, "the headers of all connections are too large")
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -245,7 +238,8 @@ class HttpProtocol(HttpToolsProtocol):
                 except httptools.HttpParserUpgrade as upgrade:
                     data = self._without_upgrade() + data[upgrade.args[0] :]
         except httptools.HttpParserError:
-            self.logger.warning(INVALID)
+            if not self._is_answering or self._is_in_body:  # else another request, or anything else, behind this one
+                self.logger.warning(INVALID)
             is_long = self._header_bytes > MAX_HEADER_BYTES
             self._refuse(431 if is_long else 400, "the headers are too large" if is_long else INVALID)
 
@@ -259,22 +253,21 @@ class HttpProtocol(HttpToolsProtocol):
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._declines_upgrade = False
         return b"\r\n".join([*lines, b"", b""])
 
-    def _forget_answered(self) -> None:
-        self._cycles = {cycle: size for cycle, size in self._cycles.items() if not cycle.response_complete}
-
     def _count_held(self) -> bool:
-        """Count the bytes of headers and of pipelined requests. Returns whether they are within the shared budget."""
-        num_held = sum(self._cycles.values())
+        """Count the bytes of headers. Returns whether they are within the shared budget."""
+        num_before, self._num_held = self._num_held, 0
         if self._is_in_headers:
-            num_held += max(self._header_bytes, self._raw_bytes)
-        num_before, self._num_held = self._num_held, num_held
-        return self.others.change(num_before, num_held)
+            self._num_held = max(self._header_bytes, self._raw_bytes)
+        elif self._is_answering:
+            self._num_held = self._header_bytes + len(self.url)
+        return self.others.change(num_before, self._num_held)
 
     def on_message_begin(self) -> None:
+        if self._is_answering:
+            raise ValueError  # ends the parser with an HttpParserError
         super().on_message_begin()
         self._is_in_headers = True
         self._is_in_body = False
@@ -284,7 +277,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += HEADER_OVERHEAD + len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES:
-            raise ValueError  # ends the parser with an HttpParserError
+            raise ValueError
         if not self._is_in_body:  # trailers of a chunked body are ignored: they must not set a key
             super().on_header(name, value)
 
@@ -301,25 +294,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._raw_bytes = self._num_in_body = self._num_raw_in_body = 0
         super().on_headers_complete()  # raises if the path is invalid; else `self.cycle` is this request's
         self._is_in_body = True
-        self._cycles[self.cycle] = self._header_bytes + len(self.url)
-        if not self.pipeline:  # else the connection has a request that is being answered
-            self.others.sends(self)
+        self.others.sends(self)
         self.cycle.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[literal-required]
-        if self.pipeline:
-            self._limit_pipeline()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._num_in_body += len(body)
-        if self.pipeline:
-            self._cycles[self.cycle] += len(body)
-            self._limit_pipeline()
-
-    def _limit_pipeline(self) -> None:
-        if len(self.pipeline) > MAX_PIPELINED or sum(self._cycles.values()) > MAX_HELD_BYTES:
-            self.transport.abort()
-            raise ValueError  # ends the parser: the rest of the data may be thousands of requests
-        self.flow.resume_reading()  # or a disconnect would go unnoticed
 
     def on_message_complete(self) -> None:
         if self._declines_upgrade:
@@ -337,27 +317,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _headers_missing(self) -> None:
         self._header_timer = None
-        if any(not cycle.response_complete for cycle in self._cycles):
-            self._expect_headers()  # part of the next request may wait for this response
-        else:
-            self._refuse(408, "no request arrived in time")
+        self._refuse(408, "no request arrived in time")
 
     def on_response_complete(self) -> None:
-        for cycle in self._cycles:
-            if cycle.response_complete:
-                # It refers to the cycle, which would be freed only by a collection.
-                cycle.scope.pop(BODY_WRITER, None)  # type: ignore[misc]
+        # It refers to the cycle, which would be freed only by a collection.
+        self.cycle.scope.pop(BODY_WRITER, None)  # type: ignore[misc]
         super().on_response_complete()
-        self._forget_answered()
         self._count_held()
-        if self.transport.is_closing():
-            return
-        if not self._cycles and self._refusal:
-            self._close_with(self._refusal)
-        elif not self._cycles:
+        if not self.transport.is_closing():
             self.others.waits(self, was_served=True)
-        elif self._is_in_body and len(self._cycles) == 1:  # the pipelined request has its turn and no complete body
-            self.others.sends(self)
+        elif self._is_last:
+            self._linger()
 
     # Output
 
@@ -392,45 +362,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     def cut(self) -> None:
         """Abort a connection with an unread response: the server is stopping."""
-        if any(not cycle.response_complete for cycle in self._cycles):
+        if self._is_answering:
             self.transport.abort()
 
-    def _refuse(self, status: int, text: str, *, waits: bool = True) -> None:
-        """Answer the request that is being read with an error, after the responses to earlier ones, and close.
-
-        Not `waits`: requests that wait for the running one are dropped, to free their memory.
-        """
+    def _refuse(self, status: int, text: str) -> None:
+        """Answer the request that is being read with an error and close, or end after the current response."""
         if self.transport.is_closing():
             self._linger()
-            return
-        head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
-        refusal = f"{head}connection: close\r\n\r\n{text}".encode()
-        if self._is_in_body:  # the refused request has a cycle, which runs or waits
-            self._cycles.pop(self.cycle, None)
-        if self._is_in_body and self.cycle.response_started:
-            refusal = b""
-        self._is_in_headers = self._is_in_body = False
-        dropped = [cycle for cycle, _ in self.pipeline if not waits or cycle not in self._cycles]
-        self.pipeline = deque(one for one in self.pipeline if one[0] not in dropped)
-        for cycle in dropped:
-            self._cycles.pop(cycle, None)
-        self._forget_answered()
-        self._count_held()
-        if not self._cycles:
-            self._close_with(refusal)
-            return
-        self._refusal, self.headers = refusal, []
-        self.cycle = next(reversed(self._cycles))  # `shutdown` looks at it
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-        self.flow.resume_reading()  # or a disconnect would go unnoticed
-
-    def _close_with(self, response: bytes) -> None:
-        if response:
-            self.transport.write(response)
-        self.transport.close()
-        self._linger()
+        elif self._is_answering and not self._is_in_body:
+            self._is_last = True
+            self.cycle.keep_alive = False
+        else:
+            if not (self._is_in_body and self.cycle.response_started):
+                head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
+                self.transport.write(f"{head}connection: close\r\n\r\n{text}".encode())
+            self.transport.close()
+            self._linger()
 
     def _linger(self) -> None:
         """Limit the time that a closing transport waits for the client to read the last bytes."""
@@ -550,7 +497,7 @@ def raise_file_limit(max_connections: int) -> int:
     return max(1, min(max_connections, soft - SPARE_FILES))
 
 
-def make_config(app: Any, *, certfile: str | None, keyfile: str | None, root_path: str) -> uvicorn.Config:
+def make_config(app: Any, config: ServeConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=HttpProtocol,
@@ -564,9 +511,9 @@ def make_config(app: Any, *, certfile: str | None, keyfile: str | None, root_pat
         date_header=False,
         timeout_keep_alive=int(IDLE_S),
         timeout_graceful_shutdown=5,
-        ssl_certfile=certfile,
-        ssl_keyfile=keyfile,
-        root_path=root_path,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        root_path=config.root_path,
         backlog=2048,
     )
 
@@ -596,8 +543,6 @@ class EventEncoder(Protocol):
 
         None: they are not constant, or not yet; `text_event` is used.
         """
-        del prompt, index
-        return None
 
     def finish(self) -> bytes:
         """Events after the last delta."""
@@ -703,57 +648,64 @@ class EventStream(Response):
         self._encoder = encoder
         self._token_writers: list[TokenWriter] = []
         self._keep_alive_s = keep_alive_s  # longest silence, and longest delay of the response headers
-        self._first: asyncio.Future[bytes | None] | None = None
+        self._first: bytes | None = b""
         self._has_begun = False  # `encoder.begin` was called
         self._last_s = 0.0  # time of the last write
-        self._is_writing = False
-        self._is_ending = False
-        self._ping: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
         """Wait for the first event, at most `keep_alive_s`: an error before it gets its own HTTP status."""
-        self._first = asyncio.ensure_future(self._next())
-        await asyncio.wait({self._first}, timeout=self._keep_alive_s)
-        if self._first.done() and (error := self._first.exception()) is not None:
-            self._active.close(error if isinstance(error, Exception) else None)
-            raise error
+        self._last_s = time.monotonic()
+        try:
+            self._first = await self._next_before_silence()
+        except Exception as error:
+            self._active.close(error)
+            raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive  # `RequestContext` watches for the disconnect
         self._send = send
-        self._loop = asyncio.get_running_loop()
-        self._last_s = time.monotonic()
-        self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
-        error: Exception | None = None
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = b""
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            last = b""
-            try:
-                await self._write_all(scope.pop(BODY_WRITER, None))
-                last = self._encoder.finish()
-            except Exception as problem:
-                error = problem
-            if error is not None:
-                self._active.close(error)
-                if not isinstance(error, ClientGone):
-                    last = self._error_event(error)
-            await self._end(last)
-            self._active.close()  # after the last bytes: a shutdown cuts connections without open requests
-        finally:
-            self._timer.cancel()
+            await self._write_all(scope.pop(BODY_WRITER, None))
+            last = self._encoder.finish()
+        except Exception as error:
+            self._active.close(error)
+            if not isinstance(error, ClientGone):
+                last = self._error_event(error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        self._active.close()  # after the last bytes: a shutdown cuts connections without open requests
 
     async def _write_all(self, writer: BodyWriter | None) -> None:
-        assert self._first is not None
-        chunk = await self._first
+        self._last_s = time.monotonic()
         if writer is not None and writer.is_usable:
             for number, generation in enumerate(self._active.generations):
                 generation.sink = TokenWriter(number, self._active, self._encoder, writer)
                 self._token_writers.append(generation.sink)
+        chunk = self._first
         while chunk is not None:
             if chunk:
                 await self._write(chunk)
-            chunk = await self._next()
+            chunk = await self._next_before_silence()
+            if chunk == b"" and self._silence_s >= self._keep_alive_s:
+                chunk = self._dialect.keep_alive
+
+    @property
+    def _silence_s(self) -> float:
+        """Time since the last write, which may be that of a token."""
+        last_s = max(self._last_s, *(one.last_s for one in self._token_writers), 0.0)
+        return time.monotonic() - last_s
+
+    async def _next_before_silence(self) -> bytes | None:
+        """Wait for the next events, until nothing was written for `keep_alive_s`. b"": there are none yet."""
+        limit = asyncio.timeout(max(self._keep_alive_s - self._silence_s, 0.0))
+        try:
+            async with limit:
+                return await self._next()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return b""
 
     async def _next(self) -> bytes | None:
         """Wait for the next events, possibly none (b""). None: the answers have ended."""
@@ -771,37 +723,6 @@ class EventStream(Response):
         data = self._encoder.fail(error) if self._has_begun else None
         return self._dialect.event(error, self._active.request_id) if data is None else data
 
-    async def _end(self, last: bytes) -> None:
-        """Write the last events and end the body, after a keep-alive that is being written."""
-        self._is_ending = True
-        if self._ping is not None:
-            await asyncio.wait({self._ping})
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
-
     async def _write(self, data: bytes) -> None:
-        self._is_writing = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._is_writing = False
         self._last_s = time.monotonic()
-
-    def _tick(self) -> None:
-        now_s = time.monotonic()
-        last_s = max(self._last_s, *(one.last_s for one in self._token_writers), 0.0)
-        is_silent = now_s - last_s >= self._keep_alive_s
-        if is_silent and not self._is_writing and not self._is_ending:
-            self._last_s = now_s
-            self._ping = self._loop.create_task(self._write(self._dialect.keep_alive))
-        self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
-
-
-def api_error(error: Exception, request_id: str) -> ApiError:
-    """The error that a client receives when a stream fails after its first event."""
-    match error:
-        case ApiError():
-            return error
-        case QuireError():
-            return from_quire(error)
-        case _:
-            log.error("%s: a stream failed", request_id, exc_info=error)
-            text = f"the server could not process this request; see {request_id} in the server log"
-            return ApiError(Kind.FAILED, text, reason="internal")

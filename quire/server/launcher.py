@@ -53,10 +53,7 @@ OnReady = Callable[[Startup], None]
 def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None = None) -> None:
     """Serve until a signal, then drain. Raises the error of a failed start."""
     launcher = Launcher(config, on_ready=on_ready, on_loading=on_loading)
-    uvicorn_config = make_config(
-        None, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
-    )
-    with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=make_config(None, config).get_loop_factory()) as runner:
         runner.run(launcher.serve())
 
 
@@ -79,10 +76,6 @@ def process_age_s() -> float:
     except (OSError, ValueError, IndexError):
         return 0.0  # only Linux reports it
     return max(0.0, up_s - ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def _name(path: object) -> str | None:
-    return None if path is None else str(path)
 
 
 class Launcher:
@@ -117,7 +110,6 @@ class Launcher:
         self._make_client = make_client
         self._handles_signals = handles_signals
         self._server: HttpServer | None = None
-        self._is_draining = False  # a load that fails while draining is not a start-up failure
         self.is_ready = asyncio.Event()  # the first model is loaded
 
     def stop(self) -> None:
@@ -137,16 +129,15 @@ class Launcher:
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
         HttpProtocol.header_s = config.header_timeout
         HttpProtocol.slow_reader_s = config.slow_client_timeout
-        settings = make_config(
-            app, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
+        server = HttpServer(
+            make_config(app, config), self._drain, self._models.cut, handles_signals=self._handles_signals
         )
-        server = HttpServer(settings, self._drain, self._models.cut, handles_signals=self._handles_signals)
         self._server = server
         serving = asyncio.create_task(server.serve(self._sockets))
         starting = asyncio.create_task(self._start())
         try:
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-            has_failed = starting.done() and starting.exception() is not None and not self._is_draining
+            has_failed = starting.done() and starting.exception() is not None and not self._models.is_draining
             if has_failed and not serving.done():
                 server.stop()  # the first model could not be loaded
             await serving
@@ -203,8 +194,8 @@ class Launcher:
         await models.preload()
 
     async def _drain(self) -> None:
-        self._is_draining = True
         models = self._models
+        models.is_draining = True  # a load that fails from now on is no failure to start
         if self._batches is not None:
             await self._batches.stop()  # batches continue after the next start
         if models.num_open:

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -91,9 +91,6 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def find(self, secret: str | None) -> Key | None:
         """Return the key with this secret, in constant time. Without configured keys, return LOCAL."""
         if not self._keys:
@@ -154,10 +151,13 @@ def make_keyring(
     keys: list[tuple[str, Key]] = []
     for prefix, secrets, is_admin in (("key", api_keys, False), ("admin", admin_keys, True)):
         for number, secret in enumerate(secrets, 1):
-            key = _key(f"{prefix}-{number}", Priority.NORMAL, is_admin, Limits(), is_shared)
             identity = f"{prefix}:{_digest(secret).hex()[:16]}"
-            keys.append((secret, replace(key, identity=identity, namespace="" if is_shared else identity)))
+            namespace = "" if is_shared else identity
+            name = f"{prefix}-{number}"
+            keys.append((secret, Key(name, is_admin=is_admin, namespace=namespace, identity=identity)))
     for entry in _read(path).keys if path is not None else ():
+        if not entry.name or len(entry.name) > 64 or not entry.name.isprintable():
+            raise InvalidRequest(f"keys: name = {entry.name!r:.80} is not 1 to 64 printable characters")
         if entry.tier.upper() not in Priority.__members__:
             tiers = ", ".join(name.lower() for name in Priority.__members__)
             raise InvalidRequest(f"{path}: {entry.name!r}: tier = {entry.tier!r} is not one of {tiers}")
@@ -165,16 +165,12 @@ def make_keyring(
             limits = Limits(entry.max_requests, entry.requests_per_minute, entry.tokens_per_minute)
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}: {entry.name!r}: {error}") from None
-        keys.append((entry.key, _key(entry.name, Priority[entry.tier.upper()], entry.admin, limits, is_shared)))
+        tier = Priority[entry.tier.upper()]
+        namespace = "" if is_shared else entry.name
+        keys.append((entry.key, Key(entry.name, tier, tier, entry.admin, limits, namespace)))
     if path is not None and not keys:
         raise InvalidRequest(f"--api-keys-file {str(path)!r}: the file has no keys")
     return KeyRing(keys)
-
-
-def _key(name: str, tier: Priority, is_admin: bool, limits: Limits, is_shared: bool) -> Key:
-    if not name or len(name) > 64 or not name.isprintable():
-        raise InvalidRequest(f"keys: name = {name!r:.80} is not 1 to 64 printable characters")
-    return Key(name, tier, tier, is_admin, limits, "" if is_shared else name)
 
 
 def _read(path: Path) -> _KeysFile:
@@ -203,24 +199,12 @@ NUM_PARSERS = 2  # threads that decode and parse large bodies, and encode large 
 RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
+MAX_BODY_BYTES = 256 << 20  # of all bodies that are being read
 SMALL_BODY_BYTES = 32 << 10
 HARD_FACTOR = 4  # all tenants together may hold this many times the limit of a queue
 HARD_BODY_FACTOR = 2  # the same for bodies, which take more memory
 
 T = TypeVar("T")
-
-
-class IntakeRate(NamedTuple):
-    """The most work that one step starts, and its expected duration, measured before the first request."""
-
-    step_s: float
-    num_tokens: int  # of prompts
-    num_requests: int
-
-    def wait_s(self, num_requests: int, num_tokens: int) -> float:
-        """Time until this many requests have started, if nothing else runs."""
-        num_steps = max(math.ceil(num_tokens / self.num_tokens), math.ceil(num_requests / self.num_requests))
-        return num_steps * self.step_s
 
 
 class QueueTicket:
@@ -267,7 +251,6 @@ class TierQueue:
         self.num_requests = 0
         self.num_tokens = 0
         self._clock = clock
-        self.intake: IntakeRate | None = None  # None: not measured
         self._held: dict[str, tuple[int, int]] = {}  # tenant -> waiting requests and tokens
         self._waits_since_s = 0.0  # when the queue last became non-empty
         self._starts: deque[tuple[float, int]] = deque()  # time, number of requests
@@ -312,17 +295,13 @@ class TierQueue:
     def retry_after_s(self) -> float:
         """Time until half of the waiting requests have started, at the recent rate.
 
-        If none started recently: the expected time on an idle machine, or the time they have waited, whichever is
-        longer.
+        If none started recently, the time that they have waited.
         """
         now_s = self._clock()
         recent = [(at_s, count) for at_s, count in self._starts if now_s - at_s <= RATE_WINDOW_S]
         if not recent:
-            if self.intake is None:
-                return RATE_WINDOW_S
             waited_s = now_s - self._waits_since_s if self.num_requests else 0.0
-            expected_s = self.intake.wait_s(math.ceil(self.num_requests / 2), math.ceil(self.num_tokens / 2))
-            return min(max(1.0, math.ceil(max(expected_s, waited_s))), MAX_RETRY_AFTER_S)
+            return min(max(1.0, math.ceil(waited_s)), MAX_RETRY_AFTER_S)
         span_s = max(now_s - recent[0][0], 1.0)
         rate = sum(count for _, count in recent) / span_s
         return min(max(1.0, math.ceil(self.num_requests / 2 / rate)), MAX_RETRY_AFTER_S)
@@ -346,11 +325,6 @@ class TierQueues:
         self.queues[priority].check(tenant, num_requests)
         return QueueTicket(self.queues[priority], priority, tenant, num_requests)
 
-    def expect(self, intake: IntakeRate | None) -> None:
-        """Set the measured intake rate; None after the model was unloaded."""
-        for queue in self.queues.values():
-            queue.intake = intake
-
     def retry_after_s(self, priority: Priority = Priority.NORMAL) -> float:
         return self.queues[priority].retry_after_s()
 
@@ -369,51 +343,45 @@ def raise_if_all(checks: Iterable[Callable[[], None]]) -> None:
 class BodyBytes:
     """Total bytes of the bodies that are being read: many large, slow bodies must not fill the memory.
 
-    Over the limit, a body is refused if its tenant would hold more than an equal part, as in `TierQueue`.
+    Over the limit, a body is refused if its tenant would hold more than an equal part, as in `TierQueue`. The first
+    `SMALL_BODY_BYTES` of each are granted always: large bodies do not block small ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._max_bytes = max_bytes
         self.num_bytes = 0
         self._held: dict[str, int] = {}  # tenant -> bytes
 
     @contextmanager
-    def __call__(self, max_bytes: int, tenant: str = "") -> Iterator[BodyBudget]:
-        budget = BodyBudget(self, max_bytes, tenant)
-        try:
-            yield budget
-        finally:
-            self.hold(tenant, -budget.num_bytes)
+    def reading(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes bytes of one body, or refuses them. They are held until the end."""
+        num_own = 0
 
-    def check(self, tenant: str, num_bytes: int, max_bytes: int) -> None:
+        def take(num_bytes: int) -> None:
+            nonlocal num_own
+            if num_own + num_bytes > SMALL_BODY_BYTES:
+                self._check(tenant, num_bytes)
+            self._hold(tenant, num_bytes)
+            num_own += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._hold(tenant, -num_own)
+
+    def _check(self, tenant: str, num_bytes: int) -> None:
         num_all = self.num_bytes + num_bytes
         num_tenants = len(self._held) + (tenant not in self._held)
-        is_greedy = (self._held.get(tenant, 0) + num_bytes) * num_tenants > max_bytes
-        if num_all > max_bytes and (is_greedy or num_all > HARD_BODY_FACTOR * max_bytes):
+        is_greedy = (self._held.get(tenant, 0) + num_bytes) * num_tenants > self._max_bytes
+        if num_all > self._max_bytes and (is_greedy or num_all > HARD_BODY_FACTOR * self._max_bytes):
             text = f"{self.num_bytes} bytes of request bodies are already being read, which is the limit"
             raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
 
-    def hold(self, tenant: str, num_bytes: int) -> None:
+    def _hold(self, tenant: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self._held[tenant] = self._held.get(tenant, 0) + num_bytes
         if not self._held[tenant]:
             del self._held[tenant]
-
-
-class BodyBudget:
-    """The bytes of one body. The first `SMALL_BODY_BYTES` are granted always: large bodies do not block small ones."""
-
-    def __init__(self, total: BodyBytes, max_bytes: int, tenant: str) -> None:
-        self._total = total
-        self._max_bytes = max_bytes
-        self._tenant = tenant
-        self.num_bytes = 0
-
-    def take(self, num_bytes: int) -> None:
-        is_small = self.num_bytes + num_bytes <= SMALL_BODY_BYTES
-        if not is_small:
-            self._total.check(self._tenant, num_bytes, self._max_bytes)
-        self._total.hold(self._tenant, num_bytes)
-        self.num_bytes += num_bytes
 
 
 class FairSlots:

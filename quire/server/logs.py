@@ -17,25 +17,19 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from quire.engine.process import FIELDS, JsonFormatter, LineFormatter
-from quire.errors import InvalidRequest
 from quire.server.metrics import RequestRecord
 
-LEVELS = ("debug", "info", "warning", "error")
 MAX_LINES_PER_S = 20  # of one logger
 MAX_VALUE_CHARS = 200
-MAX_KEYS = 1_000
 _OUR_FAULT = frozenset({"failed", "died", "internal"})
 _UNCOUNTED = "is_uncounted"  # attribute of a record that the rate limit does not count
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@+{}-]+")
 
 _request_log = logging.getLogger("quire.request")
-_log = logging.getLogger("quire.server")
 
 
 def setup_logging(level: str, *, as_json: bool, stream: TextIO | None = None) -> None:
     """Configure logging, to stderr by default. May be called again; the last call counts."""
-    if level not in LEVELS:
-        raise InvalidRequest(f"log_level = {level!r:.80} is not one of {', '.join(LEVELS)}")
     handler = LimitedHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else LineFormatter())
     root = logging.getLogger()
@@ -111,23 +105,6 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
         "error": record.error,
     }
     return {name: _cut(value) for name, value in fields.items() if value is not None}
-
-
-class LogOnce:
-    """Logs a warning once per key, for at most MAX_KEYS keys."""
-
-    def __init__(self) -> None:
-        self._keys: set[str] = set()
-
-    def __call__(self, key: str, message: str) -> None:
-        key = key[:MAX_VALUE_CHARS]  # a client's field name may be megabytes
-        if key in self._keys or len(self._keys) > MAX_KEYS:
-            return
-        self._keys.add(key)
-        if len(self._keys) <= MAX_KEYS:
-            _log.warning("%s", message)
-        else:
-            _log.warning("%d different warnings of this kind were logged: no more follow", MAX_KEYS)
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):

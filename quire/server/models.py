@@ -19,9 +19,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -62,9 +62,9 @@ from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.limits import (
     MAX_RETRY_AFTER_S,
     NUM_PARSERS,
+    RATE_WINDOW_S,
     BodyBytes,
     FairSlots,
-    IntakeRate,
     Key,
     QueueTicket,
     Quota,
@@ -207,7 +207,7 @@ class ActiveRequest:
         self.service: ModelService  # since its model is loaded
         self.opening: asyncio.Task[Any] | None = None  # the task that waits for its model and submits it to the engine
         self.error: Exception | None = None
-        self._on_close: list[Callable[[], object]] = []
+        self.on_close = ExitStack()  # what ends with this request
         self.is_closed = False
         self.load_s = 0.0  # time spent waiting for the model to load
         self._queued_s: float | None = None
@@ -333,13 +333,9 @@ class ActiveRequest:
 
     def start(self, queued_s: float) -> None:
         """Record that the engine has started the first prompt."""
-        if self._started_at_s is None:
-            self._queued_s = queued_s
-            self._started_at_s = time.monotonic()
-            self.ticket.start()
-
-    def on_close(self, call: Callable[[], object]) -> None:
-        self._on_close.append(call)
+        self._queued_s = queued_s
+        self._started_at_s = time.monotonic()
+        self.ticket.start()
 
     def fail(self, error: Exception) -> None:
         """End the request with an error: its blocks are freed before the next step, and readers raise the error."""
@@ -406,9 +402,7 @@ class ActiveRequest:
         self.ticket.leave()
         if self.is_accepted:  # a refused request is counted elsewhere
             self.service.close_request(self, self._record(error or self.error))
-        for call in self._on_close:
-            call()
-        self._on_close.clear()
+        self.on_close.close()
 
     def _record(self, error: Exception | None) -> RequestRecord:
         usage, cache = self.usage, self.cache
@@ -488,23 +482,21 @@ class ModelService:
         shared = served.shared
         self.served = served
         self.text = text
-        self.model = served.name
-        self.metrics = served.metrics
         self.client = shared.make_client(
             served.config,
             text,
             engine,
             hang_limit_s=shared.hang_limit_s,
             on_loading=served.take_progress,
-            on_step=partial(self.count, served.metrics.stepped),
+            on_step=served.metrics.stepped,
             on_gap=served.metrics.tokens,
         )
-        self._supervising = asyncio.create_task(self.client.supervise(), name=f"supervise {self.model}")
+        self._supervising = asyncio.create_task(self.client.supervise(), name=f"supervise {served.name}")
         # Ended requests, the newest last. More are kept than shown, because a key sees only its own.
         self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
         self._queue_timeout_s = shared.queue_timeout_s
         self._is_cut = False
-        self._active: set[ActiveRequest] = set()
+        self.active_requests: set[ActiveRequest] = set()  # that have passed all limits and have not ended
         num_encoders = min(MAX_ENCODERS, os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(num_encoders, "quire-encode")
         self._encoder_slots = FairSlots(num_encoders)
@@ -513,11 +505,6 @@ class ModelService:
     @property
     def max_model_len(self) -> int:
         return self.client.max_model_len
-
-    @property
-    def active_requests(self) -> Collection[ActiveRequest]:
-        """Requests that have passed all limits and have not ended."""
-        return self._active
 
     def salt_for(self, key: Key, cache_salt: str) -> str:
         """Return the salt of the chain keys. Different keys or salts share no cached blocks."""
@@ -530,70 +517,50 @@ class ModelService:
 
     async def open(self, active: ActiveRequest) -> None:
         """Tokenise the prompts, check the limits and submit the request to the engine."""
-        if self._is_cut:
-            raise shutting_down()
-        request, is_short = active.request, _is_short(active.request.prompts)
-        built = [await self._request(active, prompt, is_short=is_short) for prompt in request.prompts]
+        prompts = active.request.prompts
+        is_short = _is_short(prompts)
+        built = [await self._request(active, prompt, is_short=is_short) for prompt in prompts]
         if self._is_cut:
             raise shutting_down()
         active.requests = tuple(built)
-        await self._submit(active, max(self._queue_timeout_s - active.load_s, MIN_WAIT_S))
-
-    async def _submit(self, active: ActiveRequest, limit_s: float) -> None:
         active.ticket.grow(active.num_prompt_tokens)
         key, quotas = active.caller.key, self.served.shared.quotas
         quota = quotas.get(key.name) or quotas.setdefault(key.name, Quota(key.limits))
         quota.enter(active.num_prompt_tokens)
-        active.on_close(quota.leave)
+        active.on_close.callback(quota.leave)
         active.is_accepted = True
-        self._active.add(active)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(limit_s, self._time_out, active)
-        active.on_close(timer.cancel)
-        started = partial(self._begin, active)
-        try:
-            async with asyncio.timeout(limit_s):
-                for request in active.requests:
-                    parser = self.text.turn_parser(active.chat, request.prompt.tokens)
-                    generation = await self.client.submit(
-                        request, new_parser=parser, updated=active.updated, on_start=started
-                    )
-                    active.add(generation)
-        except TimeoutError:
-            raise self._too_late("the model is still loading", active.priority) from None
+        self.active_requests.add(active)
+        limit_s = max(self._queue_timeout_s - active.load_s, MIN_WAIT_S)
+        timer = asyncio.get_running_loop().call_later(limit_s, self._time_out, active)
+        active.on_close.callback(timer.cancel)
+        for request in active.requests:
+            parser = self.text.turn_parser(active.chat, request.prompt.tokens)
+            generation = await self.client.submit(
+                request, new_parser=parser, updated=active.updated, on_start=partial(self._begin, active)
+            )
+            active.add(generation)
 
     def close_request(self, active: ActiveRequest, record: RequestRecord) -> None:
         """Called once by an accepted request when it ends."""
-        self._active.remove(active)
+        self.active_requests.remove(active)
         self.served.shared.quotas[active.caller.key.name].use(active.usage.completion_tokens)
-        self.count(self.metrics.finished, record)
+        self.served.metrics.finished(record)
         self.recent.append(record)
         log_request(record)
 
     def _time_out(self, active: ActiveRequest) -> None:
-        if not active.is_started:
-            waited = f"waited {self._queue_timeout_s:g} s in the queue"
-            active.fail(self._too_late(waited, active.priority))
-
-    def _too_late(self, what: str, priority: Priority) -> ApiError:
-        return ApiError(
-            Kind.OVERLOADED,
-            f"{what}: the limit is {self._queue_timeout_s:g} s",
-            retry_after_s=self.served.queues.retry_after_s(priority),
-            reason="queue_timeout",
-        )
+        if active.is_started:
+            return
+        limit = f"{self._queue_timeout_s:g} s"
+        what = f"waited {limit} in the queue" if active.opening is None else "the model is still loading"
+        retry_s = self.served.queues.retry_after_s(active.priority)
+        text = f"{what}: the limit is {limit}"
+        active.fail(ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout"))
 
     def _begin(self, active: ActiveRequest, generation: Generation) -> None:
         if not active.is_started:
             active.start(generation.queued_s or 0.0)
-            self.count(self.metrics.started, active.priority, generation.queued_s or 0.0)
-
-    def count(self, count: Callable[..., None], *values: object) -> None:
-        """Call a metrics function. An error in it must not end the request or stop other counting."""
-        try:
-            count(*values)
-        except Exception:
-            log.exception("updating a metric failed")
+            self.served.metrics.started(active.priority, generation.queued_s or 0.0)
 
     # Text
 
@@ -614,10 +581,6 @@ class ModelService:
         if isinstance(prompt, str):
             return self.text.encode(prompt, self.max_model_len, add_special=add_special)
         return self.text.encode_chat(prompt, self.max_model_len)
-
-    async def render(self, chat: ChatRequest, owner: str) -> str:
-        """The prompt of a conversation as text."""
-        return await self.in_turn(owner, partial(self.text.render_chat, chat, self.max_model_len))
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
         """Run work on text in a thread, when it is the turn of this key."""
@@ -694,7 +657,7 @@ class ModelService:
     def cut(self, error: ApiError | None = None) -> None:
         """End the remaining requests with an error."""
         self._is_cut = True
-        for active in tuple(self._active):
+        for active in tuple(self.active_requests):
             active.fail(error or shutting_down())
 
     async def close(self) -> None:
@@ -706,6 +669,10 @@ class ModelService:
         await self.client.close()
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self.text.close()
+
+
+def not_loaded(name: str) -> ApiError:
+    return ApiError(Kind.UNAVAILABLE, f"{name} is not loaded", retry_after_s=5.0, reason="loading")
 
 
 def shutting_down() -> ApiError:
@@ -746,15 +713,14 @@ class SharedResources:
 
 
 class Model(ManagedModel):
-    """One model of this server. Requests may use its `name` and its `aliases`."""
+    """One model of this server. Requests may use each of its `names`; responses have the first one, its `name`."""
 
     def __init__(self, config: ModelConfig, shared: SharedResources) -> None:
         super().__init__(config.names[0], is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
-        self.aliases = config.names[1:]
+        self.names = config.names
         self.config = config
         self.service: ModelService | None = None  # while it is loaded
         self.progress: float | None = None  # of loading, 0 to 1
-        self._first_report: tuple[float, float] | None = None  # time and progress of the first report
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
         self.queues = TierQueues(shared.max_queue, shared.max_queued_tokens)
@@ -765,10 +731,6 @@ class Model(ManagedModel):
         self.shared = shared
         self._weight_bytes = size_of(config.path)  # size of its files until a worker reports it
         self._token_bytes: float | None = None  # KV bytes per token
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
 
     @property
     def root(self) -> str:
@@ -785,8 +747,9 @@ class Model(ManagedModel):
 
     @property
     def loaded(self) -> ModelService:
-        """The service of a model that is loaded."""
-        assert self.service is not None
+        """The service of a model that is loaded. Raises ApiError if it is not."""
+        if self.service is None:
+            raise not_loaded(self.name)
         return self.service
 
     @property
@@ -839,7 +802,6 @@ class Model(ManagedModel):
         service = ModelService(self, text, engine)
         self.metrics.forget_worker()
         await self._start(service)
-        self.queues.expect(_intake(service.client))
         self._log_events(service.client.facts)
         return self._take_facts(service.client.facts)
 
@@ -852,7 +814,7 @@ class Model(ManagedModel):
             log.warning("%s: no KV events are sent, because %s", self.name, events.silent_because)
 
     async def _start(self, service: ModelService) -> None:
-        self.progress, self._first_report = 0.0, None
+        self.progress = 0.0
         try:
             warming = asyncio.to_thread(_warm_up, service.text)
             results = await asyncio.gather(service.client.start(), warming, return_exceptions=True)
@@ -885,27 +847,12 @@ class Model(ManagedModel):
         is_known = ready.facts.weight_bytes and ready.facts.kv_bytes
         return ready.facts.weight_bytes + ready.facts.kv_bytes if is_known else 0
 
-    @property
-    def reading_s(self) -> float | None:
-        """Estimated time to read the rest of the weights, at the speed since the first report; None: unknown.
-
-        The time before the first report (waiting for memory, starting a process) does not depend on the weights.
-        """
-        if self._first_report is None or self.progress is None:
-            return None
-        began_s, first = self._first_report
-        done = self.progress - first
-        return (time.monotonic() - began_s) * (1 - self.progress) / done if done > 0 else None
-
     def take_progress(self, num_done: int, num_bytes: int) -> None:
         self.progress = num_done / num_bytes if num_bytes else 0.0
-        if self._first_report is None:
-            self._first_report = time.monotonic(), self.progress
         if self.on_loading is not None:
             self.on_loading(num_done, num_bytes)
 
     async def unload(self) -> None:
-        self.queues.expect(None)
         service, self.service = self.service, None
         if service is None:
             return
@@ -946,7 +893,7 @@ class Models:
         self.has_started = False  # the first model has been loaded
         self.num_open = 0  # open requests, including those that wait for a model to load
         self._tasks: set[asyncio.Task[None]] = set()
-        self._requests: set[ActiveRequest] = set()
+        self.requests: set[ActiveRequest] = set()  # of all models, that have not ended
 
     def __iter__(self) -> Iterator[Model]:
         """Iterate in the configured order."""
@@ -991,8 +938,8 @@ class Models:
         priority = model.priority_of(request, caller.key)
         ticket = model.queues.enter(request.params.n * len(request.prompts), priority, caller.key.name)
         active = ActiveRequest(model, request, caller, ticket)
-        self._requests.add(active)
-        active.on_close(partial(self._requests.discard, active))
+        self.requests.add(active)
+        active.on_close.callback(self.requests.discard, active)
         return active
 
     async def open(self, active: ActiveRequest) -> None:
@@ -1001,7 +948,7 @@ class Models:
         active.opening = task = asyncio.current_task()
         try:
             await self.hold(active.served_by)
-            active.on_close(partial(self.release, active.served_by))
+            active.on_close.callback(self.release, active.served_by)
             active.load_s = time.monotonic() - began_s
             active.service = active.served_by.loaded
             await active.service.open(active)
@@ -1014,10 +961,6 @@ class Models:
         except BaseException as error:
             active.close(error if isinstance(error, Exception) else None)
             raise
-
-    def in_progress(self) -> Collection[ActiveRequest]:
-        """The requests of all models that are not finished, in no particular order."""
-        return self._requests
 
     async def hold(self, model: Model) -> None:
         """Load the model and keep it loaded until `release`."""
@@ -1040,13 +983,9 @@ class Models:
     def _log_wait(self, model: Model) -> None:
         num_waiting = len(model.waiters) + 1
         if num_waiting & (num_waiting - 1) == 0 and self.has_started:  # 1, 2, 4, ...: not a line per request
-            eta_s = self.eta_s(model)
+            eta_s = self.manager.eta_s(model)
             about = "" if eta_s is None else f", about {eta_s:.1f} s more"
             log.info("%d request(s) are waiting for %s, which is %s%s", num_waiting, model.name, model.state, about)
-
-    def eta_s(self, model: Model) -> float | None:
-        """Estimated time until the model is loaded; None: unknown."""
-        return self.manager.eta_s(model, model.reading_s)
 
     def _refusal(self, model: Model, error: Exception) -> ApiError:
         if self.is_draining:
@@ -1055,7 +994,7 @@ class Models:
             case TimeoutError():
                 limit = f"the request waited {self._shared.queue_timeout_s:g} s, which is the limit"
                 text = f"{model.name} is {model.state}: {limit}"
-                retry_s = min(self.eta_s(model) or model.queues.retry_after_s(), MAX_RETRY_AFTER_S)
+                retry_s = min(self.manager.eta_s(model) or RATE_WINDOW_S, MAX_RETRY_AFTER_S)
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
             case ModelTooLarge():
                 return ApiError(Kind.UNAVAILABLE, str(error), may_retry=False, reason="model_too_large")
@@ -1081,9 +1020,6 @@ class Models:
             await self.manager.load(model)
         except QuireError as error:
             raise self._refusal(model, error) from error
-
-    async def unload(self, model: Model, *, is_forced: bool = False) -> None:
-        await self.manager.unload(model, is_forced=is_forced)
 
     def begin(self, doing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server stops."""
@@ -1151,13 +1087,6 @@ def release_heap() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _intake(client: ModelClient) -> IntakeRate | None:
-    facts, scheduling = client.facts, client.scheduling
-    if facts is None or scheduling is None:
-        return None
-    return IntakeRate(facts.step_s, scheduling.max_num_batched_tokens, scheduling.max_num_seqs)
 
 
 def _warm_up(text: ModelText) -> None:

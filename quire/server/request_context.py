@@ -11,14 +11,13 @@ moment reads a null pointer, and the process ends (decision 0044). Therefore a t
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
@@ -29,13 +28,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quire.errors import InvalidRequest, QuireError
+from quire.errors import InvalidRequest
 from quire.server.batches.service import BatchService
 from quire.server.config import ServeConfig
-from quire.server.errors import ApiError, Dialect, Kind, from_quire
+from quire.server.errors import ApiError, Dialect, Kind, api_error
 from quire.server.http import EventEncoder, EventStream
-from quire.server.limits import NUM_PARSERS, BodyBudget, Key
-from quire.server.logs import LogOnce, log_refusal
+from quire.server.limits import NUM_PARSERS, Key
+from quire.server.logs import log_refusal
 from quire.server.models import ActiveRequest, Caller, ClientGone, InferenceRequest, Model, Models, ModelService
 from quire.server.watch import Watch
 
@@ -53,7 +52,6 @@ SLOW_WORDS = (b'"tools"', b"schema", b"grammar")  # in bodies whose schemas take
 MAX_PLAIN_VALUES = 2048  # in an answer; one with more tokens or scores is made in a thread
 MAX_PART = 128  # items of a list that are encoded in one call
 MIB = 1 << 20
-MAX_ALL_BYTES = 256 * MIB  # of all bodies that are being read
 MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
 PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
@@ -66,8 +64,6 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 _parsers = ThreadPoolExecutor(NUM_PARSERS, "quire-parse")
-log = logging.getLogger(__name__)
-log_once = LogOnce()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +100,27 @@ class RequestContext:
         self._is_slow = False  # the body takes long to decode and to parse
         self._receive = receive
         self._config = served.config
-        self.has_body = _announces_body(self.request.headers)  # an unread body
+        length = self.request.headers.get("content-length", "0")
+        self.has_body = "transfer-encoding" in self.request.headers or length != "0"  # an unread body
         self._gone: asyncio.Task[None] | None = None
         self._active: ActiveRequest | None = None
         self.is_accepted = False  # it was submitted to a model
         self.model = self.models.default  # the model whose metrics count this request
-        self._unknown: dict[str, list[str]] = {}  # unknown fields of the body
         self._held: set[Model] = set()  # kept loaded until the request ends
-        self.on_finish: list[Callable[[], object]] = []
+        self.on_finish = ExitStack()  # what ends with this request
 
     @property
     def service(self) -> ModelService:
         """The service of the model that this request has opened or used; before that, of the default model."""
-        if (service := self.model.service) is None:
-            text = f"{self.model.name} is not loaded"
-            raise ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
-        return service
+        return self.model.loaded
 
     # Request body
 
     async def body(self, kind: type[T]) -> T:
         """Read and decode the body. Unknown fields are ignored, named in a header and logged once."""
         self.fields = _field_names(kind)
-        with self.models.body_bytes(MAX_ALL_BYTES, self.key.name) as budget:
-            data = await self._read(budget)
+        with self.models.body_bytes.reading(self.key.name) as take:
+            data = await self._read(take)
             self._gone = asyncio.create_task(self._watch())
             self._is_slow = is_slow(data)
             return await self._on_body(partial(self._decode, data, kind))
@@ -150,7 +143,7 @@ class RequestContext:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
         try:
             value = decode(data, kind)
-            self._note_unknown(data, kind)
+            self.note(IGNORED, unknown_fields(msgspec.json.decode(data), kind).values())
             return value
         except msgspec.ValidationError as error:
             raise _wrong_type(error, data) from None
@@ -161,32 +154,17 @@ class RequestContext:
         except msgspec.DecodeError as error:
             raise ApiError(Kind.INVALID, f"the body is not JSON: {error}") from None
 
-    async def _read(self, budget: BodyBudget) -> bytes:
-        limit = self._config.max_body_size
-        length = self.request.headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > limit:
-            raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes exceeds the limit of {limit} bytes")
-        timeout_s = self._config.body_timeout + min(int(length), limit) / MIB
+    async def _read(self, take: Callable[[int], None]) -> bytes:
         data = bytearray()  # not a list: a body that arrives in pieces of two bytes would take twenty times its size
-        try:
-            async with asyncio.timeout(timeout_s):
-                async for chunk in self.request.stream():
-                    budget.take(len(chunk))
-                    if len(data) + len(chunk) > limit:
-                        raise ApiError(Kind.TOO_LARGE, f"the body exceeds the limit of {limit} bytes")
-                    data += chunk
-        except TimeoutError:
-            text = f"only {len(data)} bytes of the body arrived in {timeout_s:.0f} s"
-            raise ApiError(Kind.TIMEOUT, text) from None
-        except ClientDisconnect:
-            raise ClientGone from None
-        self.has_body = False  # read completely: the connection can be reused
+        async for chunk in self.chunks(self._config.max_body_size, MIB):
+            take(len(chunk))
+            data += chunk
         return bytes(data)
 
-    async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives, for a handler that does not keep it in memory.
+    async def chunks(self, max_bytes: int, min_rate: int = MIN_BODY_RATE) -> AsyncIterator[bytes]:
+        """Yield the body as it arrives.
 
-        Limits the size and the time between two chunks, and requires an average of `MIN_BODY_RATE`.
+        Limits the size and the time between two chunks, and requires an average of `min_rate` bytes per second.
         """
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > max_bytes:
@@ -204,13 +182,13 @@ class RequestContext:
             except ClientDisconnect:
                 raise ClientGone from None
             if chunk is None:
-                self.has_body = False
+                self.has_body = False  # read completely: the connection can be reused
                 return
             size += len(chunk)
             if size > max_bytes:
                 raise ApiError(Kind.TOO_LARGE, f"the body exceeds the limit of {max_bytes} bytes")
-            if time.monotonic() - began_s > self._config.body_timeout + size / MIN_BODY_RATE:
-                raise ApiError(Kind.TIMEOUT, f"the body arrived at less than {MIN_BODY_RATE} bytes per second")
+            if time.monotonic() - began_s > self._config.body_timeout + size / min_rate:
+                raise ApiError(Kind.TIMEOUT, f"the body arrived at less than {min_rate} bytes per second")
             yield chunk
 
     def query(self, kind: type[T]) -> T:
@@ -225,26 +203,11 @@ class RequestContext:
                 raise InvalidRequest(what.replace("Object missing required field", "the query lacks")) from None
             raise ApiError(Kind.INVALID, f"{name} = {given.get(name)!r:.80}: {what}", param=name) from None
 
-    def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
-        self._unknown = unknown_fields(msgspec.json.decode(data), kind)
-        for name in [_printable(name) for name in self._unknown][:MAX_NAMED_FIELDS]:
-            log_once(f"{self.endpoint} {name}", f"{self.endpoint}: the unknown field {name} was ignored")
-        self.note(IGNORED, (places[0] for places in self._unknown.values()))
-
     def note_ignored(self, names: Sequence[str]) -> None:
-        """Add fields without effect to the header. Unknown fields of a tool that is ignored as a whole are removed."""
-        left_out = {found[0] for name in names if (found := _TOOL.match(name)) is not None}
-        named = self.headers.get(IGNORED, "").split(", ")
-        for places in self._unknown.values() if left_out else ():
-            kept = [one for one in places if (found := _TOOL.match(one)) is None or found[0] not in left_out]
-            first = _printable(places[0])
-            if kept[:1] != places[:1] and first in named:
-                named[named.index(first)] = _printable(kept[0]) if kept else ""
-        if left := [name for name in named if name]:
-            self.headers[IGNORED] = ", ".join(left)
-        else:
-            self.headers.pop(IGNORED, None)
-        self.note(IGNORED, names)
+        """Add fields without effect to the header. A tool that is ignored as a whole takes the place of its fields."""
+        tools = tuple(f"{found[0]}." for name in names if (found := _TOOL.match(name)) is not None)
+        before = self.headers.pop(IGNORED, "").split(", ")
+        self.note(IGNORED, [*(name for name in before if name and not name.startswith(tools)), *names])
 
     def note(self, header: str, names: Iterable[str]) -> list[str]:
         """Add names of ignored or unenforced fields to a response header. Returns the new names that fit.
@@ -305,7 +268,7 @@ class RequestContext:
                     await asyncio.wait({holding})
                 if not holding.cancelled() and holding.exception() is None:
                     self._held.add(model)
-                    self.on_finish.append(partial(self.models.release, model))
+                    self.on_finish.callback(self.models.release, model)
         return self.service
 
     async def wait_for(self, task: asyncio.Task[None]) -> None:
@@ -328,7 +291,18 @@ class RequestContext:
         headers = {**self.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(parts, headers=headers, media_type=media_type)
 
-    def error(self, error: ApiError) -> Response:
+    async def refuse(self, error: ApiError) -> Response:
+        """Count and log an error, and return its response."""
+        self.model.metrics.rejected(error.reason)
+        key: Key | None = getattr(self, "key", None)  # None: it was not checked yet
+        if key is not None and key.is_admin:
+            error.message = error.admin_message
+        status = self.dialect.status(error)
+        if not self.is_accepted:  # an accepted request has its own log line
+            name = None if key is None else key.name
+            log_refusal(self.request_id, self.endpoint, name, status, error.reason, error.param)
+        if self.has_body and error.kind is not Kind.TIMEOUT:
+            await self.discard()
         headers = {**self.headers, "x-should-retry": "true" if error.may_retry else "false"}
         if error.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -336,8 +310,7 @@ class RequestContext:
             headers["connection"] = "close"  # the rest of the body is not read
         if error.kind is Kind.AUTHENTICATION:
             headers["www-authenticate"] = "Bearer"
-        body = self.dialect.body(error, self.request_id)
-        return Response(body, self.dialect.status(error), headers, "application/json")
+        return Response(self.dialect.body(error, self.request_id), status, headers, "application/json")
 
     # Disconnect and cleanup
 
@@ -371,9 +344,7 @@ class RequestContext:
             await asyncio.wait({self._gone})
         if self._active is not None:
             self._active.close()
-        for call in self.on_finish:
-            call()
-        self.on_finish.clear()
+        self.on_finish.close()
         self._active = self._gone = None  # they refer to this object
 
 
@@ -386,28 +357,8 @@ async def answer(context: RequestContext, handler: Handler) -> Response | None:
         return await handler(context)
     except ClientGone:
         return None
-    except ApiError as error:
-        return await _refuse(context, error)
-    except QuireError as error:
-        return await _refuse(context, from_quire(error, context.fields))
-    except Exception:
-        log.exception("%s %s failed", context.request_id, context.endpoint)
-        text = f"the server could not process this request; see {context.request_id} in the server log"
-        return await _refuse(context, ApiError(Kind.FAILED, text, reason="internal"))
-
-
-async def _refuse(context: RequestContext, error: ApiError) -> Response:
-    context.model.metrics.rejected(error.reason)
-    if hasattr(context, "key") and context.key.is_admin:
-        error.message = error.admin_message
-    if not context.is_accepted:  # an accepted request has its own log line
-        key_name = context.key.name if hasattr(context, "key") else None
-        log_refusal(
-            context.request_id, context.endpoint, key_name, context.dialect.status(error), error.reason, error.param
-        )
-    if context.has_body and error.kind is not Kind.TIMEOUT:
-        await context.discard()
-    return context.error(error)
+    except Exception as error:
+        return await context.refuse(api_error(error, context.request_id, context.fields))
 
 
 def is_slow(body: bytes) -> bool:
@@ -437,10 +388,6 @@ def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 def _printable(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.$\[\]/-]", "?", name)[:MAX_NAME_CHARS]
-
-
-def _announces_body(headers: Mapping[str, str]) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:
@@ -494,23 +441,16 @@ def convert(values: Mapping[str, str], kind: type[T]) -> T:
     return msgspec.convert(values, kind, strict=False)
 
 
-def built_types() -> frozenset[type[msgspec.Struct]]:
-    return frozenset(_decoders)
-
-
 def _decoder(kind: type[T]) -> msgspec.json.Decoder[Any]:
     if kind not in _decoders:
         raise TypeError(f"{kind.__qualname__} has no decoder: call build_decoders where the type is defined")
     return _decoders[kind]
 
 
-def unknown_fields(value: Any, kind: type[msgspec.Struct]) -> dict[str, list[str]]:
-    """Return the paths of unknown fields, such as `messages[2].cache_control`.
-
-    The keys are paths without numbers, `messages[].cache_control`. The values are the first occurrence, and for
-    tools every occurrence, because a tool may be ignored as a whole.
-    """
-    found: dict[str, list[str]] = {}
+def unknown_fields(value: Any, kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the first occurrence of each unknown field, such as `messages[2].cache_control`, by its path without
+    numbers, `messages[].cache_control`."""
+    found: dict[str, str] = {}
     _walk(value, _shape(kind), "", found)
     return found
 
@@ -519,7 +459,7 @@ _NUMBER = re.compile(r"\[\d+\]")
 Shape = dict[str, Any]  # field -> the shape of the structs in it, or None; "[]": the shape of a list's items
 
 
-def _walk(value: Any, shape: Shape | None, path: str, found: dict[str, list[str]]) -> None:
+def _walk(value: Any, shape: Shape | None, path: str, found: dict[str, str]) -> None:
     if shape is None:
         return
     if isinstance(value, list):
@@ -530,9 +470,7 @@ def _walk(value: Any, shape: Shape | None, path: str, found: dict[str, list[str]
         for name, item in value.items():
             full = f"{path}.{name}" if path else name
             if name not in fields:
-                places = found.setdefault(_NUMBER.sub("[]", full), [])
-                if not places or full.startswith("tools["):
-                    places.append(full)
+                found.setdefault(_NUMBER.sub("[]", full), full)
             elif fields[name] is not None:
                 _walk(item, fields[name], full, found)
 

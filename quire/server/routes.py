@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -21,8 +22,7 @@ from quire.server.request_context import Handler
 Json = dict[str, Any]
 
 _REF = "#/components/schemas/{name}"
-_PARAMETER = re.compile(r"\{(?P<name>\w+)(?::(?P<kind>\w+))?\}")
-_PARAMETER_TYPES: Mapping[str, Json] = {"int": {"type": "integer"}, "float": {"type": "number"}}
+_PARAMETER = re.compile(r"\{(?P<name>\w+)(?::\w+)?\}")
 
 
 class Access(Enum):
@@ -249,9 +249,7 @@ def _operation(
         operation["parameters"] = parameters
     if route.body is not None:
         schema = schema_of[route.body]
-        media: Json = {"schema": schema}
-        if example := _example(_resolved(schema, schemas), examples):
-            media["example"] = example
+        media = {"schema": schema, "example": _example(_resolved(schema, schemas), examples)}
         operation["requestBody"] = {"required": True, "content": {"application/json": media}}
     if route.form is not None:
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _form(route.form)}}}
@@ -323,7 +321,7 @@ def _plain_path(path: str) -> str:
 def _parameters(path: str, examples: Mapping[str, Any]) -> list[Json]:
     parameters = []
     for found in _PARAMETER.finditer(path):
-        schema = _PARAMETER_TYPES.get(found["kind"] or "", {"type": "string", "minLength": 1})
+        schema = {"type": "string", "minLength": 1}
         parameter: Json = {"name": found["name"], "in": "path", "required": True, "schema": schema}
         for name in (found["name"], found["name"].removesuffix("_id")):
             if name in examples:
@@ -346,11 +344,8 @@ def _query_parameters(kind: type[msgspec.Struct] | None) -> list[Json]:
 
 
 def _example(schema: Json, examples: Mapping[str, Any]) -> Json:
-    """Return an example body, or nothing if a required field has no example: an incomplete one would fail."""
-    properties = schema.get("properties", {})
-    if any(name not in examples for name in schema.get("required", ())):
-        return {}
-    names = [name for name in sorted(properties, key=_rank) if name in examples]
+    """Return an example body: its fields that have an example, which are at least the required ones."""
+    names = [name for name in sorted(schema["properties"], key=_rank) if name in examples]
     if "messages" in names or "input" in names:
         names = [name for name in names if name not in ("prompt", "text")]  # alternatives to messages
     return {name: examples[name] for name in names}
@@ -434,8 +429,12 @@ UNSERVED = {
     "copy": _NO_MODELS,
     "delete": _NO_MODELS,
     "push": _NO_MODELS,
+    "pull": _NO_MODELS,
     "blobs": _NO_MODELS,
     "infill": "the models generate at the end of the prompt only",
+    "props": "GET /v1/models and POST /api/show describe a model, GET /tokenizer_info has its chat template",
+    "slots": "GET /v1/requests lists the requests in progress",
+    "apply-template": "POST /tokenize with messages returns the tokens of their prompt, with their texts",
 }
 
 
@@ -443,45 +442,36 @@ UNSERVED = {
 UNSERVED_BELOW = {"responses": _NO_STORE, "chat/completions": _NO_STORE}
 
 
-@dataclass(frozen=True, slots=True)
-class _Typed:
-    """A path split into its prefixes and the rest."""
-
-    prefix: tuple[str, ...]
-    core: str
-
-    @staticmethod
-    def of(path: str) -> _Typed:
-        parts = [part for part in path.lower().split("/") if part]
-        size = 0
-        while size < len(parts) and parts[size] in _PREFIXES:
-            size += 1
-        return _Typed(tuple(parts[:size]), "/".join(parts[size:]))
+def _split(path: str) -> tuple[list[str], str]:
+    """Split a path into its prefixes and the rest, in lower case and without empty parts."""
+    parts = [part for part in path.lower().split("/") if part]
+    prefix = [*takewhile(_PREFIXES.__contains__, parts)]
+    return prefix, "/".join(parts[len(prefix) :])
 
 
 def find_meant(path: str, rows: Sequence[Endpoint]) -> Endpoint | None:
     """Return the endpoint that differs only in prefixes, slashes, case, a missing end or a letter or two."""
-    typed = _Typed.of(path)
-    if len(path) > MAX_PATH_CHARS or not typed.core:
+    prefix, core = _split(path)
+    if len(path) > MAX_PATH_CHARS or not core:
         return None
-    known = [(_Typed.of(row.path.partition("{")[0]), row) for row in rows]
-    same = [(one, row) for one, row in known if one.core == typed.core]
-    siblings = [(one, row) for one, row in known if typed.prefix and one.prefix == typed.prefix[-1:]]
-    if not any(pair in siblings for pair in same):
-        longer = [(one, row) for one, row in siblings if one.core.startswith(typed.core + "/")]
+    known = [(*_split(row.path.partition("{")[0]), row) for row in rows]
+    same = [one for one in known if one[1] == core]
+    siblings = [one for one in known if prefix and one[0] == prefix[-1:]]
+    if not any(one in siblings for one in same):
+        longer = [one for one in siblings if one[1].startswith(core + "/")]
         same = longer if len(longer) == 1 else same  # /v1/chat is the beginning of one path, /v1/cache of several
     if not same:  # with a path parameter, such as a model name
-        same = [(one, row) for one, row in known if "{" in row.path and typed.core.startswith(one.core + "/")]
+        same = [one for one in known if "{" in one[2].path and core.startswith(one[1] + "/")]
     if not same:
-        near = difflib.get_close_matches(typed.core, {one.core for one, _ in known}, n=1, cutoff=NEAR)
-        same = [(one, row) for one, row in known if one.core in near]
-    same.sort(key=lambda pair: (pair[0].prefix[-1:] != typed.prefix[-1:], "{" in pair[1].path))
-    return same[0][1] if same else None
+        near = difflib.get_close_matches(core, {one[1] for one in known}, n=1, cutoff=NEAR)
+        same = [one for one in known if one[1] in near]
+    same.sort(key=lambda one: (one[0][-1:] != prefix[-1:], "{" in one[2].path))
+    return same[0][2] if same else None
 
 
 def why_unserved(path: str) -> str | None:
     """Return why a path of other servers is not served. None: not such a path."""
-    core = _Typed.of(path).core if len(path) <= MAX_PATH_CHARS else ""
+    core = _split(path)[1] if len(path) <= MAX_PATH_CHARS else ""
     for head, why in UNSERVED_BELOW.items():
         if core.startswith(f"{head}/"):
             return why
@@ -493,7 +483,7 @@ def advice(path: str, meant: Endpoint | None) -> str:
     """Return the second part of the 404 message."""
     if meant is not None:
         text = f"did you mean {meant.method} {_plain_path(meant.path)}?"
-        is_base = _Typed.of(path).prefix != _Typed.of(meant.path).prefix
+        is_base = _split(path)[0] != _split(meant.path)[0]
         return f"{text} {BASES[meant.tag]}" if is_base and meant.tag in BASES else text
     if (why := why_unserved(path)) is not None:
         return f"it is not served: {why}"

@@ -21,10 +21,9 @@ from msgspec import Meta
 from quire.core.cache.prefix import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.values import Priority
-from quire.engine.generation import Generation
 from quire.engine.model_manager import ModelManager, ModelState
 from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
-from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
+from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, ReplicaStatus, Running, Stats, TierStats
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key
@@ -35,7 +34,7 @@ from quire.version import __version__
 MAX_REQUESTS_SHOWN = 100  # per model
 MAX_FINISHED_SHOWN = 32  # per model
 RECENT_S = 300.0  # the requests behind the percentiles of times to first token
-_NO_CACHE_STATS = CacheStats.none()
+_NO_STATS = Stats(CacheStats.none(), 0, 0, (TierStats(0, 0, 0.0),) * len(Priority), 0, 0, 0)
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
@@ -103,23 +102,10 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
 
 
-class WatchedReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica of a model in a cluster."""
-
-    name: str
-    is_accepting: Annotated[bool, Meta(description="False: it is being stopped, and finishes its requests.")]
-    num_requests: Annotated[int, Meta(description="Sequences that run or wait there.")]
-    num_routed: Annotated[int, Meta(description="Requests sent there so far.")]
-    num_blocks: int
-    num_free_blocks: Annotated[int, Meta(description="Blocks that no request or pin holds.")]
-    num_queried_tokens: int
-    num_hit_tokens: Annotated[int, Meta(description="Of the queried tokens, those found in its prefix cache.")]
-
-
 class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model. Counts are totals since its process started; rates are those of the last interval.
 
-    Before the process has reported, counts are those of the requests that the server has submitted.
+    Before the process has reported, counts are 0.
     """
 
     backend: str
@@ -157,7 +143,7 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
         list[FinishedRequest],
         Meta(description="The last 32 requests since the model was loaded that this key may see, newest first."),
     ] = []
-    replicas: Annotated[list[WatchedReplica], Meta(description="Of a cluster; none: the model runs here.")] = []
+    replicas: Annotated[tuple[ReplicaStatus, ...], Meta(description="Of a cluster; none: the model runs here.")] = ()
 
 
 class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,31 +210,6 @@ def _percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     return round(sorted(values)[max(0, -(-int(share * 100) * len(values) // 100) - 1)], 4)
-
-
-def _stats_of(active_requests: Sequence[ActiveRequest]) -> Stats:
-    """Make stats from the submitted requests: a worker in its first step has not reported yet."""
-    submitted = [(active, generation) for active in active_requests for generation in active.generations]
-    waiting = [(active, generation) for active, generation in submitted if not generation.is_started]
-    num_running = sum(len(one.request_ids) for _, one in submitted if one.is_started)
-    return Stats(
-        cache=_NO_CACHE_STATS,
-        num_running=num_running,
-        num_waiting=sum(len(one.request_ids) for _, one in waiting),
-        tiers=tuple(_tier([(active, one) for active, one in waiting if active.priority is tier]) for tier in Priority),
-        num_preemptions=0,
-        num_steps=0,
-        num_violations=0,
-    )
-
-
-def _tier(waiting: Sequence[tuple[ActiveRequest, Generation]]) -> TierStats:
-    now_s = time.monotonic()
-    return TierStats(
-        sum(len(one.request_ids) for _, one in waiting),
-        sum(len(one.request_ids) * one.usage.prompt_tokens for _, one in waiting),
-        max((now_s - active.caller.arrived_s for active, _ in waiting), default=0.0),
-    )
 
 
 def is_shown(active: ActiveRequest, key: Key) -> bool:
@@ -441,9 +402,6 @@ class Watcher:
             await self._watch.after(self._watch.tick)
         return self._watch.view(key)
 
-    def leave(self) -> None:
-        self._watch.leave(self)
-
 
 class ModelReport:
     """The last report of one model's worker, the rates since the previous tick, and what a key may see of both."""
@@ -510,12 +468,11 @@ class ModelReport:
         self._at_s, self._counts = now_s, counts
 
     def view(self, key: Key) -> WatchedModel:
-        model, eta_s = self._model, None
-        if model.state is ModelState.LOADING:
-            eta_s = self._manager.eta_s(model, model.reading_s)
+        model = self._model
+        eta_s = self._manager.eta_s(model) if model.state is ModelState.LOADING else None
         return WatchedModel(
             name=model.name,
-            aliases=model.aliases,
+            aliases=model.names[1:],
             state=model.state.value,
             is_pinned=model.is_pinned,
             num_bytes=model.size_bytes,
@@ -534,7 +491,7 @@ class ModelReport:
         ttfts = [one.ttft_s for one in service.recent if one.finished_at >= since and one.ttft_s is not None]
         finished = [one for one in reversed(service.recent) if key.is_admin or one.key == key.name]
         if stats is None:
-            stats = _stats_of(self._active)
+            stats = _NO_STATS
         requests = self._requests(key)
         return WatchedEngine(
             backend=facts.facts.backend,
@@ -572,7 +529,7 @@ class ModelReport:
             requests=requests,
             num_other_requests=len(self._active) - len(requests),
             finished=[one.shown() for one in finished[:MAX_FINISHED_SHOWN]],
-            replicas=[WatchedReplica(**one._asdict()) for one in service.client.replica_statuses],
+            replicas=service.client.replica_statuses,
         )
 
     def _requests(self, key: Key) -> list[WatchedRequest]:

@@ -132,24 +132,14 @@ def begin(tmp_path: Path, source: Path) -> None:
     output.close()
 
 
-def test_the_same_input_continues(tmp_path: Path, source: Path) -> None:
+def test_the_same_input_continues_also_if_it_has_grown(tmp_path: Path, source: Path) -> None:
     begin(tmp_path, source)
-    output = opened(tmp_path, source)
-    assert output.scan.num_finished == 2
-    output.close()
-
-
-def test_an_input_that_has_grown_continues(tmp_path: Path, source: Path) -> None:
-    begin(tmp_path, source)
-    with source.open("a") as file:
-        file.write('"c"\n')
-    output = opened(tmp_path, source)
-    assert output.scan.num_finished == 2
-    output.close()
-
-
-def test_failed_lines_run_again_if_asked(tmp_path: Path, source: Path) -> None:
-    begin(tmp_path, source)
+    for more in ("", '"c"\n'):
+        with source.open("a") as file:
+            file.write(more)
+        output = opened(tmp_path, source)
+        assert output.scan.num_finished == 2
+        output.close()
     output = opened(tmp_path, source, is_retrying=True)
     assert (output.scan.num_good, output.scan.num_failed) == (1, 0)
     output.close()

@@ -1,4 +1,4 @@
-"""The runner: bounds, retries and order, on a clock that jumps."""
+"""The runner: bounds and retries, on a clock that jumps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from quire.batch.runner import (
     READ_AHEAD_LINES,
-    WINDOW,
     BatchLine,
     BatchRequest,
     BatchRunner,
@@ -101,27 +100,6 @@ def test_invalid_lines_are_not_sent() -> None:
     run(BatchRunner(iter(lines), server.send, results.append, max_in_flight=2).run())
     assert server.sent == [2]
     assert {one.line.number: one.is_good for one in results} == {1: False, 2: True}
-
-
-def test_the_order_of_the_input_is_kept_if_asked_and_the_window_is_bounded() -> None:
-    server, numbers = Script(waits_s={1: 100.0}), list[int]()
-    run(
-        BatchRunner(
-            requests(100), server.send, lambda one: numbers.append(one.line.number), max_in_flight=3, is_ordered=True
-        ).run()
-    )
-    assert numbers == list(range(1, 101))
-    # While the first line was answered, no more than the window was sent.
-    server = Script(waits_s={1: 1e9})
-
-    async def stuck() -> None:
-        runner = BatchRunner(requests(100), server.send, lambda _one: None, max_in_flight=3, is_ordered=True)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1e6):
-                await runner.run()
-
-    run(stuck())
-    assert len(server.sent) == WINDOW * 3
 
 
 def test_refusals_are_retried_after_the_time_they_name() -> None:

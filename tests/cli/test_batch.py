@@ -57,12 +57,12 @@ def at(server: Server) -> list[str]:
 # Against a server
 
 
-def test_pipes_and_order(server: Server) -> None:
+def test_pipes(server: Server) -> None:
     lines = "".join(json.dumps(f"Prompt {number}") + "\n" for number in range(40))
-    outcome = quire("batch", "-", "-", *at(server), "--ordered", "--max-tokens", "2", "--quiet", stdin=lines)
+    outcome = quire("batch", "-", "-", *at(server), "--max-tokens", "2", "--quiet", stdin=lines)
     assert outcome.returncode == 0, outcome.stderr
     found = [json.loads(line)["custom_id"] for line in outcome.stdout.splitlines()]
-    assert found == [f"line-{number}" for number in range(1, 41)]
+    assert sorted(found) == sorted(f"line-{number}" for number in range(1, 41))
     assert outcome.stderr == ""
 
 

@@ -71,7 +71,6 @@ async def test_a_worker_reports_its_facts_and_start_times(tiny_model: Path) -> N
         )  # blocks, tokens, k and v, layers, heads, size, fp32
         assert set(facts.timings_s) == {"import", "weights", "warm_up"}
         assert all(took_s > 0 for took_s in facts.timings_s.values())
-        assert facts.step_s > 0  # predicted for a full step before the first request
         # the warm-up is not counted
         found = await stats(engine)
         assert found.cache.num_queried_tokens == found.cache.num_cached == found.num_steps == 0

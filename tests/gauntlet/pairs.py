@@ -30,14 +30,12 @@ ADMIN = "sk-admin-0000003"
 OTHERS: dict[str, dict[str, Any]] = {
     corpus.PIN: corpus.GOOD[corpus.PIN],
     corpus.UNPIN: corpus.GOOD[corpus.UNPIN],
-    "/apply-template": {"messages": [corpus.HI]},
     "/v1/models/load": {"model": "tiny"},
     "/v1/models/unload": {"model": "unknown"},  # the model must stay
     "/v1/models/pin": {"model": "tiny"},
     "/v1/models/unpin": {"model": "tiny"},
     "/v1/batches": {"input_file_id": "file-unknown", "endpoint": corpus.CHAT, "completion_window": "24h"},
     "/api/show": {"model": "tiny"},
-    "/api/pull": {"model": "../unknown"},  # refused before a download
 }
 PATHS = tuple(sorted({row.path for row in ENDPOINTS if row.body is not None}, key=lambda path: path not in FIRST))
 READ = tuple(row.path for row in ENDPOINTS if row.method == "GET" and not row.streams and "{" not in row.path)

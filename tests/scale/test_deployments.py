@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from quire.engine.composition import EngineConfig
@@ -154,14 +152,6 @@ def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> Non
         ray_cluster.connect(None)
 
 
-def test_processes_that_have_ended_meanwhile() -> None:
-    process = subprocess.Popen(["true"])
-    gone = psutil.Process(process.pid)
-    process.wait()
-    assert not ray_cluster._runs(gone)
-    ray_cluster._send([gone], psutil.Process.terminate)
-
-
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 def test_replicas_that_are_added_and_removed() -> None:
     """What Ray is told of `autoscale` and `resources`."""
@@ -241,10 +231,9 @@ def test_the_reason_in_messages(messages: list[str], reason: str) -> None:
 
 def test_an_address_that_the_head_cannot_use() -> None:
     assert application.find_problem("127.0.0.1", 0) is None
-    assert application.find_problem("", 0) is None
     assert application.find_problem("no-such-host.invalid", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert application.find_problem("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
+        assert application.find_problem("127.0.0.1", taken.getsockname()[1]) is not None
 
 
 def test_room_for_new_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,8 @@ def test_a_batch_can_be_cancelled_while_it_runs_and_while_it_waits(server: Serve
         first = submit(client, *(line(f"a-{number}") for number in range(50)))
         second = submit(client, line("b"))  # waits: one batch of a key runs at a time
         eventually(lambda: client.batches.retrieve(first.id).status == "in_progress", "it runs")
-        assert client.batches.cancel(second.id).status == "cancelled"
+        client.batches.cancel(second.id)
+        assert finished(client, second.id).status == "cancelled"
         assert client.batches.cancel(first.id).status in ("cancelling", "cancelled")
         batch = finished(client, first.id)
         assert batch.status == "cancelled"
@@ -211,17 +212,13 @@ def test_a_file_may_expire_earlier(client: OpenAI) -> None:
     after: Any = {"anchor": "created_at", "seconds": 3600}
     facts = client.files.create(file=content, purpose="batch", expires_after=after)
     assert facts.expires_at == facts.created_at + 3600
-    for seconds in (0, -5, 10**9, "x"):
-        after["seconds"] = seconds
-        with pytest.raises(openai.BadRequestError, match="expires_after"):
-            client.files.create(file=content, purpose="batch", expires_after=after)
 
 
 @pytest.mark.parametrize(
     "seconds",
     [
         "360000000000000000", "0000000003600x", "000000360000" + "0" * 100, "3600\x00", " 3600", "3_600", "+3600",
-        "\u0663\u0666\u0660\u0660", "3600.0", "1e5", "", "-3600", "9" * 4000,
+        "\u0663\u0666\u0660\u0660", "3600.0", "1e5", "", "-3600", "9" * 4000, "0", "1000000000", "x",
     ],
 )  # fmt: skip
 def test_an_expiry_is_read_as_a_whole(server: Server, client: OpenAI, seconds: str) -> None:
@@ -543,22 +540,16 @@ def rewrite(file: Path, *changes: tuple[str, str]) -> None:
 
 @pytest.mark.anyio
 async def test_results_that_have_moved_are_kept(tmp_path: Path) -> None:
-    """The server that moved them did not store the end: it was killed. Servers before the field `ending` wrote none."""
+    """The server that moved them did not store the end: it was killed."""
 
     batch = (await completed(tmp_path)).batch
     output = tmp_path / "files" / f"{batch.output_file_id}.jsonl"
     before = output.read_text()
     assert json.loads(before)["custom_id"] == "a"
     facts = tmp_path / "batches" / f"{batch.id}.json"
-    for ending in ('"completed"', "null"):
-        rewrite(
-            facts,
-            ('"status":"completed"', '"status":"in_progress"'),
-            ('"ending":"completed"', f'"ending":{ending}'),
-        )
-        found = (await continued(tmp_path, batch.id)).batch
-        expected = "expired" if ending == "null" else "completed"
-        assert (found.status, found.output_file_id, output.read_text()) == (expected, batch.output_file_id, before)
+    rewrite(facts, ('"status":"completed"', '"status":"in_progress"'))
+    found = (await continued(tmp_path, batch.id)).batch
+    assert (found.status, found.output_file_id, output.read_text()) == ("completed", batch.output_file_id, before)
 
 
 @pytest.mark.anyio
@@ -682,29 +673,6 @@ async def test_a_state_that_cannot_be_written_is_written_later(tmp_path: Path, m
     assert (await ended(service, batch_id)).batch.status == "failed"
     await service.stop()
     assert '"status":"failed"' in draft.with_suffix(".json").read_text()
-
-
-@pytest.mark.anyio
-async def test_an_end_that_fails_unexpectedly_is_stored_later_and_the_next_batch_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an exception that is not one of a disk: no thread could be started."""
-    monkeypatch.setattr(service_module, "STORAGE_RETRY_S", 0.01)
-
-    service = service_of(tmp_path, Failing(RuntimeError("a bug")))
-    await service.open()
-    save, failures = service.store.save_batch, [RuntimeError("can't start new thread")] * 2
-
-    async def save_later(stored: StoredBatch) -> None:
-        if stored.ending is not None and failures:
-            raise failures.pop()
-        await save(stored)
-
-    monkeypatch.setattr(service.store, "save_batch", save_later)
-    ids = [await submit_to(service, line("a")), await submit_to(service, line("b"))]
-    statuses = [(await ended(service, one)).batch.status for one in ids]
-    await service.stop()
-    assert (statuses, failures) == (["completed", "failed"], [])
 
 
 def test_two_servers_do_not_share_a_state_directory(tiny_model: Path, tmp_path: Path) -> None:

@@ -187,68 +187,6 @@ def test_it_listens_on_one_loopback_port_only(busy: Server) -> None:
 # Many at once
 
 
-@pytest.mark.nightly
-def test_two_hundred_streams_at_once_have_no_broken_frame(tiny_model: Path) -> None:
-    rng = random.Random(SEED)
-    bodies = []
-    for i in range(200):
-        path = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)[i % 4]
-        text = f"Question {i % 50}: " + "why " * rng.randrange(30)
-        bodies.append((path, rng.randrange(1, 80), text, i))
-
-    async def ask_all(server: Server, *, stream: bool) -> list[Reply]:
-        return await asyncio.gather(
-            *(
-                ask_async(server, path, body_for(path, text, num_tokens, seed=seed, temperature=1.0, stream=stream))
-                for path, num_tokens, text, seed in bodies
-            )
-        )
-
-    with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "2500", "--max-num-seqs", "200") as server:
-        streamed = asyncio.run(ask_all(server, stream=True))
-        whole = asyncio.run(ask_all(server, stream=False))
-        server.wait_free()
-    ids_seen = set()
-    for (path, num_tokens, _, _), stream, answer in zip(bodies, streamed, whole, strict=True):
-        assert (stream.status, stream.ending, answer.status) == (200, "done", 200), (stream, answer)
-        text, ids = text_of(path, stream)
-        assert len(ids) == 1
-        ids_seen |= ids
-        assert (text, num_tokens) == whole_text(path, answer.json)
-    assert len(ids_seen) == 200
-
-
-def whole_text(path: str, answer: Any) -> tuple[str, int]:
-    """Return the text of a complete answer and its number of tokens."""
-    if path == MESSAGES:
-        return answer["content"][0]["text"], answer["usage"]["output_tokens"]
-    if path == RESPONSES:
-        return answer["output"][0]["content"][0]["text"] if answer["output"] else "", answer["usage"]["output_tokens"]
-    (choice,) = answer["choices"]
-    text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
-    return text, answer["usage"]["completion_tokens"]
-
-
-def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:
-    """Return the text of a stream and the ids of its chunks."""
-    events = [(name, data) for name, data in stream.events if data != "[DONE]"]
-    if path == MESSAGES:
-        names = [name for name, _ in events]
-        assert names[:2] == ["message_start", "content_block_start"]
-        assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-        text = "".join(data["delta"]["text"] for name, data in events if name == "content_block_delta")
-        return text, {events[0][1]["message"]["id"]}
-    if path == RESPONSES:
-        assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
-        assert [name for name, _ in events] == [data["type"] for _, data in events]
-        text = "".join(data["delta"] for name, data in events if name == "response.output_text.delta")
-        return text, {data["response"]["id"] for _, data in events if "response" in data}
-    choices = [choice for _, data in events for choice in data["choices"]]
-    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
-    pieces = [choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "") for choice in choices]
-    return "".join(pieces), {data["id"] for _, data in events}
-
-
 # A worker that dies or hangs
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import quire
 from quire.server.app import ENDPOINTS
-from quire.server.request_context import build_decoders, built_types, convert, decode
+from quire.server.request_context import _decoders, build_decoders, convert, decode
 
 ROOT = Path(quire.__file__).parents[1]
 # Typed decoding outside of quire/server/request_context.py, and why it is safe.
@@ -63,7 +63,7 @@ def test_the_list_of_types_is_complete() -> None:
     assert nested <= found
     assert {"Started", "TierStats", "CacheExplanation"} <= found  # named tuples in messages of the worker
     bodies = {kind for row in ENDPOINTS for kind in (row.body, row.query) if kind is not None}
-    assert bodies <= built_types()
+    assert bodies <= _decoders.keys()
 
 
 def test_type_information_is_detected() -> None:

@@ -195,22 +195,6 @@ def test_values_that_do_not_fit_the_model_are_refused(
     assert outcome.stderr.count(message.partition(" = ")[2].partition(":")[0]) == 2  # here, and once in the log
 
 
-@pytest.mark.nightly
-def test_the_folder_in_the_environment(tiny_model: Path, tmp_path: Path) -> None:
-    """It only names the folder, so it is no mistake without a disk cache. An empty one is."""
-    folder = tmp_path / "kv"
-    fake = ("--backend", "fake")
-    with serving(str(tiny_model), *fake, env={"QUIRE_CACHE_DIR": str(folder)}) as server:
-        assert server.stats()["tiers"] == []
-        assert not folder.exists()
-    with serving(str(tiny_model), *fake, "--disk-cache", "1M", env={"QUIRE_CACHE_DIR": str(folder)}) as server:
-        assert len(levels(server)) == 1
-        assert find_spaces(folder)
-    outcome = quire("serve", str(tiny_model), *fake, "--disk-cache", "1M", env={"QUIRE_CACHE_DIR": ""})
-    assert outcome.returncode == 2
-    assert outcome.stderr.startswith("quire: QUIRE_CACHE_DIR in the environment is empty: ")
-
-
 def test_zero_is_off(tiny_model: Path, tmp_path: Path) -> None:
     options = ("--backend", "fake", "--disk-cache", "0", "--host-cache", "0")
     with serving(str(tiny_model), *options, env={"QUIRE_CACHE": str(tmp_path)}) as server:

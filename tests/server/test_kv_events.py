@@ -64,55 +64,6 @@ def num_cached(server: Server, prompt: Prompt, **fields: Any) -> int:
     return blocks * 32
 
 
-@pytest.mark.nightly
-def test_the_default_model_announces_what_it_has_cached(default_model: Path) -> None:
-    with serving(str(default_model), "--num-blocks", "20", "--served-model-name", "smol", *ANY) as server:
-        found = status(server)
-        assert found["silent_because"] is None
-        assert found["topic"] == f"kv@{server.url.removeprefix('http://')}@smol"
-        server.wait_for(rf"  KV events  {found['endpoint']}, replay at {found['replay_endpoint']}, topic kv@")
-        server.wait_for(rf"smol: KV events at {found['endpoint']}, replay at {found['replay_endpoint']}, topic 'kv@")
-        with subscribed(server) as live:
-            live.join(lambda: server.post("/v1/cache/clear"))
-            prompts = [tokens_of(server, f"{number} is a number. {LONG}") for number in range(7)]
-            for prompt in prompts:  # more than the pool holds
-                complete(server, prompt)
-            complete(server, SECRET, cache_salt="tenant")
-            secret = tokens_of(server, SECRET)
-            router = view(server)
-            for prompt in (*prompts, secret):
-                longer = (*prompt, *[1] * 32)  # so that every block of the prompt may be reused
-                assert router.num_matched(longer) == num_cached(server, longer)
-            assert router.num_matched(prompts[-1]) > 64
-            assert num_cached(server, secret, cache_salt="tenant") > 64
-            assert router.num_removed > 5
-            assert (None, prompts[0][:32]) in router.places
-            assert (None, secret[:32]) not in router.places  # at no time
-            live.receive_upto(last_number(server))
-            assert routed(live.batches, 32).device == router.device
-
-
-@pytest.mark.nightly
-def test_each_model_announces_its_own_cache(tmp_path: Path) -> None:
-    one, two = (write_tiny_model(tmp_path / name) for name in ("one", "two"))
-    host, port = "tcp://127.0.0.1", free_ports(4)[0]
-    options = ("--kv-events", f"{host}:{port}", "--kv-events-replay", f"{host}:{port + 1}")
-    with serving(str(one), str(two), *FAKE, *options, "--kv-events-topic", "kv@pod@{model}") as server:
-        server.wait_for(rf"  KV events  one: {host}:{port}, replay at {host}:{port + 1}, topic kv@pod@one$")
-        server.wait_for(rf"             two: {host}:{port + 2}, replay at {host}:{port + 3}, topic kv@pod@two$")
-        complete(server, "One. " + LONG, model="one")
-        complete(server, "Two. " + LONG, model="two")
-        ours, theirs = tokens_of(server, "One. " + LONG), tokens_of(server, "Two. " + LONG)
-        assert status(server, "two")["topic"] == "kv@pod@two"
-        assert status(server, "two")["endpoint"] == f"{host}:{port + 2}"
-        assert [view(server, "one").num_matched(tokens) > 64 for tokens in (ours, theirs)] == [True, False]
-        assert [view(server, "two").num_matched(tokens) > 64 for tokens in (ours, theirs)] == [False, True]
-        assert server.post("/v1/models/unload", {"model": "two"}).status == 200
-        assert status(server, "two") is None
-        complete(server, "Three. " + LONG, model="two")  # loaded again, on the same ports
-        assert view(server, "two").num_matched(theirs) == 0
-
-
 def test_requests_with_keys_are_announced_only_if_they_share_the_cache(tiny_model: Path) -> None:
     keys = ("--api-key", "sk-12345678", "--admin-api-key", "sk-admin-1234")
     for options, is_announced in ((("--share-prefix-cache",), True), ((), False)):

@@ -19,7 +19,6 @@ from quire.server.limits import (
     SMALL_BODY_BYTES,
     BodyBytes,
     FairSlots,
-    IntakeRate,
     Key,
     KeyRing,
     Limits,
@@ -113,13 +112,17 @@ def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
 def test_retry_after_follows_the_start_rate() -> None:
     clock = Clock()
     queues = TierQueues(1000, 10**9, clock)
-    assert queues.retry_after_s() == 30.0  # nothing is known yet
+    waiting = [enter(queues, 1)]
+    clock.now_s += 12.0
+    assert queues.retry_after_s() == 12  # none has started in that time
+    waiting.pop().leave()
+    assert queues.retry_after_s() == 1.0
     for _ in range(10):  # two per second
         clock.now_s += 0.5
         enter(queues, 1).start()
     waiting = [enter(queues, 1) for _ in range(40)]
     assert queues.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
-    assert queues.retry_after_s(Priority.LOW) == 30.0  # nothing is known of this tier
+    assert queues.retry_after_s(Priority.LOW) == 1.0  # nothing waits in this tier
     for ticket in waiting:
         ticket.leave()
     assert queues.retry_after_s() == 1.0
@@ -128,61 +131,35 @@ def test_retry_after_follows_the_start_rate() -> None:
     assert queues.retry_after_s() == MAX_RETRY_AFTER_S
 
 
-def test_retry_after_starts_from_the_measured_intake_rate() -> None:
-    clock = Clock()
-    queues = TierQueues(1000, 10**9, clock)
-    queues.expect(IntakeRate(step_s=0.5, num_tokens=100, num_requests=8))
-    assert queues.retry_after_s() == 1.0
-    tickets = [enter(queues, 1) for _ in range(64)]
-    assert queues.retry_after_s() == 2  # half of 64 start in four steps
-    for ticket in tickets:
-        ticket.grow(50)
-    assert queues.retry_after_s() == 8  # half of 3,200 tokens in sixteen
-    clock.now_s += 12.0
-    assert queues.retry_after_s() == 12  # none has started in that time: the machine is not idle
-    tickets[0].start()
-    clock.now_s += 1.0
-    assert queues.retry_after_s() == 32  # now by the observed rate: half of 63 at one per second
-    clock.now_s += 600.0
-    assert queues.retry_after_s() == MAX_RETRY_AFTER_S
-    for ticket in tickets:
-        ticket.leave()
-    enter(queues, 1)
-    assert queues.retry_after_s() == 1.0  # after an idle time as at the beginning
-    queues.expect(None)
-    assert queues.retry_after_s() == 30.0  # it was unloaded: nothing is known
-
-
 def test_bodies_share_a_budget_and_return_it() -> None:
-    body_bytes = BodyBytes()
-    with body_bytes(100_000) as one, body_bytes(100_000) as other:
-        one.take(60_000)
+    body_bytes = BodyBytes(100_000)
+    with body_bytes.reading("") as one, body_bytes.reading("") as other, body_bytes.reading("") as small:
+        one(60_000)
         with pytest.raises(ApiError, match="60000 bytes of request bodies are already being read") as refused:
-            other.take(40_001)
+            other(40_001)
         assert (refused.value.kind, refused.value.reason) == (Kind.OVERLOADED, "body_bytes")
-        other.take(40_000)
+        other(40_000)
+        small(SMALL_BODY_BYTES - 1)
+        small(1)
+        with pytest.raises(ApiError):
+            small(1)  # no longer small
     assert body_bytes.num_bytes == 0
 
 
-def test_large_bodies_do_not_keep_out_small_ones() -> None:
-    body_bytes = BodyBytes()
-    with body_bytes(100_000) as large, body_bytes(100_000) as small:
-        large.take(100_000)
-        small.take(SMALL_BODY_BYTES - 1)
-        small.take(1)
-        with pytest.raises(ApiError):
-            small.take(1)  # no longer small
-
-
 def test_a_tenant_that_fills_the_bodies_does_not_shut_out_the_others() -> None:
-    body_bytes, limit, size = BodyBytes(), 100 * SMALL_BODY_BYTES, SMALL_BODY_BYTES
-    with body_bytes(limit, "greedy") as one, body_bytes(limit, "person") as other, body_bytes(limit, "third") as third:
-        one.take(limit)
-        other.take(50 * size)  # an equal part for each of two
-        for budget, num_bytes in ((one, 1), (other, 1), (third, 34 * size)):
+    limit, size = 100 * SMALL_BODY_BYTES, SMALL_BODY_BYTES
+    body_bytes = BodyBytes(limit)
+    with (
+        body_bytes.reading("greedy") as one,
+        body_bytes.reading("person") as other,
+        body_bytes.reading("third") as third,
+    ):
+        one(limit)
+        other(50 * size)  # an equal part for each of two
+        for take, num_bytes in ((one, 1), (other, 1), (third, 34 * size)):
             with pytest.raises(ApiError):
-                budget.take(num_bytes)
-        third.take(33 * size)
+                take(num_bytes)
+        third(33 * size)
     assert body_bytes.num_bytes == 0
 
 
@@ -335,7 +312,6 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(FILE)
     ring = make_keyring(["sk-plain-0001"], ["sk-admin-0002"], path)
-    assert len(ring) == 5
     alice, batch = ring.find("sk-alice-0001"), ring.find("sk-batch-0001")
     assert alice is not None
     assert batch is not None

@@ -19,13 +19,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from quire.engine.process import JsonFormatter, LineFormatter
-from quire.errors import InvalidRequest
 from quire.server.logs import (
-    MAX_KEYS,
     MAX_LINES_PER_S,
     MAX_VALUE_CHARS,
     LimitedHandler,
-    LogOnce,
     log_refusal,
     log_request,
     request_fields,
@@ -200,43 +197,6 @@ def test_one_logger_does_not_silence_another(logs: Callable[..., io.StringIO]) -
     logging.getLogger("quire.engine.worker.client").error("the worker died")
     assert [line["logger"] for line in entries(stream)].count("uvicorn.error") == MAX_LINES_PER_S
     assert entries(stream)[-1]["message"] == "the worker died"
-
-
-def test_log_once(logs: Callable[..., io.StringIO]) -> None:
-    stream = io.StringIO()
-    now_s = iter(range(100_000))
-    handler = LimitedHandler(stream, clock=lambda: float(next(now_s)))
-    handler.setFormatter(LineFormatter())
-    logs()
-    logging.getLogger("quire.server").addHandler(handler)
-    once = LogOnce()
-    for _ in range(3):
-        once("a", "the field a is not known")
-    assert len(entries(stream)) == 1
-    for number in range(5_000):
-        once(f"key {number}", "another")
-    lines = entries(stream)
-    assert len(lines) == MAX_KEYS + 1
-    assert "no more" in lines[-1]["message"]
-    once("k" * 10_000_000, "not logged")
-    assert len(entries(stream)) == MAX_KEYS + 1
-
-
-def test_log_once_keeps_short_keys(logs: Callable[..., io.StringIO]) -> None:
-    stream = logs()
-    once = LogOnce()
-    once("k" * 10_000_000, "one")
-    once("k" * 10_000_001, "the same as far as we look")
-    assert len(entries(stream)) == 1
-
-
-def test_setup_may_be_repeated_and_refuses_unknown_levels(logs: Callable[..., io.StringIO]) -> None:
-    first, second = logs(), logs(as_json=True)
-    log_request(RECORD)
-    assert first.getvalue() == ""
-    assert len(second.getvalue().splitlines()) == 1
-    with pytest.raises(InvalidRequest, match="log_level = 'loud'"):
-        setup_logging("loud", as_json=False)
 
 
 def test_wrong_format_arguments_do_not_lose_the_line() -> None:

@@ -92,7 +92,7 @@ def test_fields_of_a_tool_that_is_left_out_are_not_named(server: Server) -> None
     search = {"type": "web_search", "max_uses": 3, "cost": 1}
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "mood": 1}
     answer = server.post("/v1/chat/completions", {**body, "tools": [search, function]})
-    assert answer.headers["x-quire-ignored-fields"] == "mood, tools[1].cost, tools[0].web_search"
+    assert answer.headers["x-quire-ignored-fields"] == "mood, tools[0].web_search"
     body |= {"model": "tiny", "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         named = server.post(path, body).headers["x-quire-ignored-fields"].split(", ")

@@ -17,7 +17,6 @@ import pytest
 from quire.cli.options import options_named
 from quire.cli.serve import list_models
 from quire.engine.composition import EngineConfig, make_runner
-from quire.engine.model_manager import ModelManager
 from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.errors import ApiError
@@ -347,27 +346,6 @@ def test_a_signal_drains_all_models(folder: Path) -> None:
 
 
 # Without a server
-
-
-def test_the_eta_of_a_load_depends_on_the_reading_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for memory and starting a process took 90 s here, which does not depend on the weights."""
-    now_s = 0.0
-    monkeypatch.setattr("quire.server.models.time.monotonic", lambda: now_s)
-    model = Model(ModelConfig(folder / "a", ("a",)), SharedResources())
-    manager = ModelManager([model], None)
-    model.began_s = 0.0
-    model.progress = 0.0
-    assert manager.eta_s(model, model.reading_s) is None
-    now_s = 90.0
-    model.take_progress(1, 100)
-    assert manager.eta_s(model, model.reading_s) is None  # one report has no speed
-    now_s = 92.0
-    model.take_progress(21, 100)
-    assert manager.eta_s(model, model.reading_s) == pytest.approx(7.9)
-    model.load_s = 95.0  # it was loaded before: the duration of that load counts
-    assert manager.eta_s(model, model.reading_s) == pytest.approx(3.0)
-    model.began_s = None  # it waits for its turn
-    assert manager.eta_s(model, model.reading_s) == 95.0
 
 
 def test_a_request_is_refused_before_it_is_read_only_if_every_queue_is_full(folder: Path) -> None:

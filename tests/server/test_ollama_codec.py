@@ -15,8 +15,7 @@ import pytest
 
 from quire.core.values import FinishReason, Priority
 from quire.engine.generation import Completion, Delta, GenerationParams, TokenLogprob
-from quire.errors import DownloadFailed, InvalidRequest
-from quire.server import catalog
+from quire.errors import InvalidRequest
 from quire.server.catalog import API_VERSION, NEVER
 from quire.server.errors import ApiError, Kind
 from quire.server.models import ActiveRequest, InferenceRequest, Models
@@ -41,7 +40,6 @@ from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
 from tests.server.streams import FakeActiveRequest, events_of, whole_of
-from tests.waiting import eventually
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -514,22 +512,11 @@ def test_the_catalog(server: Server) -> None:
 
 
 def test_no_answer_names_a_path_of_this_machine(server: Server, tiny_model: Path) -> None:
-    answers = [server.get(path) for path in ("/api/tags", "/api/ps", "/props", "/slots")]
+    answers = [server.get(path) for path in ("/api/tags", "/api/ps")]
     answers.append(server.post("/api/show", {"model": "tiny"}))
     for answer in answers:
         assert answer.status == 200
         assert str(tiny_model.parent) not in answer.body.decode()
-
-
-def test_pull(server: Server) -> None:
-    assert server.post("/api/pull", {"model": "tiny"}).status == 403
-    here = server.post("/api/pull", {"model": "tiny:latest"}, headers=AS_ADMIN)
-    assert (here.headers["content-type"], here.body) == ("application/x-ndjson", b'{"status":"success"}\n')
-    assert server.post("/api/pull", {"name": "tiny", "stream": False}, headers=AS_ADMIN).json == {"status": "success"}
-    for name in ("nothing", "/etc/passwd", "../tiny", "a/b/c", "./tiny.gguf", "a/../b"):
-        answer = server.post("/api/pull", {"model": name}, headers=AS_ADMIN)
-        assert answer.status == 404, answer
-        assert "is neither a known model name nor an org/name of the hub" in answer.json["error"]
 
 
 def test_a_missing_key_has_ollamas_error_format(server: Server) -> None:
@@ -539,92 +526,3 @@ def test_a_missing_key_has_ollamas_error_format(server: Server) -> None:
         assert answer.json["error"].startswith("no API key was sent")
     mixed = server.post("/api/chat", {"model": "x", "messages": HELLO}, headers={"anthropic-version": "2023-06-01"})
     assert mixed.json["error"].startswith("model 'x' not found")  # the path decides
-
-
-# llama.cpp's
-
-
-def test_props(server: Server) -> None:
-    props = server.get("/props").json
-    assert props["total_slots"] > 0
-    assert props["default_generation_settings"]["n_ctx"] > 0
-    assert props["model_path"] == "tiny"
-    assert "messages" in props["chat_template"]
-    assert server.get("/props?model=x").status == 404
-
-
-def test_slots_show_token_counts_of_own_requests_only(server: Server) -> None:
-    idle = server.get("/slots").json
-    assert len(idle) == server.get("/props").json["total_slots"]
-    assert not any(slot["is_processing"] for slot in idle)
-    body = {"messages": HELLO, "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with server.begin(body):
-        mine = server.get("/slots").json[0]
-        assert mine["is_processing"]
-        assert mine["n_prompt_tokens"] > 0
-        seen = server.get("/slots", headers=AS_ADMIN).json[0]
-        assert seen["n_prompt_tokens"] == mine["n_prompt_tokens"]
-        assert not {"prompt", "params"} & set(seen)
-
-
-def test_apply_template_returns_the_prompt_of_a_chat(server: Server) -> None:
-    body = {"messages": HELLO, "tools": [TOOL], "max_tokens": 2}
-    prompt = server.post("/apply-template", body).json["prompt"]
-    assert "Hello" in prompt
-    assert "weather" in prompt
-    plain = server.post("/apply-template", {"messages": HELLO}).json["prompt"]
-    tokens = server.post("/tokenize", {"prompt": plain}).json["count"]
-    chat = server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2})
-    assert chat.json["usage"]["prompt_tokens"] == tokens
-    bare = server.post("/apply-template", {"messages": HELLO, "add_generation_prompt": False}).json["prompt"]
-    assert plain.startswith(bare)
-    refused = server.post("/apply-template", {"messages": []})
-    assert (refused.status, refused.json["error"]["param"]) == (400, "messages")
-
-
-# Pulling, without a network
-
-
-def pulled(
-    monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., object], name: str = "smollm2"
-) -> list[dict[str, Any]]:
-    monkeypatch.setattr(catalog, "pull", fetch)
-
-    async def read() -> bytes:
-        assert catalog._is_pulling.acquire(blocking=False)
-        return b"".join([line async for line in catalog._lines(catalog.start_pull(name))])
-
-    data = asyncio.run(read())
-    assert eventually(lambda: not catalog._is_pulling.locked(), "the next one may begin")
-    return [json.loads(line) for line in data.splitlines()]
-
-
-def test_a_pull_reports_progress_and_how_to_serve_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(name: str, progress: Callable[[str, int, int], None]) -> None:
-        assert name == "smollm2"
-        for done in range(1001):  # more often than once per percent
-            progress("downloading", done, 1000)
-
-    first, *parts, last = pulled(monkeypatch, fetch)
-    assert first == {"status": "pulling manifest"}
-    assert [part["completed"] for part in parts] == [*range(0, 1001, 10)]
-    assert {(part["status"], part["total"]) for part in parts} == {("downloading smollm2", 1000)}
-    assert all(part["digest"].startswith("sha256:") for part in parts)
-    assert last["status"] == "success"
-    assert "quire serve smollm2" in last["note"]
-
-
-def test_a_pull_of_the_hub_draws_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    pulled(monkeypatch, lambda *given: asked.append(given), "org/name")
-    assert asked == [("org/name", None)]
-
-
-@pytest.mark.parametrize("error", [DownloadFailed("the line is cut"), OSError("the disk is full")])
-def test_a_failed_pull_reports_the_cause(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fetch(*_given: object) -> None:
-        raise error
-
-    _, last = pulled(monkeypatch, fetch)
-    assert set(last) == {"error"}
-    assert str(error) in last["error"]

@@ -19,8 +19,7 @@ from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.generation import Delta, GenerationParams, TokenLogprob
 from quire.errors import InvalidRequest, RequestFailed
-from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.http import api_error
+from quire.server.errors import ApiError, Kind, api_error, from_quire
 from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.responses import (
     ACCEPTED,
@@ -58,9 +57,9 @@ def conversation(**fields: Any) -> ChatRequest:
 
 def refusal(error: pytest.ExceptionInfo[Exception]) -> tuple[str, str | None]:
     value = error.value
-    api_error = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), FIELDS)
-    assert api_error.kind in (Kind.INVALID, Kind.TOO_LONG)
-    return api_error.message, api_error.param
+    found = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), FIELDS)
+    assert found.kind in (Kind.INVALID, Kind.TOO_LONG)
+    return found.message, found.param
 
 
 # Bodies

@@ -13,9 +13,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from struct import Struct
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from quire.backends.base import Capacity, RunnerFacts
 from quire.core.cache.prefix import CacheExplanation
@@ -131,7 +132,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     max_model_len: int
     facts: RunnerFacts
     timings_s: dict[str, float]  # durations of the start: "import" (the backend's libraries), "weights", "warm_up"
-    step_s: float = 0.0  # predicted duration of a full step, from the warm-up
     levels: tuple[LevelStats, ...] = ()  # of the cache, below the device
     kv_events: KvEventsStatus | None = None  # the sockets that were bound
     chain_secret: bytes = b""  # only for a client that asked for reports of the cache
@@ -234,17 +234,17 @@ class Stats(msgspec.Struct, frozen=True):
     num_accepted: int = 0  # of these, right ones
 
 
-class ReplicaStatus(NamedTuple):
-    """What the client of a cluster knows about one replica."""
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One replica of a model in a cluster."""
 
     name: str
-    is_accepting: bool  # False: it is being stopped, and finishes its requests
-    num_requests: int  # sequences that run or wait there
-    num_routed: int  # requests sent there so far
+    is_accepting: Annotated[bool, Meta(description="False: it is being stopped, and finishes its requests.")]
+    num_requests: Annotated[int, Meta(description="Sequences that run or wait there.")]
+    num_routed: Annotated[int, Meta(description="Requests sent there so far.")]
     num_blocks: int
-    num_free_blocks: int
-    num_queried_tokens: int  # of the prefix cache, as of its last report
-    num_hit_tokens: int
+    num_free_blocks: Annotated[int, Meta(description="Blocks that no request or pin holds.")]
+    num_queried_tokens: int
+    num_hit_tokens: Annotated[int, Meta(description="Of the queried tokens, those found in its prefix cache.")]
 
 
 class Running(NamedTuple):

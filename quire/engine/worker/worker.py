@@ -169,10 +169,6 @@ class Worker:
             while spare.has_work:
                 self._timed_step(spare)
 
-    def expected_step_s(self, num_tokens: int) -> float:
-        """The predicted duration of a step of `num_tokens` prompt tokens."""
-        return self._estimator.predict_s(Work(num_tokens, float(num_tokens)))
-
     def run(self, waiting: Sequence[ToWorker] = (), fingerprinting: Fingerprinting | None = None) -> None:
         """Serve until the client closes the socket. `fingerprinting`: reported when it ends."""
         self._handle(waiting)
@@ -516,12 +512,11 @@ def _load_and_run(channel: Channel) -> int:
             worker.warm_up()
         calm_collector()
         facts = engine.runner.facts()
-        step_s = worker.expected_step_s(first.config.scheduling(engine.capacity).max_num_batched_tokens)
         events = None if publisher is None else publisher.start(cache)
         levels = cache.stats().levels
         secret = cache.tree.secret if first.reports_cache else b""
         max_model_len = engine.scheduler.max_model_len
-        ready = Ready(engine.capacity, max_model_len, facts, timings_s, step_s, levels, events, secret)
+        ready = Ready(engine.capacity, max_model_len, facts, timings_s, levels, events, secret)
         fingerprint = fingerprinting.wait()
         channel.send(msgspec.structs.replace(ready, system_fingerprint=fingerprint))
         try:

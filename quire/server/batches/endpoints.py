@@ -37,15 +37,12 @@ from quire.server.batches.service import (
 )
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.limits import Key
-from quire.server.protocols import openai as chat
-from quire.server.protocols import openai as completions
-from quire.server.protocols import responses
-from quire.server.protocols.openai import OPENAI
+from quire.server.protocols import openai, responses
 from quire.server.request_context import Handler, RequestContext, Served, answer
 
 HANDLERS: dict[str, tuple[Handler, Dialect]] = {
-    "/v1/chat/completions": (chat.chat_completions, OPENAI),
-    "/v1/completions": (completions.completions, OPENAI),
+    "/v1/chat/completions": (openai.chat_completions, openai.OPENAI),
+    "/v1/completions": (openai.completions, openai.OPENAI),
     "/v1/responses": (responses.responses, responses.RESPONSES),
 }
 RETRIED = (429, 503)

@@ -27,8 +27,9 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, Protocol, TypeVar
@@ -236,30 +237,30 @@ class StateDir:
         self.uploads: set[Upload] = set()  # that are being written
         self._lock_file: BinaryIO | None = None
         self._opening = asyncio.Lock()
-        self._saving = asyncio.Lock()
-        self._saves: set[asyncio.Task[None]] = set()
+        self._writer = ThreadPoolExecutor(1, "quire-store")  # states are written in order
         self.growing = threading.Lock()  # of files of a key, against its limit
 
     # The directory
 
-    async def open(self) -> None:
-        """Create the directory if it is missing, and lock it for this server. Raises ApiError if that fails."""
-        async with self._opening:
-            if self._lock_file is None:
-                try:
-                    await asyncio.to_thread(self._open)
-                except OSError as error:
-                    log.error("--state-dir %s cannot be used: %s", self.path, error.strerror or error)
-                    text = "this server cannot use its state directory; its log has the reason"
-                    raise ApiError(Kind.UNAVAILABLE, text, may_retry=False, reason="state_dir") from None
+    async def open(self) -> bool:
+        """Create the directory if it is missing, and lock it for this server. Raises ApiError if that fails.
 
-    @property
-    def is_open(self) -> bool:
-        return self._lock_file is not None
+        Returns whether it was opened now.
+        """
+        async with self._opening:
+            if self._lock_file is not None:
+                return False
+            try:
+                await asyncio.to_thread(self._open)
+            except OSError as error:
+                log.error("--state-dir %s cannot be used: %s", self.path, error.strerror or error)
+                text = "this server cannot use its state directory; its log has the reason"
+                raise ApiError(Kind.UNAVAILABLE, text, may_retry=False, reason="state_dir") from None
+            return True
 
     async def close(self) -> None:
         """Release the directory after the writes that are in progress."""
-        await asyncio.gather(*self._saves, return_exceptions=True)
+        await asyncio.to_thread(self._writer.shutdown)
         if self._lock_file is not None:
             self._lock_file.close()
             self._lock_file = None
@@ -408,15 +409,10 @@ class StateDir:
         return self.path / folder / f"{name}.json"
 
     async def _save(self, folder: str, name: str, value: msgspec.Struct) -> None:
-        """Write facts. Cancelling the caller does not end the write, so that a later one cannot overtake it."""
-        task = asyncio.create_task(self._save_alone(folder, name, value))
-        self._saves.add(task)
-        task.add_done_callback(self._saves.discard)
-        await asyncio.shield(task)
-
-    async def _save_alone(self, folder: str, name: str, value: msgspec.Struct) -> None:
-        async with self._saving:  # one writer at a time, so that states are written in order
-            await asyncio.to_thread(_write, self._facts(folder, name), msgspec.json.encode(value))
+        """Write facts. Cancelling the caller does not end the write, and no later one overtakes it."""
+        data = msgspec.json.encode(value)
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, _write, self._facts(folder, name), data)
+        await asyncio.shield(writing)
 
 
 class Upload:
@@ -557,9 +553,9 @@ class BatchService:
         self.store = store
         self._sender = sender
         self._keys = keys
-        self._queues: dict[str, deque[StoredBatch]] = {}  # owner -> unfinished batches; the first one runs
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # owner -> the task that runs them
-        self._processing: set[str] = set()  # ids of batches whose task may be cancelled
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of the batches of an owner
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of unfinished batches, by id
+        self._processing: set[str] = set()  # ids of batches whose task may be cancelled: they wait or run
         self._sweeping: asyncio.Task[None] | None = None
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._is_stopping = False
@@ -575,11 +571,9 @@ class BatchService:
 
     async def open(self) -> None:
         """Open and lock the state directory. Called before each use of the store."""
-        if self.store.is_open:
+        if not await self.store.open():
             return
-        await self.store.open()
-        if self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping = asyncio.create_task(self._sweep())
         unfinished = self.store.unfinished()
         if unfinished:
             log.info("continuing %d batch(es)", len(unfinished))
@@ -628,31 +622,17 @@ class BatchService:
         batch = stored.batch
         if batch.status in ("validating", "in_progress"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
-            queue = self._queues.get(stored.owner, deque())
             if batch.id in self._processing:
-                self._tasks[stored.owner].cancel()
-            elif stored in queue and queue[0] is not stored:  # it has not started
-                queue.remove(stored)
-                await self._finalize(stored, "cancelled")
-                return batch
+                self._tasks[batch.id].cancel()
             await self.store.save_batch(stored)
         return batch
 
     # Running
 
     def _enqueue(self, stored: StoredBatch) -> None:
-        queue = self._queues.setdefault(stored.owner, deque())
-        queue.append(stored)
-        if stored.owner not in self._tasks and not self._is_stopping:
-            self._tasks[stored.owner] = asyncio.create_task(self._run_queue(stored.owner, queue))
-
-    async def _run_queue(self, owner: str, queue: deque[StoredBatch]) -> None:
-        try:
-            while queue:
-                await self._run(queue[0])
-                queue.popleft()
-        finally:
-            del self._tasks[owner], self._queues[owner]
+        if not self._is_stopping:
+            task = self._tasks[stored.batch.id] = asyncio.create_task(self._run(stored))
+            task.add_done_callback(lambda _: self._tasks.pop(stored.batch.id))
 
     async def _run(self, stored: StoredBatch) -> None:
         """Run a batch from its current state to its end. Only a stop of the server leaves it unfinished.
@@ -680,8 +660,6 @@ class BatchService:
         Raises only what may succeed later: an OSError of a disk.
         """
         batch = stored.batch
-        if batch.output_file_id or batch.error_file_id:  # of a server without `ending`
-            return "expired"
         try:
             status = await self._process_or_cancel(stored)
             if status == "expired":
@@ -694,10 +672,12 @@ class BatchService:
             return "failed"
 
     async def _process_or_cancel(self, stored: StoredBatch) -> Status:
+        """Process a batch when the earlier ones of its owner have been processed. It may be cancelled meanwhile."""
         batch = stored.batch
         self._processing.add(batch.id)
         try:
-            return "cancelled" if batch.status == "cancelling" else await self._process(stored)
+            async with self._turns[stored.owner]:
+                return "cancelled" if batch.status == "cancelling" else await self._process(stored)
         except asyncio.CancelledError:
             if self._is_stopping:
                 raise

@@ -1,1 +1,1 @@
-"""Protocol codecs: OpenAI, Anthropic, Ollama and llama.cpp."""
+"""Protocol codecs: OpenAI, Anthropic and Ollama."""

@@ -239,13 +239,6 @@ class ShowRequest(Struct, kw_only=True):
     verbose: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
-class PullRequest(Struct, kw_only=True):
-    model: Annotated[str | None, described("A known model name, or an org/name of the hub.")] = None
-    name: Annotated[str | None, described("The older form of model.")] = None
-    stream: bool | None = None
-    insecure: Annotated[bool | None, described("Accepted, without effect.")] = None
-
-
 # Answers
 
 DoneReason = Literal["stop", "length", "load", "unload"]
@@ -361,14 +354,6 @@ class ShownModel(Struct, kw_only=True):
 class OllamaVersion(Struct, kw_only=True):
     version: Annotated[str, described("The Ollama version whose API is implemented; clients compare it.")]
     quire: str
-
-
-class PullProgress(Struct, kw_only=True):
-    status: str
-    digest: str | UnsetType = UNSET
-    total: int | UnsetType = UNSET
-    completed: int | UnsetType = UNSET
-    note: Annotated[str, described("With success: how to serve the model.")] | UnsetType = UNSET
 
 
 DEFAULT_TAG = ":latest"
@@ -695,7 +680,7 @@ async def _load_or_unload(context: RequestContext, body: OllamaBody, model: Mode
             raise ApiError(Kind.PERMISSION, text, param="keep_alive")
         if model.is_pinned:
             raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
-        await context.wait_for(context.models.begin(context.models.unload(model)))
+        await context.wait_for(context.models.begin(context.models.manager.unload(model)))
         done.done_reason = "unload"
         return context.json(done)
     if body.keep_alive is not None:
