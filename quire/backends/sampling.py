@@ -163,8 +163,8 @@ class SampledRows(NamedTuple):
 
     indices: Sequence[int]  # slice of each row; the rows of a slice are in the order of their positions
     tokens: Sequence[int]
-    is_broken: Sequence[bool]  # the row's logits are not finite
-    is_blocked: Sequence[bool]  # every token was forbidden
+    is_broken: Sequence[int]  # the row's logits are not finite
+    is_blocked: Sequence[int]  # every token was forbidden
     logprobs: Mapping[int, TokenLogprobs]  # by row, where requested
 
 
@@ -180,17 +180,18 @@ def make_result(
     failures = dict.fromkeys(unsound, BROKEN)
     if rows is None:
         return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, bool(failures))
+    has_failures = any(rows.is_broken) or any(rows.is_blocked)
     row = 0
     while row < len(rows.indices):
         index = rows.indices[row]
-        last = row + slices[index].num_sampled
-        tokens[index] = accepted(rows.tokens[row:last], slices[index].drafts)
-        valid = range(row, row + len(tokens[index]))
+        drafts = slices[index].drafts if slices[index].num_drafts else ()
+        last = row + 1 + len(drafts)
+        tokens[index] = accepted(rows.tokens[row:last], drafts) if drafts else (rows.tokens[row],)
         if row in rows.logprobs:
-            logprobs[index] = tuple(rows.logprobs[each] for each in valid)
-        if any(rows.is_broken[row:last]):
+            logprobs[index] = tuple(rows.logprobs[each] for each in range(row, row + len(tokens[index])))
+        if has_failures and any(rows.is_broken[row:last]):
             failures[index] = BROKEN
-        elif any(rows.is_blocked[each] for each in valid):
+        elif has_failures and any(rows.is_blocked[row : row + len(tokens[index])]):
             failures.setdefault(index, BLOCKED)
         row = last
     return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, BROKEN in failures.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.backends.torch.layers import Linear, gated, product
+from quire.backends.torch.layers import Inputs, Linear, gated, product
 from quire.backends.torch.packed import Stack
 from quire.weights.spec import Activation
 
@@ -24,8 +24,11 @@ class SharedExpert:
     gate: Linear  # [1, E]
     activation: Activation
 
-    def reference(self, x: Tensor) -> Tensor:
-        return self.gate(x).sigmoid() * self.down_proj(gated(self.gate_up_proj(x), self.activation))
+    def add_to(self, routed: Tensor, x: Inputs, *, is_graph: bool) -> Tensor:
+        """Add the output for x, which was routed, to that of the routed experts [T, E]."""
+        hidden = self.gate_up_proj.gated(x, self.activation, is_graph=is_graph, reader=self.down_proj)
+        gate = self.gate.project(x, is_graph=is_graph).sigmoid()
+        return routed.addcmul_(gate, self.down_proj.project(hidden, is_graph=is_graph))
 
 
 class Experts:

@@ -170,11 +170,10 @@ class StepGraphs:
     def _capture(self, kind: Kind, is_compiled: bool) -> None:
         layout = self._room(kind)
         inputs = layout.carve(self.inputs)
-        for array in inputs.arrays():
+        for array in inputs:
             array.zero_()
         inputs.batch_indices.fill_(-1)
-        if inputs.kept is not None:
-            inputs.kept.fill_(-1)
+        inputs.kept.fill_(-1)
         graph = None
         run = partial(self._run, inputs, kind, is_compiled)
         try:

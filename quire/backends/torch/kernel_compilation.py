@@ -519,15 +519,11 @@ def packed_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedForma
     for num_rows in (64, 1024):
         calls += _fp8_norm_calls(spec, dtype, packed_format, num_rows, is_graph=False)
         for gate_up, activation in gated_linears:
-            reader = next(linear for linear in backs if _num_inputs(linear) == gate_up.num_outputs // 2)
+            reader = next(linear for linear in backs if linear.shape[1] == gate_up.shape[0] // 2)
             if reader.fp8_inputs(num_rows) is not None:
                 x = torch.empty(num_rows, spec.hidden_size, dtype=dtype, device="meta")
                 calls.append(partial(gate_up.gated, x, activation, is_graph=False, reader=reader))
     return calls
-
-
-def _num_inputs(linear: Linear) -> int:
-    return int((linear.packed if isinstance(linear, PackedLinear) else linear.weight).shape[1])
 
 
 def _fp8_norm_calls(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -224,7 +223,8 @@ class WeightLoader:
                 if (matrix := self._checkpoint.read_packed(name)) is None:
                     return None
                 format = stack_format(matrix)
-                if format is None or not self._packed_linear.holds(format) or not _is_in(stack, format):
+                is_other = format and stack and stack.format.without_zeros != format.without_zeros
+                if format is None or is_other or not self._packed_linear.holds(format):
                     self._log_decoded(f"experts in {matrix.type} in groups of {matrix.group}")
                     return None
                 if stack is None:
@@ -330,11 +330,7 @@ def packed_format(checkpoint: Checkpoint, quantize_bits: int | None) -> PackedFo
     return None
 
 
-class ExpertFormats(NamedTuple):
-    """The formats of the matrices of packed experts."""
-
-    gate_up: PackedFormat
-    down: PackedFormat
+ExpertFormats = tuple[PackedFormat, PackedFormat]  # of gates and ups, and of downs
 
 
 def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> tuple[ExpertFormats, ...]:
@@ -342,18 +338,15 @@ def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> tuple[E
 
     Layers may differ: Q4_K_M files store some down projections in Q6_K. One layer is read for each pair of types.
     """
-    found: dict[tuple[object, ...], ExpertFormats | None] = {}
+    found: dict[tuple[object, ...], tuple[PackedFormat | None, ...]] = {}
     for i, layer in enumerate(checkpoint.spec.layers):
-        if layer.experts is None or not has_expert_kernels(layer.experts):
-            continue
-        names = [f"layers.{i}.experts.0.{name}.weight" for name in ("gate_proj", "down_proj")]
-        kind = (layer.experts, *(checkpoint.tensors[name].type for name in names))
-        if kind not in found:
-            gate_up, down = (_stack_format(checkpoint, name, quantize_bits) for name in names)
-            found[kind] = None
-            if gate_up is not None and down is not None and have_common_kernels(gate_up, down):
-                found[kind] = ExpertFormats(gate_up, down)
-    return tuple(dict.fromkeys(one for one in found.values() if one is not None))
+        if layer.experts is not None and has_expert_kernels(layer.experts):
+            names = [f"layers.{i}.experts.0.{name}.weight" for name in ("gate_proj", "down_proj")]
+            kind = (layer.experts, *(checkpoint.tensors[name].type for name in names))
+            if kind not in found:
+                found[kind] = tuple(_stack_format(checkpoint, name, quantize_bits) for name in names)
+    pairs = ((gate_up, down) for gate_up, down in found.values() if gate_up is not None and down is not None)
+    return tuple(dict.fromkeys(pair for pair in pairs if have_common_kernels(*pair)))
 
 
 def _stack_format(checkpoint: Checkpoint, name: str, quantize_bits: int | None) -> PackedFormat | None:
@@ -362,11 +355,6 @@ def _stack_format(checkpoint: Checkpoint, name: str, quantize_bits: int | None) 
         return stack_format(matrix)
     num_inputs = checkpoint.tensors[name].shape[1]
     return None if quantize_bits is None else fitting_format(QUANTIZED[quantize_bits], num_inputs)
-
-
-def _is_in(stack: PackedStack | None, format: PackedFormat) -> bool:
-    """Return whether a matrix may be in a stack that was made for the matrices before it. None: there were none."""
-    return stack is None or stack.format.without_zeros == format.without_zeros
 
 
 def has_expert_kernels(spec: ExpertsSpec) -> bool:

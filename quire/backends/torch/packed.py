@@ -150,17 +150,6 @@ class PackedWeight:
             values -= self.format.default_zero
         return values.mul_(scales).to(self.dtype)
 
-    def dense(self) -> Tensor:
-        """Return the matrix [O, I] in `dtype`, with its columns in the order of the inputs."""
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        for first, last in self.chunks():
-            rows = self.decode(first, last)
-            if self.order is None:
-                out[first:last] = rows
-            else:
-                out[first:last, self.order] = rows
-        return out
-
     def rows(self, first: int, last: int) -> PackedWeight:
         """Return outputs [first, last), which share the memory. `first` begins a row of scales."""
         scales = slice(first // self.format.group_rows, -(-last // self.format.group_rows))
@@ -339,16 +328,12 @@ class PackedLinear(Linear):
         return not format.has_half_zeros
 
     @property
-    def num_outputs(self) -> int:
-        return len(self.packed)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def shape(self) -> torch.Size:
+        return self.packed.shape
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         x = self._ordered(x)
-        whole = x.new_empty((len(x), self.num_outputs)) if out is None else out
+        whole = x.new_empty((len(x), len(self.packed))) if out is None else out
         for first, last in self.packed.chunks():
             bias = None if self.bias is None else self.bias[first:last]
             whole[:, first:last] = product(x, self.packed.decode(first, last), bias)
@@ -370,14 +355,6 @@ class JoinedLinear(Linear):
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = tuple(parts)
         self.bias = None  # the parts have their own
-
-    @property
-    def num_outputs(self) -> int:
-        return sum(part.num_outputs for part in self.parts)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         whole = torch.cat([part(x) for part in self.parts], 1)
@@ -425,11 +402,6 @@ class Mxfp4Stack:
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a decoded weight."""
-        return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -493,11 +465,6 @@ class PackedStack:
     def dtype(self) -> torch.dtype:
         """Type of decoded weights."""
         return self.whole.dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a decoded weight."""
-        return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -576,8 +543,3 @@ def multiplies_in_fp8(format: PackedFormat) -> bool:
 def have_common_kernels(gate_up: PackedFormat, down: PackedFormat) -> bool:
     """Return whether the kernels compute with two matrices of an expert in these formats."""
     return multiplies_in_fp8(gate_up) == multiplies_in_fp8(down)
-
-
-def dense(stack: PackedStack) -> Tensor:
-    """Return the decoded matrices [N, O, I]."""
-    return stack.whole.dense().view(stack.shape)

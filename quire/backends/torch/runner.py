@@ -1,10 +1,15 @@
-"""Runs step plans on PyTorch: one forward pass for the whole batch, then one sampling pass for the rows that sample."""
+"""Runs step plans on a CPU, in plain PyTorch.
+
+A step is one forward pass for the whole batch, then one sampling pass for the rows that sample. `BaseRunner` is what
+the runner of GPUs has in common with that of CPUs.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +26,59 @@ from quire.backends.sampling import (
 )
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
-from quire.backends.torch.block_io import make_host_block_io, torch_layout
+from quire.backends.torch.block_io import host_pools, torch_layout
 from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, sample
-from quire.backends.torch.state_store import StateStore, describe_types, memory_facts, purge
+from quire.backends.torch.sampling import Sampled, rank_tokens, sample
 from quire.core.step import PromptLogprobs, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 MAX_DRAFTS = 15  # of a slice
+
+
+class BaseRunner:
+    """What the runners of all devices have in common. `kind`: of the equations, for the layout of blocks."""
+
+    kind: str
+
+    def __init__(self, model: Model, store: KVStore, *, max_num_seqs: int, max_model_len: int, **limits: Any) -> None:
+        """`limits`: further fields of the capacity."""
+        self.model = model
+        self.store = store
+        self._device = torch.get_device_module(store.device)
+        self._capacity = Capacity(
+            num_blocks=store.num_blocks,
+            block_size=store.block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            vocab_size=model.spec.vocab_size,
+            window=max(store.windows, default=0),
+            num_window_blocks=store.num_window_blocks,
+            num_states=store.num_states,
+            **limits,
+        )
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def facts(self) -> RunnerFacts:
+        device, store = self.store.device, self.store
+        is_cpu = device.type == "cpu"
+        kv = [f"KV cache in {store.kv_dtype}"] if store.is_fp8 else []
+        return RunnerFacts(
+            backend=f"torch {torch.__version__}",
+            device="cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})",
+            dtype=", ".join((str(store.dtype).removeprefix("torch."), *self.model.packed_types, *kv)),
+            kv_dtype=store.kv_dtype,
+            num_threads=torch.get_num_threads() if is_cpu else 1,
+            weight_bytes=self.model.num_bytes,
+            notice=self.model.notice,
+            layout=self.layout(),
+            **store.facts(),
+        )
+
+    def layout(self) -> str:
+        return torch_layout(self.kind, self.model, self.store, self._capacity.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,83 +100,53 @@ class _Step:
     sampled: Sampled | None
 
 
-class TorchRunner:
+class TorchRunner(BaseRunner):
+    kind = "reference"
+
     def __init__(
         self,
         model: Model,
         store: KVStore,
-        states: StateStore | None = None,
         *,
         max_num_seqs: int,
         max_model_len: int,
         max_chunk_tokens: int = DEFAULT_MAX_CHUNK,
     ) -> None:
-        spec = model.spec
-        self.model = model
-        self.store = store
-        self.states = states  # None: the model has none
-        self._capacity = Capacity(
-            num_blocks=store.num_blocks,
-            block_size=store.block_size,
+        super().__init__(
+            model,
+            store,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            vocab_size=spec.vocab_size,
-            has_overlap=store.device.type != "cpu",  # on a CPU computation happens inside the call
-            has_costly_rows=store.device.type == "cpu",
+            has_overlap=False,  # computation happens inside the call
+            has_costly_rows=True,
             max_chunk_tokens=max_chunk_tokens,
             max_drafts=MAX_DRAFTS,
-            window=max(store.windows, default=0),
-            num_window_blocks=store.num_window_blocks,
-            num_states=0 if states is None else states.num_slots,
         )
         self._last_samples = torch.zeros(max_num_seqs, dtype=torch.int64, device=store.device)
-        self._penalties = Penalties(spec.vocab_size, store.device)
         self._forwarded: _Forwarded | None = None
         self._steps: deque[_Step] = deque()
         self._block_io: HostBlockIO | None = None
 
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    def facts(self) -> RunnerFacts:
-        device = self.store.device
-        is_cpu = device.type == "cpu"
-        return RunnerFacts(
-            backend=f"torch {torch.__version__}",
-            device="cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})",
-            dtype=describe_types(self.store, self.model.packed_types),
-            kv_dtype=self.store.kv_dtype,
-            num_threads=torch.get_num_threads() if is_cpu else 1,
-            weight_bytes=self.model.num_bytes,
-            notice=self.model.notice,
-            layout=torch_layout("reference", self.model, self.store, self._capacity.max_model_len),
-            **memory_facts(self.store, self.states),
-        )
-
     def use_threads(self, num_threads: int) -> None:
-        if self.store.device.type == "cpu":
-            torch.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)
 
     def prepare(self) -> bool:
         return False
 
-    def block_io(self) -> BlockIO | None:
-        """None on a GPU, where this runner is only used if Triton does not work."""
-        if self._block_io is None and self.store.device.type == "cpu":
-            counts, max_model_len = counts_of(self._capacity), self._capacity.max_model_len
-            self._block_io = make_host_block_io(self.model, self.store, self.states, counts, max_model_len)
+    def block_io(self) -> BlockIO:
+        if self._block_io is None:
+            weight_bytes = self.model.num_bytes
+            self._block_io = HostBlockIO(host_pools(self.store), counts_of(self._capacity), self.layout(), weight_bytes)
         return self._block_io
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         if self._forwarded is not None:
             raise InvariantViolation("forward before the last step was sampled")
-        for batch_index in plan.released:
-            self._penalties.release(batch_index)
         self.store.copy(plan.copies)
         self.store.copy(plan.window_copies, is_window=True)
         batch = build_batch(plan.slices, self.store, self.model.kv_spec.windows, self._last_samples)
-        hidden = self.model.forward(ReferencePass(batch, self.store, self.states))  # [T, E]
+        hidden = self.model.forward(ReferencePass(batch, self.store))  # [T, E]
         rows = tuple(row for row, piece in enumerate(batch.slices) for _ in range(piece.num_sampled))
         logits = None
         wanted = _sampled_rows(batch)
@@ -149,7 +168,7 @@ class TorchRunner:
             batch = forwarded.batch
             pieces = [one for piece in batch.slices if piece.wants_token for one in sampled_pieces(piece)]
             last_tokens = batch.tokens[_sampled_rows(batch)]
-            sampled = sample(forwarded.logits, pieces, self._penalties, last_tokens, masks)
+            sampled = sample(forwarded.logits, pieces, last_tokens, masks)
             self._last_samples[[piece.batch_index for piece in pieces]] = sampled.tokens
         self._steps.append(_Step(forwarded, sampled))
 
@@ -172,7 +191,7 @@ class TorchRunner:
             plan[index] = batch.slices[place]
         result = make_result(plan, unsound, rows, step.forwarded.prompt_logprobs)
         for index in broken_slices(result):
-            purge(batch.slices[batch.order.index(index)], self.store, self.states)
+            self.store.purge(batch.slices[batch.order.index(index)])
         return result
 
     def abandon(self) -> None:

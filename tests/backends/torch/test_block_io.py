@@ -17,7 +17,6 @@ from quire.backends.torch import cuda_block_io
 from quire.backends.torch.cuda_block_io import CudaBlockIO, PinnedMemory
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.runner import TorchRunner
-from quire.backends.torch.state_store import StateStore
 from quire.core.step import MemoryKind, MemoryRef
 from quire.engine.composition import EngineConfig, make_runner
 from quire.errors import InvariantViolation
@@ -93,7 +92,7 @@ def test_both_runners_have_the_same_order(name: str, is_fp8: bool, tmp_path: Pat
 
 def pools_of(runner: Any) -> list[torch.Tensor]:
     layers = [layer for _, pool in runner.store.all_pools() for layer in pool]
-    return layers if runner.states is None else [*layers, *runner.states.pools()]
+    return [*layers, *runner.store.state_pools()]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -136,11 +135,10 @@ class Stores:
 
     def __init__(self) -> None:
         device = torch.device(DEVICE)
-        self.store = KVStore(SPEC, COUNTS[0], 8, torch.float32, device, COUNTS[1])
-        self.states = StateStore(SPEC, COUNTS[2], torch.float32, device)
+        self.store = KVStore(SPEC, COUNTS[0], 8, torch.float32, device, *COUNTS[1:])
 
     def io(self) -> CudaBlockIO:
-        return CudaBlockIO(self.store, self.states, COUNTS, "layout", None)
+        return CudaBlockIO(self.store, COUNTS, "layout", torch.get_device_module(DEVICE).Stream())
 
 
 @pytest.fixture
@@ -247,7 +245,7 @@ class World:
         self.pools: list[list[torch.Tensor]] = [
             stores.store.layers_of(is_window=False),
             stores.store.layers_of(is_window=True),
-            stores.states.pools(),
+            stores.store.state_pools(),
         ]
         everything = zip(MemoryKind, COUNTS, strict=True)
         self.pieces = [MemoryRef(kind, index) for kind, count in everything for index in range(1, count)]

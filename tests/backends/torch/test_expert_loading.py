@@ -17,13 +17,12 @@ from torch import Tensor
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.loading import (
-    ExpertFormats,
     WeightLoader,
     expert_formats,
     weight_bytes,
 )
 from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
-from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear, PackedStack, dense
+from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear, PackedStack
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
@@ -31,6 +30,7 @@ from quire.weights.packed import CodeType, PackedMatrix
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.rig import Rig
 from tests.backends.torch.test_compiling import write_config
+from tests.backends.torch.test_experts import dense
 from tests.backends.torch.test_packed_linear import PackedDummy, random_matrix
 from tests.selection import mostly_nightly
 from tests.weights.layouts import (
@@ -106,7 +106,7 @@ def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
     layout, format = KEPT[name]
     meant = write_quantized(tmp_path, layout, moe_config(), moe_arrays())
     checkpoint = open_checkpoint(tmp_path)
-    assert expert_formats(checkpoint, None) == (ExpertFormats(format, format),)
+    assert expert_formats(checkpoint, None) == ((format, format),)
     reports: list[tuple[int, int]] = []
     weights = load(checkpoint, progress=lambda *report: reports.append(report), packed_linear=FusedPackedLinear)
     stacks = stacks_of(weights)

@@ -11,6 +11,8 @@ from torch import Tensor
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.kernels import experts as kernels
 from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, Tiling, is_alone, max_tiles, tiling
+from quire.backends.torch.kernels.routed_experts import experts_in_tiles
+from quire.backends.torch.packed import Stack
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE, unit
 
@@ -52,6 +54,11 @@ def make_experts(
         down_bias=torch.randn(num_experts, size).to(DEVICE, dtype) if has_bias else None,
         expert_scales=(0.5 + torch.rand(num_experts)).to(DEVICE) if has_expert_scales else None,
     )
+
+
+def dense(stack: Stack) -> Tensor:
+    """Return the decoded matrices [N, O, I]."""
+    return torch.stack([stack[expert] for expert in range(len(stack))])
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -294,9 +301,7 @@ def test_every_tiling(shape: Tiling, dtype: torch.dtype, padding: int) -> None:
     logits[:, 0] += 0.5  # full tiles, and at least one that is not half full
     routing = kernels.route(logits, 1, renormalizes=False, scale=1.0)
     experts.renormalizes = False
-    assert isinstance(experts.gate_up, Tensor)
-    assert isinstance(experts.down, Tensor)
-    got = kernels.experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
+    got = experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
     assert_near(got, experts.reference(x, logits), dtype)
 
 

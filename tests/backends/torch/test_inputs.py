@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.backends.torch import attention_work, inputs
-from quire.backends.torch.attention_work import Grouping, Sizes, find_siblings
+from quire.backends.torch.attention_work import ITEM_FIELDS, Grouping, Sizes, find_siblings
 from quire.backends.torch.graphs import (
     FEW_DECODES,
     MAX_MISSES,
@@ -24,19 +24,15 @@ from quire.backends.torch.graphs import (
     mixed_sizes,
 )
 from quire.backends.torch.inputs import (
-    ITEM_FIELDS,
     BlockTables,
     Division,
     Layout,
     Staging,
-    StateLayout,
     Step,
     StepInputs,
-    WindowLayout,
     arrange,
 )
 from quire.backends.torch.kernels import attention
-from quire.backends.torch.state_store import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 
@@ -46,9 +42,9 @@ LAYOUTS = [
     Layout(16, 17, 3),
     Layout(33, 0, 5),
     Layout(5, 7, 1),
-    Layout(5, 7, 1, WindowLayout(3, 0)),
-    Layout(5, 7, 1, WindowLayout(3, 2), StateLayout(2, 3, 1)),
-    Layout(5, 7, 1, None, StateLayout(5, 0, 0)),
+    Layout(5, 7, 1, 6, 3, 0, num_kept=5),
+    Layout(5, 7, 1, 6, 3, 2, 2, 3, 1, 5),
+    Layout(5, 7, 1, num_decodes=5, num_kept=5),
 ]
 SIZES = Sizes(num_kv_heads=2, block_size=4, rows_per_item=8, target=40, wide_target=20, max_parts=4096)
 
@@ -127,7 +123,7 @@ def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
     flat = np.zeros(layout.size, np.int32)
     carved = layout.carve(flat)
     end = 0
-    for number, array in enumerate(carved.arrays(), 1):
+    for number, array in enumerate(carved, 1):
         if not array.size:
             continue
         offset = (array.__array_interface__["data"][0] - flat.__array_interface__["data"][0]) // 4
@@ -136,21 +132,13 @@ def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
         end = offset + array.size
         array[...] = number
     assert end <= layout.size
-    for number, array in enumerate(carved.arrays(), 1):
+    for number, array in enumerate(carved, 1):
         assert (array == number).all()
     rows = layout.num_rows
-    shapes = [array.shape for array in carved.arrays()]
-    items: list[tuple[int, ...]] = [(layout.num_narrow, ITEM_FIELDS), (layout.num_wide, ITEM_FIELDS)]
-    if layout.window is not None:
-        items += [(rows + 1,), (layout.window.num_narrow, ITEM_FIELDS), (layout.window.num_wide, ITEM_FIELDS)]
-    if layout.states is not None:
-        fields = DECODE_FIELDS, CHUNK_FIELDS, SEQUENCE_FIELDS
-        items += list(zip(layout.states, fields, strict=True))
-    if layout.window is not None or layout.states is not None:
-        items += [(rows,)]
-    assert shapes == [(rows,), (rows,), (rows,), (rows + 1,), *items]
+    assert list(map(len, carved)) == [rows, rows, rows, rows + 1, *layout[1:]]
+    assert {array.shape[1:] for array in (carved.narrow, carved.wide, carved.window_wide)} == {(ITEM_FIELDS,)}
     tensor = torch.from_numpy(flat)
-    for array, piece_ in zip(carved.arrays(), layout.carve(tensor).arrays(), strict=True):
+    for array, piece_ in zip(carved, layout.carve(tensor), strict=True):
         assert np.array_equal(array, piece_.numpy())
         assert not piece_.numel() or piece_.data_ptr() == array.__array_interface__["data"][0]
 
@@ -161,12 +149,12 @@ def test_a_layout_holds_layouts_that_are_smaller_in_every_size() -> None:
     assert layout.holds(Layout(1, 10, 0))
     for larger in (Layout(5, 1, 0), Layout(1, 11, 0), Layout(1, 1, 3)):
         assert not layout.holds(larger)
-    layout = Layout(4, 10, 2, WindowLayout(6, 1), StateLayout(3, 4, 2))
+    layout = Layout(*range(4, 14))
     assert layout.holds(layout)
-    for number in range(5):
-        sizes = [6, 1, 3, 4, 2]
+    for number in range(10):
+        sizes = list(layout)
         sizes[number] += 1
-        assert not layout.holds(Layout(4, 10, 2, WindowLayout(*sizes[:2]), StateLayout(*sizes[2:])))
+        assert not layout.holds(Layout(*sizes))
 
 
 # Steps
@@ -217,23 +205,19 @@ def test_windows_states_and_shared_keys() -> None:
     tables.update(slices)
     step = arrange(slices, tables, WINDOW)
     assert any(item[2] == 0 and item[1] == 4 for item in step.work.wide.tolist())  # all siblings read one table
-    assert step.window_work is not None
     narrow = [[row, 1, row, 152, 162, 0] for row in range(4)]  # the first key within the window is 154
     assert sorted(step.window_work.narrow.tolist()) == narrow
     wide = [[4, 4, 5, 12, 24, 0], [8, 4, 5, 16, 28, 0], [12, 2, 5, 20, 30, 0]]  # from keys 13, 17 and 21 on
     assert sorted(step.window_work.wide.tolist()) == wide
-    layout = Layout(20, 60, 9, WindowLayout(7, 5), StateLayout(6, 4, 2))
-    inputs = written(step, layout)
-    assert inputs.window is not None
-    assert inputs.states is not None
-    assert inputs.window.narrow[:, 1].tolist() == [1, 1, 1, 1, 0, 0, 0]
-    assert inputs.window.wide[:, 1].tolist() == [4, 4, 2, 0, 0]
+    inputs = written(step, Layout(20, 60, 9, 21, 7, 5, 6, 4, 2, 20))
+    assert inputs.window_narrow[:, 1].tolist() == [1, 1, 1, 1, 0, 0, 0]
+    assert inputs.window_wide[:, 1].tolist() == [4, 4, 2, 0, 0]
     assert inputs.batch_indices.tolist() == [0, 1, 2, 3, *[5] * 10, *[-1] * 6]
     assert inputs.kept.tolist() == [0, 1, 2, 3, *[-1] * 3, *[5] * 7, *[-1] * 6]
-    assert inputs.states.decodes.tolist() == [[0, 9], [1, 9], [2, 9], [3, 9], [0, 0], [0, 0]]
-    assert inputs.states.chunks[0, :5].tolist() == [4, 10, 0, 7, 8]
-    assert not inputs.states.chunks[1:].any()
-    assert inputs.states.sequences.tolist() == [[0, 1], [0, 0]]
+    assert inputs.decodes.tolist() == [[0, 9], [1, 9], [2, 9], [3, 9], [0, 0], [0, 0]]
+    assert inputs.chunks[0, :5].tolist() == [4, 10, 0, 7, 8]
+    assert not inputs.chunks[1:].any()
+    assert inputs.sequences.tolist() == [[0, 1], [0, 0]]
 
 
 def test_padding_rows_have_no_sequence_and_no_effect() -> None:

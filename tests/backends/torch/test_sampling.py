@@ -14,12 +14,11 @@ from torch import Tensor
 
 from quire.backends.sampling import uniform
 from quire.backends.torch import sampling as module
-from quire.backends.torch.sampling import Penalties, rank_tokens, sample
+from quire.backends.torch.sampling import penalize, rank_tokens, sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 
 VOCAB = 50
-CPU = torch.device("cpu")
 
 
 def row(params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (), batch_index: int = 0) -> SeqSlice:
@@ -31,7 +30,7 @@ def row(params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (
 
 def run(logits: Tensor, rows: Sequence[SeqSlice], masks: dict[int, bytes] | None = None) -> list[int]:
     last = torch.tensor([piece.history[-1] for piece in rows])
-    return [int(token) for token in sample(logits.clone(), rows, Penalties(logits.shape[1], CPU), last, masks).tokens]
+    return [int(token) for token in sample(logits.clone(), rows, last, masks).tokens]
 
 
 def adjusted(logits: Sequence[float], piece: SeqSlice, mask: bytes | None = None) -> list[float]:
@@ -154,23 +153,21 @@ def test_random_numbers_are_spread_and_depend_on_all_three() -> None:
 
 def test_penalties_count_samples_the_scheduler_has_not_seen() -> None:
     """With a step in flight, the history is one token short: the runner counts its own last sample."""
-    penalties = Penalties(VOCAB, CPU)
     params = SamplingParams(temperature=0, frequency_penalty=2.0, presence_penalty=1.0)
     logits = torch.zeros(1, VOCAB)
     late = SeqSlice(1, 0, 0, (), 3, 1, [1], [4, 5, 6], True, params, 2)
     first = logits.clone()
-    penalties.apply(first, [late], torch.tensor([9]))
+    penalize(first, [late], torch.tensor([9]))
     assert first[0, 6] == -3
     assert first[0, 9] == -3
     assert first[0, 4] == 0  # in the prompt
     later = SeqSlice(1, 0, 0, (9,), 4, 1, [1], [4, 5, 6, 9, 9], True, params, 2)
     second = logits.clone()
-    penalties.apply(second, [later], torch.tensor([9]))
+    penalize(second, [later], torch.tensor([9]))
     assert second[0, 9] == -5
-    penalties.release(0)
     other = SeqSlice(2, 0, 0, (7,), 1, 1, [1], [3, 7], True, params, 1)
     third = logits.clone()
-    penalties.apply(third, [other], torch.tensor([7]))
+    penalize(third, [other], torch.tensor([7]))
     assert third[0, 9] == 0
     assert third[0, 7] == -3
 
@@ -183,7 +180,7 @@ def test_logprobs_are_the_models_own() -> None:
         row(SamplingParams(temperature=0), [1, 2], batch_index=1),
         row(SamplingParams(temperature=0, logprobs=0), [1, 2], batch_index=2),
     ]
-    sampled = sample(logits.clone(), rows, Penalties(VOCAB, CPU), torch.tensor([2, 2, 2]), None)
+    sampled = sample(logits.clone(), rows, torch.tensor([2, 2, 2]), None)
     assert sampled.logprobs is not None
     found = sampled.logprobs.read(sampled.tokens.tolist())
     assert set(found) == {0, 2}
@@ -202,7 +199,7 @@ def test_only_broken_and_blocked_rows_are_marked() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[1, 5] = float("nan")
     rows = [row(SamplingParams(seed=1), [1, 2], batch_index=batch_index) for batch_index in range(3)]
-    sampled = sample(logits, rows, Penalties(VOCAB, CPU), torch.tensor([2, 2, 2]), {2: bytes(7)})
+    sampled = sample(logits, rows, torch.tensor([2, 2, 2]), {2: bytes(7)})
     assert sampled.is_broken.tolist() == [False, True, False]
     assert sampled.is_blocked.tolist() == [False, False, True]
     assert all(0 <= token < VOCAB for token in sampled.tokens.tolist())

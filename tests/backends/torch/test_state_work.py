@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from quire.backends.torch.state_store import CHUNK_ROWS, StateWork, max_chunks, plan_states
+from quire.backends.torch.state_work import CHUNK_ROWS, StateWork, max_chunks, plan_states
 from tests.backends.torch.kernels.states import piece
 
 

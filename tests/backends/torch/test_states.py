@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.backends.torch.recurrence import Rows, Singles, by_kind, causal_conv, recur
 from quire.backends.torch.runner import TorchRunner
-from quire.backends.torch.state_store import Segment, find_segments
+from quire.backends.torch.state_work import Segment, find_segments
 from quire.core.step import SeqSlice, StateSnapshot, StepPlan, StepResult
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_runner
@@ -101,9 +101,7 @@ class Driver:
         return row
 
     def state(self, slot: int) -> list[Tensor]:
-        states = self.runner.states
-        assert states is not None
-        return [pool[slot].clone() for pool in (*states.conv.values(), *states.matrices.values())]
+        return [pool[slot].clone() for pool in self.runner.store.state_pools()]
 
 
 def piece(

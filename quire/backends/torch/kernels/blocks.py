@@ -77,6 +77,11 @@ class PieceTable(NamedTuple):
     longest: int  # words of the longest row
     word: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a piece."""
+        return self.num_words * self.word.itemsize
+
 
 # No argument is specialised: there is one kernel for all kinds of memory and all places in a staging buffer.
 @triton.jit(do_not_specialize=["rows", "indices", "staging", "piece_words"])

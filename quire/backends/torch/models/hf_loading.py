@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.backends.base import Progress
 from quire.backends.support import describe_error, find_transformers_problem
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
@@ -134,9 +133,7 @@ def _refuse_stateful(transformers: Any, config: Any, source: str) -> None:
         raise UnsupportedModel(f"{source}: {problem}")
 
 
-def load_hf_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
-) -> Any:
+def load_hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
     """Load a model and its weights. Raises UnsupportedModel with what is wrong."""
     source = str(checkpoint.path)
     transformers = _import_transformers()
@@ -152,7 +149,7 @@ def load_hf_model(
         raise UnsupportedModel(f"{source}: transformers does not read its config.json: {problem}") from None
     config = _neutral(config)
     _refuse_stateful(transformers, config, source)
-    with _quiet(progress):
+    with _quiet():
         try:
             if isinstance(checkpoint, DummyCheckpoint):
                 model = _make_dummy(transformers, config, dtype, device)
@@ -227,44 +224,16 @@ def _make_dummy(transformers: Any, config: Any, dtype: torch.dtype, device: torc
 
 
 @contextmanager
-def _quiet(progress: Progress | None) -> Iterator[None]:
-    """Report the library's progress bar to `progress` instead of showing it."""
+def _quiet() -> Iterator[None]:
+    """Hide the library's warnings and its progress bar."""
     from transformers.utils import logging
 
-    def report(_: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        return _Bar(args[0] if args else settings.get("iterable", ()), progress)
-
-    hook = getattr(logging, "set_tqdm_hook", None)
-    level = logging.get_verbosity()
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    previous = hook(report) if hook is not None else None
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if hook is not None:
-            hook(previous)
-
-
-class _Bar:
-    """The part of a progress bar that loading uses. Counts tensors, not bytes."""
-
-    def __init__(self, items: Any, progress: Progress | None) -> None:
-        self._items = items
-        self._progress = progress
-
-    def __iter__(self) -> Iterator[Any]:
-        total = len(self._items) if hasattr(self._items, "__len__") else 0
-        for place, item in enumerate(self._items, 1):
-            yield item
-            if self._progress is not None and total:
-                self._progress(place, total)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
+        if has_bar:
+            logging.enable_progress_bar()

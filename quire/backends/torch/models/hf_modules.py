@@ -102,7 +102,7 @@ class PagedAttention:
     """Attends to the paged cache in one pass over a step."""
 
     def __init__(self, step: Pass, calls: Sequence[AttentionCall]) -> None:
-        self._step = step
+        self.step = step
         self._calls = iter(calls)
 
     def attend(
@@ -112,7 +112,7 @@ class PagedAttention:
         call = next(self._calls)
         assert call.module is module, "attention is called in another order than in the trial"
         size = call.heads.head_size
-        out = self._step.attend_rotated(_rows(q, size), _rows(k, size), _rows(v, size), call.heads)  # [T, H * D]
+        out = self.step.attend_rotated(_rows(q, size), _rows(k, size), _rows(v, size), call.heads)  # [T, H * D]
         return out.view(1, len(out), -1, size)[..., : call.value_size]
 
 
@@ -252,8 +252,6 @@ def _attend_densely(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
 MAX_ERROR = 1e-5
 TRIAL_SHAPE = (3, 5)  # leading dimensions of the random input
 
-current_step: ContextVar[Pass | None] = ContextVar("current_step", default=None)
-
 
 def replace_norms(model: nn.Module) -> int:
     """Replace the forward functions of standard RMS norms; return their number."""
@@ -310,9 +308,9 @@ def _make_forward(norm: RMSNorm, dtype: torch.dtype, original: Callable[..., Ten
     size = norm.shape[-1]
 
     def forward(x: Tensor) -> Tensor:
-        step = current_step.get()
-        if step is None or x.dtype is not dtype:
+        visitor = _visitor.get()
+        if not isinstance(visitor, PagedAttention) or x.dtype is not dtype:
             return original(x)
-        return step.norm(x.reshape(-1, size).contiguous(), norm).view(x.shape)
+        return visitor.step.norm(x.reshape(-1, size).contiguous(), norm).view(x.shape)
 
     return forward

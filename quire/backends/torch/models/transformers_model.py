@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.backends import support
-from quire.backends.base import Progress
 from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
@@ -32,7 +31,6 @@ from quire.backends.torch.models.hf_modules import (
     AttentionCall,
     PagedAttention,
     Recorder,
-    current_step,
     replace_norms,
     visiting,
 )
@@ -46,14 +44,10 @@ log = logging.getLogger(__name__)
 
 
 def load_transformers_model(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    progress: Progress | None = None,
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> TransformersModel:
     """Load a model of `transformers` and try it. Raises UnsupportedModel if it does not run, and says why."""
-    model = load_hf_model(checkpoint, dtype, device, progress)
+    model = load_hf_model(checkpoint, dtype, device)
     return adapt_model(model, checkpoint.spec, max_model_len, str(checkpoint.path))
 
 
@@ -110,14 +104,10 @@ class TransformersModel:
 
     def forward(self, step: Pass) -> Tensor:
         """Return the hidden states [T, E] after the last norm."""
-        token = current_step.set(step)
-        try:
-            with visiting(PagedAttention(step, self._calls)):
-                out = self._body.module(
-                    input_ids=step.token_ids()[None], position_ids=step.positions()[None], use_cache=False
-                )
-        finally:
-            current_step.reset(token)
+        with visiting(PagedAttention(step, self._calls)):
+            out = self._body.module(
+                input_ids=step.token_ids()[None], position_ids=step.positions()[None], use_cache=False
+            )
         hidden: Tensor = out[0][0]
         return hidden
 

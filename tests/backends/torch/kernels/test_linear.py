@@ -16,11 +16,8 @@ from quire.backends.torch.kernels.linear import (
     MAX_WEIGHTS,
     PARTS,
     THIN,
-    gated_row_product,
-    gated_tile_product,
     is_single,
     is_small,
-    product_in_parts,
     row_product,
     tile_product,
 )
@@ -91,10 +88,10 @@ def test_gated_row_product(
 ) -> None:
     x, weight, bias = random_product(4, 2 * size, num_inputs, has_bias, dtype)
     exact = exact_gated(exact_product(x, weight, bias), activation)
-    whole = gated_row_product(x, weight, bias, activation)
+    whole = row_product(x, weight, bias, activation)
     assert_near(whole, exact, roundings=4)
     for count in (1, 2):
-        assert torch.equal(gated_row_product(x[:count].clone(), weight, bias, activation), whole[:count])
+        assert torch.equal(row_product(x[:count].clone(), weight, bias, activation), whole[:count])
 
 
 @pytest.mark.parametrize("shape", [(2049, 1152), (4100, 4096), (64, 1024), (1024, 3072)])
@@ -107,7 +104,7 @@ def test_strips_of_large_matrices(shape: tuple[int, int], monkeypatch: pytest.Mo
         x, weight, bias = random_product(1, 18, num_inputs, True, FP32)
         exact = exact_product(x, weight, bias)
         assert_near(row_product(x, weight, bias), exact)
-        gated = gated_row_product(x, weight, bias, Activation.SILU)
+        gated = row_product(x, weight, bias, Activation.SILU)
         assert_near(gated, exact_gated(exact, Activation.SILU), roundings=4)
 
 
@@ -133,7 +130,7 @@ def test_gated_tile_product(
 ) -> None:
     x, weight, bias = random_product(num_rows, 2 * size, num_inputs, has_bias, dtype)
     exact = exact_gated(exact_product(x, weight, bias), activation)
-    assert_near(gated_tile_product(x, weight, bias, activation), exact, roundings=4)
+    assert_near(tile_product(x, weight, bias, activation), exact, roundings=4)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -142,7 +139,7 @@ def test_gated_tile_product(
 def test_product_in_parts(num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
     """Each part is the product of its range of inputs, the bias is in the first, and the norms add them up."""
     x, weight, bias = random_product(num_rows, num_outputs, num_inputs, has_bias, dtype)
-    parts = product_in_parts(x, weight, bias)
+    parts = tile_product(x, weight, bias, num_parts=PARTS)
     assert parts.dtype == FP32
     assert parts.shape == (PARTS, num_rows, num_outputs)
     spans = zip(x.chunk(PARTS, 1), weight.chunk(PARTS, 1), strict=True)

@@ -13,9 +13,6 @@ from quire.backends.torch.kernels import packed_linear
 from quire.backends.torch.kernels.linear import PARTS
 from quire.backends.torch.kernels.packed_linear import (
     can_split,
-    packed_gated_row_product,
-    packed_gated_tile_product,
-    packed_product_in_parts,
     packed_row_product,
     packed_tile_product,
 )
@@ -107,9 +104,9 @@ def test_gated_rows(name: str, activation: Activation) -> None:
         weight = random_weight(2 * size, num_inputs, FORMATS[name])
         x = randn(2, num_inputs)
         exact = exact_gated(exact_product(x, exact_weight(weight), None), activation)
-        whole = packed_gated_row_product(x, weight, None, activation)
+        whole = packed_row_product(x, weight, None, activation)
         near(whole, exact, FP32, roundings=4)
-        assert torch.equal(packed_gated_row_product(x[:1].clone(), weight, None, activation), whole[:1])
+        assert torch.equal(packed_row_product(x[:1].clone(), weight, None, activation), whole[:1])
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -122,7 +119,7 @@ def test_tiles(name: str, num_rows: int, dtype: torch.dtype) -> None:
         exact = exact_product(x, exact_weight(weight), bias)
         near(packed_tile_product(x, weight, bias), exact, dtype)
         if can_split(num_outputs, num_inputs):
-            parts = packed_product_in_parts(x, weight, bias)
+            parts = packed_tile_product(x, weight, bias, num_parts=PARTS)
             assert parts.shape == (PARTS, num_rows, num_outputs)
             assert parts.dtype == FP32
             near(parts.sum(0), exact, dtype)
@@ -142,7 +139,7 @@ def test_gated_tiles(name: str, activation: Activation, dtype: torch.dtype) -> N
         weight = random_weight(2 * size, num_inputs, FORMATS[name], dtype)
         x, bias = randn(9, num_inputs, dtype=dtype), randn(2 * size, dtype=dtype)
         exact = exact_gated(exact_product(x, exact_weight(weight), bias), activation)
-        near(packed_gated_tile_product(x, weight, bias, activation), exact, dtype, roundings=4)
+        near(packed_tile_product(x, weight, bias, activation), exact, dtype, roundings=4)
 
 
 def exact_weight(weight: PackedWeight) -> Tensor:

@@ -189,7 +189,7 @@ def test_rotation_equals_the_reference(rotary_size: int) -> None:
     rotary = Rotary(spec, max_model_len, head_size, torch.device(DEVICE))
     heads = (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
     positions, batch_indices = case.positions.long(), case.batch_indices.long()
-    expected = rotary.angles(positions, torch.float32, *heads).rotate(case.qkv.view(4, -1, head_size))
+    expected = rotary.rotate(case.qkv.view(4, -1, head_size), rotary.angles(positions, torch.float32, *heads))
     torch.testing.assert_close(q, expected[:, :num_heads], rtol=1e-5, atol=1e-5)
     stored = case.layer[case.tables[batch_indices, positions // block_size].long(), :, :, positions % block_size]
     torch.testing.assert_close(stored.flatten(1, 2), expected[:, num_heads:], rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from quire.backends.sampling import Ranks, uniform
 from quire.backends.torch import device_sampling
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, _Edits, fill_params
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
-from quire.backends.torch.sampling import Penalties, sample
+from quire.backends.torch.sampling import sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 from tests.backends.torch.kernels.device import DEVICE
@@ -77,9 +77,7 @@ def run(
 
 def reference(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, bytes] | None = None) -> list[int]:
     last = torch.tensor([piece.history[-1] for piece in rows])
-    tokens: list[int] = sample(
-        logits.float().clone(), rows, Penalties(logits.shape[1], CPU), last, masks
-    ).tokens.tolist()
+    tokens: list[int] = sample(logits.float().clone(), rows, last, masks).tokens.tolist()
     return tokens
 
 
@@ -306,7 +304,7 @@ class LateRequest(NamedTuple):
 
 def test_penalties_follow_the_reference_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_size = 2100
-    sampler, penalties = DeviceSampler(vocab_size, MAX_SEQS, torch.device(DEVICE)), Penalties(vocab_size, CPU)
+    sampler = DeviceSampler(vocab_size, MAX_SEQS, torch.device(DEVICE))
     rng = Random(3)
     torch.manual_seed(3)
     logits = torch.randn(1, vocab_size)  # the same in every step: only the counts make the tokens differ
@@ -326,14 +324,13 @@ def test_penalties_follow_the_reference_from_step_to_step(monkeypatch: pytest.Mo
     for step in range(9):
         if step == 4:  # batch indices are reused, one of them without a release, and a request resumes after preemption
             sampler.release([3])
-            penalties.release(3)
             requests[0] = late_request(9, 3, frequency_penalty=0.4)
             requests[3] = late_request(10, 7, repetition_penalty=1.3, frequency_penalty=-0.2)
             requests[1] = requests[1]._replace(epoch=1)
         order = rng.sample(requests, len(requests)) if step % 3 else requests[:2]  # some skip a step
         rows = [one.step(rng.randrange(2)) for one in order]
         last = [[*one.prompt, *one.answer][-1] for one in order]
-        wanted = sample(logits.repeat(len(rows), 1), rows, penalties, torch.tensor(last), None).tokens.tolist()
+        wanted = sample(logits.repeat(len(rows), 1), rows, torch.tensor(last), None).tokens.tolist()
         if step in (0, 6):  # an attempt that runs out of memory is repeated
             with monkeypatch.context() as patch:
                 patch.setattr(device_sampling, "count", out_of_memory)
@@ -364,7 +361,7 @@ def test_logprobs_are_the_models_own() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         raw = logits.to(dtype)
         found = run(raw, rows)
-        reported = sample(raw.float(), rows, Penalties(2100, CPU), torch.tensor([2, 2, 2, 2]), None)
+        reported = sample(raw.float(), rows, torch.tensor([2, 2, 2, 2]), None)
         assert found.logprobs is not None
         assert reported.logprobs is not None
         assert found.tokens == reported.tokens.tolist()
@@ -401,7 +398,7 @@ def test_fill_params() -> None:
     assert out[1].tolist() == [0, 0, 0, 1, 0]
     assert out[2, :4].tolist() == [0.5, 0.125, 2**32, 0.25]
     assert (out[7:] == 77).all()
-    assert not fill_params(out, rows[:1]).is_changed
+    assert not fill_params(out, rows[:1]).changed
 
 
 def test_kernels_are_prepared_once() -> None:
