@@ -74,10 +74,6 @@ class ReferencePass:
             self._store.store(heads.index, kv, self._batch.slot_rows)
         return attend(q, self._store, self._batch, heads)  # [T, H * D]
 
-    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-        self._store.store(heads.index, torch.cat((k, v), 1), self._batch.slot_rows)
-        return attend(q, self._store, self._batch, heads)
-
     def route(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
         return experts.reference(x, logits)
 

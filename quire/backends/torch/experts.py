@@ -69,11 +69,6 @@ class Experts:
         has_sigmoid: bool = False,
         bias: Tensor | None = None,
     ) -> None:
-        num_experts, size, width = down.shape
-        if gate_up.shape != (num_experts, 2 * width, size):
-            raise ValueError(f"experts of {tuple(gate_up.shape) = } do not match {tuple(down.shape) = }")
-        if not 1 <= num_chosen <= num_experts:
-            raise ValueError(f"{num_chosen = } of {num_experts = }")
         self.gate_up = gate_up  # [N, 2F, E], gates first
         self.down = down  # [N, E, F]
         self.gate_up_bias = gate_up_bias  # [N, 2F]

@@ -50,11 +50,8 @@ class Pass(Protocol):
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         """Norm and rotate qkv [T, (H + 2K) * D], store keys and values, attend to the whole context: [T, H * D].
 
-        If the heads have a gate, qkv has H * D more columns.
+        If the heads have a gate, qkv has H * D more columns. Heads may have neither norm nor rotation.
         """
-
-    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-        """The same for q [T, H, D], k and v [T, K, D] that are normed and rotated already."""
 
     def route(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
         """Return the weighted sum [T, E] of the outputs of the experts that have the best logits of each row."""

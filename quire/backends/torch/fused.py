@@ -127,18 +127,6 @@ class FusedPass:
         )  # [T, H, D]
         return self._attend(q, heads)
 
-    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-        inputs, state = self._inputs, self._state
-        qkv = torch.cat((q, k, v), 1).view(len(q), -1)
-        layer, tables = state.store.layers[heads.index], self._tables(heads.index)
-        rows = inputs.positions, inputs.batch_indices
-        kept = self._kept(heads.index)
-        scales = state.store.scales.get(heads.index)
-        q = rope_store(
-            qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0, kept=kept, scales=scales
-        )
-        return self._attend(q, heads)
-
     def _uses_window_blocks(self, layer: int) -> bool:
         return self._state.store.shapes[layer].window > 0
 

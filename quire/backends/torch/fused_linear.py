@@ -66,6 +66,9 @@ class FusedLinear(Linear):
         multiply = self._kernel(len(x)) if is_graph else None
         return gated(self(x), activation) if multiply is None else multiply(x, self.weight, self.bias, activation)
 
+    def has_kernel(self, num_rows: int) -> bool:
+        return self._kernel(num_rows) is not None
+
     def _kernel(self, num_rows: int) -> Callable[..., Tensor] | None:
         """Return the kernel for a product of so many rows; None: the library's is faster."""
         if is_single(num_rows, self.weight):
@@ -111,11 +114,11 @@ class FusedPackedLinear(PackedLinear):
             return Fp8Inputs.PER_GROUP if num_rows > MAX_ROWS else None
         return Fp8Inputs.PER_ROW if num_rows > MAX_ROWS or self._has_library_product else None
 
-    def _has_kernel(self, num_rows: int, *, is_graph: bool) -> bool:
+    def has_kernel(self, num_rows: int) -> bool:
         """Return whether a product of so many rows decodes inside."""
         if is_fp8(self.packed):
-            return is_graph and num_rows <= MAX_ROWS and self.fp8_inputs(num_rows) is None
-        return is_graph and num_rows <= TILED_ROWS
+            return num_rows <= MAX_ROWS and self.fp8_inputs(num_rows) is None
+        return num_rows <= TILED_ROWS
 
     def _unscaled(self, x: Inputs) -> Fp8Product | None:
         """Return a product for the next kernel to scale, or None if there is none for this number of rows."""
@@ -125,7 +128,7 @@ class FusedPackedLinear(PackedLinear):
         return unscaled_product(rows, self.packed)
 
     def project(self, x: Inputs, *, is_graph: bool) -> Tensor:
-        if not self._has_kernel(len(x), is_graph=is_graph):
+        if not is_graph or not self.has_kernel(len(x)):
             return self(x)
         return self._decoding_product(len(x))(self._ordered(plain(x)), self.packed, self.bias)
 
@@ -133,14 +136,14 @@ class FusedPackedLinear(PackedLinear):
         num_rows, weight = len(x), self.packed
         if (product := self._unscaled(x)) is not None:
             return product
-        is_few = self._has_kernel(num_rows, is_graph=is_graph) and num_rows <= MAX_ROWS
+        is_few = is_graph and num_rows <= MAX_ROWS and self.has_kernel(num_rows)
         if is_few and not has_row_product(num_rows, weight.format) and can_split(*weight.shape):
             return packed_tile_product(self._ordered(plain(x)), weight, self.bias, num_parts=PARTS)
         return self.project(x, is_graph=is_graph)
 
     def gated(self, x: Inputs, activation: Activation, *, is_graph: bool, reader: Linear | None = None) -> Inputs:
         num_rows, weight = len(x), self.packed
-        if self._has_kernel(num_rows, is_graph=is_graph):
+        if is_graph and self.has_kernel(num_rows):
             return self._decoding_product(num_rows)(self._ordered(plain(x)), weight, self.bias, activation)
         taken = None if reader is None else reader.fp8_inputs(num_rows)
         if taken is None:

@@ -47,9 +47,8 @@ from quire.backends.torch.kernels.elementwise import (
     norm,
     norm_columns,
 )
-from quire.backends.torch.kernels.linear import PARTS, is_single, is_small
-from quire.backends.torch.kernels.packed_linear import MAX_ROWS as MAX_PACKED_ROWS
-from quire.backends.torch.kernels.packed_products import is_fp8, is_unscaled
+from quire.backends.torch.kernels.linear import PARTS
+from quire.backends.torch.kernels.packed_products import is_unscaled
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
@@ -89,7 +88,8 @@ class Compiling:
     def __init__(self, first: Calls, later: Calls, target: GPUTarget) -> None:
         count = min(max(len(first), len(later)), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
-        self._reports, report = os.pipe()
+        reports, report = os.pipe()
+        self._reports = open(reports, "rb", buffering=0)  # noqa: SIM115
         with _no_collection(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: the children need none
             self._children = [
@@ -126,15 +126,10 @@ class Compiling:
             left_s = max(self._deadline_s - time.monotonic(), 0)
             if not select.select([self._reports], [], [], left_s)[0]:
                 break
-            if not (reports := os.read(self._reports, num_left)):
+            if not (reports := self._reports.read(num_left)):
                 break
             num_left -= len(reports)
-        self._close_reports()
-
-    def _close_reports(self) -> None:
-        if self._reports >= 0:
-            os.close(self._reports)
-            self._reports = -1
+        self._reports.close()
 
     def wait(self) -> None:
         """Wait until all are done, or the time limit has passed."""
@@ -143,7 +138,7 @@ class Compiling:
             if child.is_alive():
                 child.kill()
                 child.join()
-        self._close_reports()
+        self._reports.close()
 
 
 def launch(calls: Calls, device: torch.device) -> None:
@@ -561,13 +556,8 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFor
     linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
 
     def add(num_rows: int, linear: Linear, call: Callable[..., object], *arguments: object) -> None:
-        weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
-        if isinstance(weight, PackedWeight):
-            has_kernel = num_rows <= MAX_PACKED_ROWS or not is_fp8(weight)
-        else:
-            has_kernel = is_single(num_rows, weight) or is_small(num_rows, weight)
-        if has_kernel and linear.fp8_inputs(num_rows) is None:
-            x = torch.empty(num_rows, weight.shape[1], dtype=dtype, device="meta")
+        if linear.has_kernel(num_rows) and linear.fp8_inputs(num_rows) is None:
+            x = torch.empty(num_rows, linear.shape[1], dtype=dtype, device="meta")
             calls.append(partial(call, x, *arguments, is_graph=True))
 
     for num_rows in (1, 2, 4, 16, 32, 64, 128):

@@ -108,6 +108,10 @@ class Linear:
             return product(x, self.weight, self.bias)
         return torch.mm(x, self.weight.t(), out=out)
 
+    def has_kernel(self, num_rows: int) -> bool:  # noqa: ARG002
+        """Return whether there is a kernel for so many rows of a graph, beside the library's product."""
+        return False
+
     def fp8_inputs(self, num_rows: int) -> Fp8Inputs | None:  # noqa: ARG002
         """Return how inputs of so many rows are rounded to FP8. None: they are not."""
         return None

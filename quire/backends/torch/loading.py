@@ -142,12 +142,11 @@ class WeightLoader:
             weight = self._stack([f"{name}.weight" for name in run.names])
             if self._quantized is not None and is_quantized(run.names[0]) and self._quantized.fits(weight.shape[1]):
                 self._check_held(self._quantized)
-                return self._kept_packed(self._packed_linear(quantize(weight, self._quantized), bias))
+                return self._pack_linear(quantize(weight, self._quantized), bias)
             return self.linear_class(weight, bias)
         self._report(sum(self._checkpoint.tensors[f"{name}.weight"].num_bytes for name in run.names))
         if run.format is not None:
-            packed = pack(run.matrices, run.format, self._dtype, self.device)
-            return self._kept_packed(self._packed_linear(packed, bias))
+            return self._pack_linear(pack(run.matrices, run.format, self._dtype, self.device), bias)
         return self.linear_class(self._decode(run.matrices), bias)
 
     def _decode(self, matrices: list[PackedMatrix]) -> Tensor:
@@ -166,13 +165,14 @@ class WeightLoader:
             self._decoded.add(kinds)
             log.info("weights of %s are decoded to %s: no kernel computes with them", kinds, self._dtype)
 
-    def _kept_packed(self, linear: PackedLinear) -> Linear:
-        self._count_saved(linear.packed)
-        self.packed_types.add(linear.packed.format.type)
-        return linear
+    def _pack_linear(self, packed: PackedWeight, bias: Tensor | None) -> Linear:
+        self._count(packed)
+        return self._packed_linear(packed, bias)
 
-    def _count_saved(self, packed: PackedWeight | PackedStack | Mxfp4Stack) -> None:
+    def _count(self, packed: PackedWeight | PackedStack | Mxfp4Stack) -> None:
         self.num_saved += math.prod(packed.shape) * self._dtype.itemsize - packed.nbytes
+        if not isinstance(packed, Mxfp4Stack):
+            self.packed_types.add(packed.format.type)
 
     def matrix(self, name: str) -> Tensor:
         return self._stack([name])
@@ -187,9 +187,7 @@ class WeightLoader:
             )
         for one in (first, second):
             if not isinstance(one, Tensor):
-                self._count_saved(one)
-            if isinstance(one, PackedStack):
-                self.packed_types.add(one.format.type)
+                self._count(one)
         return first, second
 
     def _expert_matrices(self, groups: list[list[str]], *, may_pack: bool) -> Stack:

@@ -108,9 +108,6 @@ class PackedWeight:
     ) -> None:
         num_outputs, num_bytes = codes.shape
         self.shape = torch.Size((num_outputs, num_bytes * format.codes_per_byte))
-        expected = (-(-num_outputs // format.group_rows), format.num_groups(self.shape[1]))
-        if scales.shape != expected:
-            raise ValueError(f"scales of {tuple(scales.shape) = } do not match {tuple(self.shape) = } in {format}")
         self.codes = codes  # [O, I] uint8, or [O, I / 2] in blocks of PAIRED weights
         self.scales = scales  # [ceil(O / group rows), G] fp16 or fp32
         self.zeros = zeros  # the same shape, uint8 or fp16
@@ -386,8 +383,6 @@ class Mxfp4Stack:
 
     def __init__(self, codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
         num_experts, num_outputs, num_groups = exponents.shape
-        if codes.shape != (num_experts, num_outputs, num_groups * GROUP // 2):
-            raise ValueError(f"codes of {tuple(codes.shape) = } do not match {tuple(exponents.shape) = }")
         self.codes = codes  # [N, O, I / 2] uint8
         self.exponents = exponents  # [N, O, I / 32] uint8
         self.dtype = dtype  # of decoded weights
@@ -441,13 +436,8 @@ class PackedStack:
     __slots__ = ("shape", "whole")
 
     def __init__(self, whole: PackedWeight, num_experts: int) -> None:
-        num_outputs, rest = divmod(len(whole), num_experts)
-        if rest or num_outputs % whole.format.group_rows:
-            raise ValueError(f"{tuple(whole.shape) = } in {whole.format} do not hold matrices of {num_experts = }")
-        if not has_kernels(whole.format):
-            raise ValueError(f"experts in {whole.format} have no kernels")
         self.whole = whole  # [N * O, I]: the matrices one below the other
-        self.shape = torch.Size((num_experts, num_outputs, whole.shape[1]))
+        self.shape = torch.Size((num_experts, len(whole) // num_experts, whole.shape[1]))
 
     @classmethod
     def empty(cls, num_experts: int, num_outputs: int, num_inputs: int, format: PackedFormat, dtype: torch.dtype,

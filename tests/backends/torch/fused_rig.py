@@ -54,11 +54,6 @@ def fused_runner(
 
 class FusedRig(Rig):
     def __init__(self, path: Path, **settings: Any) -> None:
-        runner = fused_runner(path, **settings)
-        self.config = EngineConfig()
-        self.runner = runner
-        self.engine = Engine(runner, make_scheduler(runner, self.config))
-        self.vocab_size = self.engine.capacity.vocab_size
-        self.num_copies = self.num_computed = 0
-        self.engine.on_plan = self._count
-        self._num_requests = 0
+        self.runner = fused_runner(path, **settings)
+        config = EngineConfig()
+        self.use(Engine(self.runner, make_scheduler(self.runner, config)), config)

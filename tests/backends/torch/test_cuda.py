@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,12 @@ import pytest
 import torch
 
 from quire.backends.sampling import BROKEN
-from quire.backends.torch import attention_work, cuda, fused_linear, graphs, inputs
+from quire.backends.torch import attention_work, cuda, graphs, inputs
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import SeqSlice, StepPlan
 from tests.backends.torch.families import EVERY_FAMILY, MORE_FAMILIES, STATE_FAMILIES, Reference
 from tests.backends.torch.fused_rig import FusedRig
-from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig, same_rows
-from tests.selection import mostly_nightly
 
 TOLERANCE = 2e-4  # of log-probabilities, fp32
 
@@ -169,47 +165,6 @@ def test_graphs_pad_without_touching_anything(llama: Reference) -> None:
         check(llama, tokens, answers[request_id])
     assert not any(pool[:, 0].any() for pool in rig.runner.store.pools.values())  # the null block
     assert int((rig.runner.store.layers[0].flatten(1).abs().sum(1) > 0).sum()) <= 5
-
-
-PRODUCTS = ["row_product", "tile_product"]
-
-
-@pytest.mark.parametrize("name", mostly_nightly(["llama with biases", "gemma3"], 1))
-def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of one and three rows, in a model wide enough for them. Gemma norms the parts before they are added."""
-    sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1}
-    products = PRODUCTS
-    if name == "gemma3":
-        sizes |= {"intermediate_size": 512, "layer_types": ["full_attention"]}
-    else:  # narrow: no parts
-        products = [product for product in PRODUCTS if product != "product_in_parts"]
-    reference = small(name, tmp_path, **sizes)
-    rig = FusedRig(tmp_path, max_num_seqs=3)
-    used: Counter[str] = Counter()
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            used[function.__name__] += 1
-            return function(*args)
-
-        return call
-
-    for product in PRODUCTS:
-        monkeypatch.setattr(fused_linear, product, counted(getattr(fused_linear, product)))
-    prompts = [prompt(4, 1), prompt(5, 2), prompt(6, 3)]
-    ids = [rig.start(tokens, 2) for tokens in prompts]
-    rig.run(*ids)
-    assert not used  # without a graph the library's products are used
-    prepare(rig)
-    assert set(used) == set(products)
-    rig.reset()
-    before = used.copy()
-    ids = [rig.start(prompts[0], 2), rig.start(prompts[1], 2), rig.start(prompts[2], 3)]  # three rows, then one
-    answers = rig.run(*ids)
-    if DEVICE == "cpu":  # a graph is replayed by calling; on a GPU no function is called
-        assert all(used[product] > before[product] for product in products)
-    for request_id, tokens in zip(ids, prompts, strict=True):
-        check(reference, tokens, answers[request_id])
 
 
 # Sampling options, compared with the CPU runner

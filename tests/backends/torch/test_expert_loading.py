@@ -158,30 +158,6 @@ def mixture(folder: Path, **changes: Any) -> Checkpoint:
     return open_checkpoint(path, "dummy")
 
 
-def test_stacks_of_a_file_stay_packed(tmp_path: Path) -> None:
-    """transformers 5 saves the experts of FP8 models as stacks, with a stack of scales."""
-    arrays = moe_arrays()
-    meant = write_quantized(tmp_path, SMALL_BLOCKS, moe_config(), arrays)
-    tensors, _ = quantize_arrays(SMALL_BLOCKS, arrays)
-    stacked = {name: one for name, one in tensors.items() if ".experts." not in name}
-    for i in range(LAYERS):
-        prefix = f"model.layers.{i}.mlp.experts."
-        for ending, suffix in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
-            parts = {
-                part: [tensors[f"{prefix}{expert}.{part}_proj.{ending}"] for expert in range(EXPERTS)]
-                for part in ("gate", "up", "down")
-            }
-            pairs = zip(parts["gate"], parts["up"], strict=True)
-            both = np.stack([np.concatenate((gate.array, up.array)) for gate, up in pairs])
-            stacked[f"{prefix}gate_up_proj{suffix}"] = Stored(parts["up"][0].dtype, both)
-            down = np.stack([one.array for one in parts["down"]])
-            stacked[f"{prefix}down_proj{suffix}"] = Stored(parts["down"][0].dtype, down)
-    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors(stacked))
-    for stack, want in zip(stacks_of(load(open_checkpoint(tmp_path))), file_stacks(meant), strict=True):
-        assert stack.format == PackedFormat(CodeType.FP8, 32, 32)
-        torch.testing.assert_close(dense(stack), want)
-
-
 Q4_K = PackedFormat(CodeType.INT4, 1, 32, has_zeros=True, has_half_zeros=True)
 Q5_K, Q6_K = replace(Q4_K, type=CodeType.INT8), PackedFormat(CodeType.INT8, 1, 16)
 MINIMA = {

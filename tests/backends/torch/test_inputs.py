@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -21,7 +20,6 @@ from quire.backends.torch.graphs import (
     Kind,
     StepGraphs,
     graph_sizes,
-    mixed_sizes,
 )
 from quire.backends.torch.inputs import (
     BlockTables,
@@ -73,20 +71,6 @@ class Device:
         self.flat[places] = blocks
         assert np.array_equal(self.flat.reshape(self.tables.host.shape), self.tables.host)
         return blocks
-
-
-def test_only_new_table_entries_are_sent() -> None:
-    device = Device(BlockTables(4, 8, 4, CPU))
-    table = [11, 12]
-    assert device.update(piece(2, table, 0, 5)) == [11, 12]
-    assert device.tables.host[2, :3].tolist() == [11, 12, 0]
-    assert device.update(piece(2, table, 5, 2)) == []
-    table += [13, 14, 15]  # beyond the computed tokens: not needed yet
-    assert device.update(piece(2, table, 7)) == []
-    assert device.update(piece(2, table, 8)) == [13]
-    assert device.update(piece(2, table, 9, 8)) == [14, 15]
-    assert device.tables.host[2, :6].tolist() == [11, 12, 13, 14, 15, 0]
-    assert not device.tables.host[[0, 1, 3]].any()
 
 
 def test_tables_follow_random_requests() -> None:
@@ -461,18 +445,6 @@ def test_a_graph_of_few_rows_is_captured_again_once_its_kernels_are_compiled() -
     assert not graphs.prepare()
 
 
-def test_a_graph_is_captured_again_under_constant_load() -> None:
-    graphs = Graphs([8])
-    graphs.is_compiled = False
-    early = [graphs.find(Layout(3, 4, 0), has_parts=True) for _ in range(MAX_MISSES)][-1]
-    assert early is not None
-    assert graphs.find(Layout(3, 4, 0), has_parts=True) is early
-    graphs.is_compiled = True
-    later = graphs.find(Layout(3, 4, 0), has_parts=True)
-    assert later is not early
-    assert graphs.find(Layout(3, 4, 0), has_parts=True) is later
-
-
 def test_a_failed_second_capture_keeps_the_first_graph() -> None:
     graphs = Graphs([8])
     graphs.is_compiled = False
@@ -503,15 +475,6 @@ def test_a_step_with_prompts_uses_the_smallest_mixed_graph_that_holds_it() -> No
     assert Graphs([4], mixed=[]).find_mixed(Layout(3, 3, 1), 1) is None
 
 
-@pytest.mark.parametrize("max_rows", [0, 31, 32, 100, 512, 2048, 10_000])
-def test_sizes_of_mixed_graphs(max_rows: int) -> None:
-    sizes = mixed_sizes(max_rows)
-    assert list(sizes) == sorted(set(sizes))
-    assert max(sizes, default=0) <= max_rows
-    for low, high in itertools.pairwise(sizes):
-        assert high <= 2 * low  # little padding
-
-
 def test_a_failed_capture_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
     graphs = Graphs([1, 4])
     graphs.is_short_of_memory = True
@@ -523,21 +486,6 @@ def test_a_failed_capture_is_not_repeated(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2 * MAX_MISSES):
         assert graphs.find(Layout(3, 4, 0), has_parts=True) is None
     assert graphs.find(Layout(1, 1, 0), has_parts=True) is not None
-
-
-def test_a_replay_reads_the_current_inputs() -> None:
-    graphs = Graphs([2, 4])
-    graphs.inputs.fill_(77)  # left from the previous step
-    while graphs.prepare():
-        pass
-    graph = graphs.find(Layout(3, 3, 0), has_parts=True)
-    assert graph is not None
-    inputs = graph.layout.carve(graphs.inputs)
-    assert inputs.batch_indices.tolist() == [-1] * 4  # captured on padding
-    assert not inputs.narrow[:, 1].any()
-    inputs.tokens.copy_(torch.tensor([5, 6, 7, 0]))
-    graph.recording.replay()
-    assert graphs.seen == [5, 6, 7, 0]
 
 
 def test_inputs_of_sampling_fit_after_the_inputs_of_every_graph() -> None:

@@ -180,8 +180,3 @@ def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest
             torch.empty(num_rows, 32, dtype=dtype, device="meta"),
         )
     assert launches.forms == ahead
-
-
-def test_shapes_must_match() -> None:
-    with pytest.raises(ValueError, match="do not match"):
-        Mxfp4Stack(torch.zeros(1, 2, 17, dtype=torch.uint8), torch.zeros(1, 2, 1, dtype=torch.uint8), FP32)

@@ -17,13 +17,12 @@ from quire.backends.torch.build import make_runner
 from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import WeightLoader, packed_format, weight_bytes
-from quire.backends.torch.models.decoder import DecoderLayer, DecoderModel, DenseMlp, RoutedMlp
+from quire.backends.torch.models.decoder import DecoderLayer, DecoderModel, DenseMlp
 from quire.backends.torch.packed import (
     FP8_PER_OUTPUT,
     INT4_IN_GROUPS,
     JoinedLinear,
     PackedLinear,
-    PackedWeight,
     decoded,
     format_of,
     pack,
@@ -282,19 +281,6 @@ def test_packed_files_are_not_quantised_again(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_config("gpt_oss", tmp_path), "dummy")
     with pytest.raises(InvalidRequest, match="quantised already, to MXFP4"):
         make_runner(checkpoint, BackendOptions(device="cpu", quantize=8))
-
-
-def test_routers_are_not_quantised(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_config("qwen3_moe", tmp_path), "dummy")
-    weights = load(checkpoint, FP32, quantize_bits=8)
-    mlp = weights.layers[0].mlp
-    assert isinstance(mlp, RoutedMlp)
-    assert not isinstance(mlp.router, PackedLinear)
-
-
-def test_shapes_must_match() -> None:
-    with pytest.raises(ValueError, match="do not match"):
-        PackedWeight(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(3, 1), None, None, FP8_PER_OUTPUT, FP32)
 
 
 def test_older_gpus_decode_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,6 @@ def test_chunks_end_where_states_are_stored() -> None:
     assert sequences == [[0, 3], [3, 4]]
 
 
-def test_an_empty_step_has_empty_arrays() -> None:
-    assert [array.shape for array in plan_states([], 0)] == [(0, 2), (0, 6), (0, 2)]
-
-
 def test_no_step_exceeds_the_largest_number_of_chunks() -> None:
     rng = random.Random(0)
     for _ in range(200):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.backends.support import describe_error, find_transformers_problem
-from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
+from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.fields import member, read_json
 from quire.weights.opening import DummyCheckpoint
@@ -136,7 +136,8 @@ def _refuse_stateful(transformers: Any, config: Any, source: str) -> None:
 def load_hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
     """Load a model and its weights. Raises UnsupportedModel with what is wrong."""
     source = str(checkpoint.path)
-    transformers = _import_transformers()
+    import transformers
+
     if not checkpoint.path.is_dir():
         raise UnsupportedModel(f"{source}: transformers runs folders of safetensors, not GGUF files")
     problem = find_transformers_problem(read_json(member(checkpoint.path, "config.json")))
@@ -161,14 +162,6 @@ def load_hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
             problem = describe_error(error, f"its {type(config).__name__} fails with these settings")
             raise UnsupportedModel(f"{source}: transformers does not load it: {problem}") from error
     return model.eval().requires_grad_(False)
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtra.of("a model that quire has no equations for", "transformers") from None
-    return transformers
 
 
 def silence(model: nn.Module) -> None:

@@ -112,7 +112,8 @@ class PagedAttention:
         call = next(self._calls)
         assert call.module is module, "attention is called in another order than in the trial"
         size = call.heads.head_size
-        out = self.step.attend_rotated(_rows(q, size), _rows(k, size), _rows(v, size), call.heads)  # [T, H * D]
+        qkv = torch.cat([_rows(one, size) for one in (q, k, v)], 1)  # [T, H + 2K, D]
+        out = self.step.attend(qkv.view(len(qkv), -1), call.heads)  # [T, H * D]
         return out.view(1, len(out), -1, size)[..., : call.value_size]
 
 
