@@ -154,6 +154,14 @@ class Ranks(NamedTuple):
         return result
 
 
+def add_prompt_logprobs(
+    found: dict[int, PromptLogprobs], index: int, first: int, entries: tuple[TokenLogprobs, ...]
+) -> None:
+    """Add logprobs of prompt tokens from position `first` on to those before, of the slice with that index."""
+    earlier = found.get(index, PromptLogprobs(first, ()))
+    found[index] = earlier._replace(entries=earlier.entries + entries)
+
+
 def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:
     return PromptLogprobs(start, tuple(entry for part in parts for entry in part))
 

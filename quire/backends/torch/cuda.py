@@ -27,10 +27,9 @@ from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.sampling import (
     Ranks,
     SampledRows,
+    add_prompt_logprobs,
     broken_slices,
-    join_prompt_logprobs,
     make_result,
-    prompt_parts,
     sampled_pieces,
 )
 from quire.backends.torch.attention_work import Sizes, max_wide_tiles
@@ -368,14 +367,15 @@ class CudaRunner(BaseRunner):
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, int, tuple[int, ...], Ranks]]:
         """Return logprobs of the prompt tokens after a slice's positions: a position's logits predict the next."""
-        found = []
-        for place, piece in enumerate(step.slices):
-            first_row = int(step.last_rows[place]) + 1 - piece.length
-            for row, tokens in prompt_parts(piece):
-                raw = self.model.logits(hidden[first_row + row : first_row + row + len(tokens)])
-                ranked = rank_prompt(raw, tokens, piece.sampling.prompt_logprobs or 0)
-                found.append((step.order[place], piece.start + 1 + row, tokens, ranked))
-        return found
+        return [
+            (
+                step.order[place],
+                first,
+                tokens,
+                rank_prompt(raw, tokens, step.slices[place].sampling.prompt_logprobs or 0),
+            )
+            for place, first, tokens, raw in self.prompt_rows(step.slices, step.last_rows.tolist(), hidden)
+        ]
 
     # Sampling
 
@@ -448,10 +448,7 @@ class CudaRunner(BaseRunner):
             tokens += chosen[:num_rows]
             flags += found[:num_rows]
             for index, first, known, ranked in one.prompts:
-                entries = tuple(ranked.read(known).values())
-                earlier = prompts.get(index)
-                parts = (entries,) if earlier is None else (earlier.entries, entries)
-                prompts[index] = join_prompt_logprobs(first if earlier is None else earlier.start, parts)
+                add_prompt_logprobs(prompts, index, first, tuple(ranked.read(known).values()))
         rows = SampledRows(indices, tokens, [flag & 1 for flag in flags], [flag & 2 for flag in flags], logprobs)
         if any(piece.num_drafts for piece in step.slices):
             rows = _in_order(rows, [row for one in step.passes for row in one.rows], step.failures)

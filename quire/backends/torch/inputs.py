@@ -147,7 +147,7 @@ class Step(NamedTuple):
     @property
     def layout(self) -> Layout:
         num_rows, *lengths = map(len, (*self.work, *self.window_work, *self.states))
-        return Layout(num_rows - 1, *lengths, num_rows - 1 if any(lengths[2:]) else 0)
+        return Layout._make((num_rows - 1, *lengths, num_rows - 1 if any(lengths[2:]) else 0))
 
     def write(self, inputs: StepInputs) -> None:
         """Write into arrays that may be longer; the rest is padding."""

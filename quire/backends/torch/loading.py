@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -109,13 +110,7 @@ class WeightLoader:
 
     def linear(self, prefix: str, *roles: str, has_bias: bool = False) -> Linear:
         """Load matrices with the same input, stacked along their outputs."""
-        names = [f"{prefix}{role}" for role in roles]
-        bias = self._stack([f"{name}.bias" for name in names]) if has_bias else None
-        parts, first = [], 0
-        for run in self._runs(names):
-            last = first + sum(self._checkpoint.tensors[f"{name}.weight"].shape[0] for name in run.names)
-            parts.append(self._part(run, None if bias is None else bias[first:last]))
-            first = last
+        parts = [self._part(run, has_bias=has_bias) for run in self._runs([f"{prefix}{role}" for role in roles])]
         return parts[0] if len(parts) == 1 else JoinedLinear(parts)
 
     def _runs(self, names: list[str]) -> list[_Run]:
@@ -136,8 +131,9 @@ class WeightLoader:
         format = format_of(matrices) if matrices else None
         return _Run(names, matrices, format if format and self._packed_linear.holds(format) else None)
 
-    def _part(self, run: _Run, bias: Tensor | None) -> Linear:
+    def _part(self, run: _Run, *, has_bias: bool) -> Linear:
         """Load matrices of one format. Keep them packed, or decode them if the kernels do not know their format."""
+        bias = self._stack([f"{name}.bias" for name in run.names]) if has_bias else None
         if not run.matrices:
             weight = self._stack([f"{name}.weight" for name in run.names])
             if self._quantized is not None and is_quantized(run.names[0]) and self._quantized.fits(weight.shape[1]):
@@ -215,22 +211,27 @@ class WeightLoader:
     def _packed(self, groups: list[list[str]]) -> PackedStack | None:
         """Load matrices that are packed in the file, or return None if they have no common format with kernels."""
         stack: PackedStack | None = None
-        for expert, group in enumerate(groups):
+        for expert, first, name in self._places(groups):
+            if (matrix := self._checkpoint.read_packed(name)) is None:
+                return None
+            format = stack_format(matrix)
+            is_other = format and stack and stack.format.without_zeros != format.without_zeros
+            if format is None or is_other or not self._packed_linear.holds(format):
+                self._log_decoded(f"experts in {matrix.type} in groups of {matrix.group}")
+                return None
+            if stack is None:
+                stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self.device)
+            stack.set_rows(expert, first, matrix)
+            self._report(self._checkpoint.tensors[name].num_bytes)
+        return stack
+
+    def _places(self, groups: list[list[str]]) -> Iterator[tuple[int, int, str]]:
+        """Yield the number of the group of each tensor, its first row in the group, and its name."""
+        for number, group in enumerate(groups):
             first = 0
             for name in group:
-                if (matrix := self._checkpoint.read_packed(name)) is None:
-                    return None
-                format = stack_format(matrix)
-                is_other = format and stack and stack.format.without_zeros != format.without_zeros
-                if format is None or is_other or not self._packed_linear.holds(format):
-                    self._log_decoded(f"experts in {matrix.type} in groups of {matrix.group}")
-                    return None
-                if stack is None:
-                    stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self.device)
-                stack.set_rows(expert, first, matrix)
-                first += matrix.shape[0]
-                self._report(self._checkpoint.tensors[name].num_bytes)
-        return stack
+                yield number, first, name
+                first += self._checkpoint.tensors[name].shape[0]
 
     def _check_held(self, format: PackedFormat) -> None:
         if not self._packed_linear.holds(format):
@@ -245,7 +246,7 @@ class WeightLoader:
         self._check_held(format)
         stack = PackedStack.empty(*shape, format, self._dtype, self.device)
         if isinstance(self._checkpoint, DummyCheckpoint):
-            stack.invent(self._random, DUMMY_STD)
+            stack.whole.invent(self._random, DUMMY_STD)
             self._report(sum(self._checkpoint.tensors[name].num_bytes for group in groups for name in group))
             return stack
         for expert, group in enumerate(groups):
@@ -261,18 +262,12 @@ class WeightLoader:
         stack = Mxfp4Stack.empty(*self._stack_shape(groups), self._dtype, self.device)
         if isinstance(self._checkpoint, DummyCheckpoint):
             stack.invent(self._random, DUMMY_STD)
-        num_bytes = 0
-        for expert, group in enumerate(groups):
-            first = 0
-            for name in group:
-                info = self._checkpoint.tensors[name]
-                if not isinstance(self._checkpoint, DummyCheckpoint):
-                    stack.set_rows(expert, first, self._checkpoint.read(name))
-                first += info.shape[0]
-                num_bytes += info.num_bytes
+        else:
+            for expert, first, name in self._places(groups):
+                stack.set_rows(expert, first, self._checkpoint.read(name))
         if int(stack.exponents.max()) > MAX_EXPONENT:
             return None
-        self._report(num_bytes)
+        self._report(sum(self._checkpoint.tensors[name].num_bytes for group in groups for name in group))
         return stack
 
     def norm(self, name: str) -> Tensor:
@@ -286,13 +281,11 @@ class WeightLoader:
         shapes = [self._checkpoint.tensors[name].shape for name in names]
         num_rows = sum(shape[0] for shape in shapes)
         out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self.device)
-        first = 0
-        for name, shape in zip(names, shapes, strict=True):
+        for (_, first, name), shape in zip(self._places([names]), shapes, strict=True):
             if (packed := self._checkpoint.read_packed(name)) is not None:  # a matrix that has no packed product
                 out[first : first + shape[0]].copy_(decoded(packed))
             elif not isinstance(self._checkpoint, DummyCheckpoint):
                 out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
-            first += shape[0]
             self._report(self._checkpoint.tensors[name].num_bytes)
         if isinstance(self._checkpoint, DummyCheckpoint):
             self._invent(out, names[0])

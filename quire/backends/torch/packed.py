@@ -492,10 +492,6 @@ class PackedStack:
         if whole.zeros is not None:
             whole.zeros[scale_rows] = self.format.default_zero if part.zeros is None else part.zeros
 
-    def invent(self, random: torch.Generator, std: float) -> None:
-        """Fill with random weights of about this standard deviation."""
-        self.whole.invent(random, std)
-
 
 Stack = Tensor | Mxfp4Stack | PackedStack  # one matrix of every expert
 

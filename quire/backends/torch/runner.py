@@ -7,7 +7,7 @@ the runner of GPUs has in common with that of CPUs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from quire.backends.base import DEFAULT_MAX_CHUNK, BlockIO, Capacity, RunnerFact
 from quire.backends.block_io import HostBlockIO, counts_of
 from quire.backends.sampling import (
     SampledRows,
+    add_prompt_logprobs,
     broken_slices,
-    join_prompt_logprobs,
     make_result,
     prompt_parts,
     sampled_pieces,
@@ -30,7 +30,7 @@ from quire.backends.torch.block_io import host_pools, torch_layout
 from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.sampling import Sampled, rank_tokens, sample
-from quire.core.step import PromptLogprobs, StepPlan, StepResult
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 MAX_DRAFTS = 15  # of a slice
@@ -77,27 +77,30 @@ class BaseRunner:
             **store.facts(),
         )
 
+    def prompt_rows(
+        self, slices: Sequence[SeqSlice], last_rows: Sequence[int], hidden: Tensor
+    ) -> Iterator[tuple[int, int, tuple[int, ...], Tensor]]:
+        """Yield prompt tokens whose logprobs are wanted: place of the slice, first position, tokens, logits [N, V]."""
+        for place, piece in enumerate(slices):
+            first_row = int(last_rows[place]) + 1 - piece.length
+            for row, tokens in prompt_parts(piece):
+                raw = self.model.logits(hidden[first_row + row : first_row + row + len(tokens)])
+                yield place, piece.start + 1 + row, tokens, raw
+
     def layout(self) -> str:
         return torch_layout(self.kind, self.model, self.store, self._capacity.max_model_len)
 
 
-@dataclass(frozen=True, slots=True)
-class _Forwarded:
-    """A forward pass that has not been sampled."""
+@dataclass(slots=True)
+class _Step:
+    """A forward pass that has not been collected."""
 
     batch: Batch
     rows: tuple[int, ...]  # [S]: index of the batch's slice of each row that is sampled
     logits: Tensor | None  # [S, V]
     is_sound: Tensor  # [slices]: whether the last hidden state is finite
     prompt_logprobs: Mapping[int, PromptLogprobs]  # by index of the plan's slices
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step that has been sampled but not collected."""
-
-    forwarded: _Forwarded
-    sampled: Sampled | None
+    sampled: Sampled | None = None
 
 
 class TorchRunner(BaseRunner):
@@ -123,7 +126,7 @@ class TorchRunner(BaseRunner):
             max_drafts=MAX_DRAFTS,
         )
         self._last_samples = torch.zeros(max_num_seqs, dtype=torch.int64, device=store.device)
-        self._forwarded: _Forwarded | None = None
+        self._forwarded: _Step | None = None
         self._steps: deque[_Step] = deque()
         self._block_io: HostBlockIO | None = None
 
@@ -155,7 +158,7 @@ class TorchRunner(BaseRunner):
             logits = self.model.logits(hidden if is_all else hidden[wanted]).float()
         # A NaN anywhere in a context reaches its last row, so this check also covers prompts in progress.
         is_sound = torch.isfinite(hidden[list(batch.last_rows)].float().sum(-1))
-        self._forwarded = _Forwarded(batch, rows, logits, is_sound, self._prompt_logprobs(batch, hidden))
+        self._forwarded = _Step(batch, rows, logits, is_sound, self._prompt_logprobs(batch, hidden))
 
     @torch.inference_mode()
     def sample(self, masks: TokenMasks | None) -> None:
@@ -163,33 +166,32 @@ class TorchRunner(BaseRunner):
         if forwarded is None:
             raise InvariantViolation("sample without a forward pass")
         self._forwarded = None
-        sampled = None
         if forwarded.logits is not None:
             batch = forwarded.batch
             pieces = [one for piece in batch.slices if piece.wants_token for one in sampled_pieces(piece)]
             last_tokens = batch.tokens[_sampled_rows(batch)]
-            sampled = sample(forwarded.logits, pieces, last_tokens, masks)
-            self._last_samples[[piece.batch_index for piece in pieces]] = sampled.tokens
-        self._steps.append(_Step(forwarded, sampled))
+            forwarded.sampled = sample(forwarded.logits, pieces, last_tokens, masks)
+            self._last_samples[[piece.batch_index for piece in pieces]] = forwarded.sampled.tokens
+        self._steps.append(forwarded)
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
         if not self._steps:
             raise InvariantViolation("collect with no step in flight")
         step = self._steps.popleft()
-        batch, sampled = step.forwarded.batch, step.sampled
+        batch, sampled = step.batch, step.sampled
         rows = None
         if sampled is not None:
             chosen = sampled.tokens.tolist()
             ranked = {} if sampled.logprobs is None else sampled.logprobs.read(chosen)
             broken, blocked = sampled.is_broken.tolist(), sampled.is_blocked.tolist()
-            indices = [batch.order[row] for row in step.forwarded.rows]
+            indices = [batch.order[row] for row in step.rows]
             rows = SampledRows(indices, chosen, broken, blocked, ranked)
-        unsound = [batch.order[row] for row, is_sound in enumerate(step.forwarded.is_sound.tolist()) if not is_sound]
+        unsound = [batch.order[row] for row, is_sound in enumerate(step.is_sound.tolist()) if not is_sound]
         plan = list(batch.slices)
         for place, index in enumerate(batch.order):
             plan[index] = batch.slices[place]
-        result = make_result(plan, unsound, rows, step.forwarded.prompt_logprobs)
+        result = make_result(plan, unsound, rows, step.prompt_logprobs)
         for index in broken_slices(result):
             self.store.purge(batch.slices[batch.order.index(index)])
         return result
@@ -205,13 +207,9 @@ class TorchRunner(BaseRunner):
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> Mapping[int, PromptLogprobs]:
         """Return logprobs of the prompt tokens after a slice's positions: a position's logits predict the next."""
         result: dict[int, PromptLogprobs] = {}
-        for place, piece in enumerate(batch.slices):
-            first_row, parts = batch.last_rows[place] + 1 - piece.length, []
-            for row, tokens in prompt_parts(piece):
-                raw = self.model.logits(hidden[first_row + row : first_row + row + len(tokens)]).float()
-                parts.append(rank_tokens(raw, tokens, piece.sampling.prompt_logprobs or 0))
-            if parts:
-                result[batch.order[place]] = join_prompt_logprobs(piece.start + 1, parts)
+        for place, first, tokens, raw in self.prompt_rows(batch.slices, batch.last_rows, hidden):
+            ranked = rank_tokens(raw.float(), tokens, batch.slices[place].sampling.prompt_logprobs or 0)
+            add_prompt_logprobs(result, batch.order[place], first, ranked)
         return result
 
 

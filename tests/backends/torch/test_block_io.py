@@ -263,7 +263,7 @@ class World:
         for ref in self.choose(num_pieces):
             value = self.rng.randrange(256)
             self.contents[ref] = bytes([value]) * len(self.contents[ref])
-            self.device.steps.enqueue(lambda ref=ref, value=value: self.fill(ref, value))  # type: ignore[misc]
+            self.device.steps.enqueue(lambda ref=ref, value=value: self.fill(ref, value))
 
     def choose(self, num_pieces: int) -> list[MemoryRef]:
         """Return pieces that are not being imported."""

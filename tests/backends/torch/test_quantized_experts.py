@@ -71,7 +71,7 @@ def random_stack(shape: tuple[int, int, int], format: PackedFormat, dtype: torch
     """Make a stack whose scales and zeros all differ."""
     random = torch.Generator(DEVICE).manual_seed(seed)
     stack = PackedStack.empty(*shape, format, dtype, DEVICE)
-    stack.invent(random, shape[2] ** -0.5)
+    stack.whole.invent(random, shape[2] ** -0.5)
     scales = stack.whole.scales
     scales.mul_((0.5 + torch.rand(scales.shape, generator=random, device=DEVICE)).to(scales.dtype))
     return stack

@@ -30,7 +30,7 @@ class Siblings:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._inputs: dict[nn.Linear, list[Tensor]] = {}  # kept alive: compared by identity
+        self.inputs: dict[nn.Linear, list[Tensor]] = {}  # kept alive: compared by identity
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -47,21 +47,18 @@ class Siblings:
 
     def _record(self, module: Any, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
-            self._inputs.setdefault(module, []).append(args[0])
+            self.inputs.setdefault(module, []).append(args[0])
 
     def groups(self) -> list[list[nn.Linear]]:
         """Return the linears of the same module that were called once, with the same tensor, in the order of calls."""
         found: dict[tuple[int, int, bool, torch.dtype, torch.device], list[nn.Linear]] = {}
         parents = {child: parent for parent in self._model.modules() for child in parent.children()}
-        for linear, inputs in self._inputs.items():
+        for linear, inputs in self.inputs.items():
             if len(inputs) == 1 and linear in parents:
                 weight, has_bias = linear.weight, linear.bias is not None
                 kind = (id(parents[linear]), id(inputs[0]), has_bias, weight.dtype, weight.device)
                 found.setdefault(kind, []).append(linear)
         return [group for group in found.values() if len(group) > 1 and _can_merge(group)]
-
-    def clear(self) -> None:
-        self._inputs.clear()
 
 
 def _can_merge(group: list[nn.Linear]) -> bool:
@@ -111,7 +108,7 @@ def _merge(parts: list[Any]) -> Tensor:
 def merge_siblings(siblings: Siblings) -> int:
     """Merge what was recorded; return the number of merged products."""
     groups = siblings.groups()
-    siblings.clear()
+    siblings.inputs.clear()
     for group in groups:
         MergedLinear(group)
     return len(groups)

@@ -22,7 +22,7 @@ from quire.backends import support
 from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
-from quire.backends.torch.batch import Batch, build_batch
+from quire.backends.torch.batch import build_batch
 from quire.backends.torch.forward_pass import Pass
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models import hf_modules
@@ -304,17 +304,6 @@ def _record(
     return Body(*found[0])
 
 
-class _MovedPass(ReferencePass):
-    """A pass whose requests begin at given positions, without the keys of the positions before."""
-
-    def __init__(self, batch: Batch, store: KVStore, starts: Tensor) -> None:
-        super().__init__(batch, store)
-        self._starts = starts  # of each row
-
-    def positions(self) -> Tensor:
-        return super().positions() + self._starts
-
-
 def _try_model(
     model: TransformersModel, prompts: Sequence[list[int]], expected: Sequence[Tensor], starts: Sequence[int]
 ) -> str:
@@ -326,7 +315,9 @@ def _try_model(
         for slices in support.make_steps(prompts):
             batch = build_batch(slices, store, model.kv_spec.windows, samples)
             rows = [starts[index] for index in batch.order for _ in range(slices[index].length)]
-            step = _MovedPass(batch, store, torch.tensor(rows, device=model.device))
+            # The requests begin at given positions, without the keys of the positions before.
+            moved = batch.positions + torch.tensor(rows, device=model.device)
+            step = ReferencePass(replace(batch, positions=moved), store)
             hidden = model.forward(step)[list(batch.last_rows)]
             model.choose_head(hidden)
             model.is_capturable = model.is_capturable and not _waits_for_device(model, step, hidden)
