@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from operator import sub
 
 import torch
 import triton
@@ -109,18 +108,14 @@ def _make_runner(
     progress: Progress | None,
 ) -> CudaRunner:
     max_num_seqs = options.max_num_seqs or MAX_SEQS
-    clock = [time.monotonic()]
     _refuse_delta_nets(checkpoint.spec)
     model = load_model(
         checkpoint, dtype, device, max_model_len, progress, FusedLinear, FusedPackedLinear, options.quantize
     )
-    clock.append(time.monotonic())
     compiling.wait_first()
-    clock.append(time.monotonic())
     if model.spec.family != OTHER:
         kv_type = options.kv_cache_dtype
         launch(first_calls(model.spec, dtype, options.block_size, device, has_fp8_kv=kv_type == "fp8"), device)
-    clock.append(time.monotonic())
     step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.num_layer_weights), max_num_seqs)
     graph_tokens = min(_num_tokens_within(LAUNCH_S, model.num_layer_weights), MAX_GRAPH_TOKENS, step_tokens)
     request = memory_request(model, options, dtype, max_model_len, max_num_seqs, step_tokens, has_overlap=True)
@@ -142,8 +137,6 @@ def _make_runner(
     )
     free, total = torch.cuda.mem_get_info(device)
     memory = request.divide(free - reserved, free - reserved - int(MARGIN * total))
-    clock.append(time.monotonic())
-    log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
     log.info("a prompt token takes %.2f us in a large step", 1e6 * token_s)
     log.info("a step needs up to %.2f GB, with graphs and rarer requests %.2f GB", needed / 1e9, reserved / 1e9)
     return CudaRunner(

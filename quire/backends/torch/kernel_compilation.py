@@ -50,6 +50,7 @@ from quire.backends.torch.kernels.elementwise import (
 from quire.backends.torch.kernels.linear import PARTS
 from quire.backends.torch.kernels.packed_products import is_unscaled
 from quire.backends.torch.kernels.rope import rope_store
+from quire.backends.torch.kernels.routed_experts import Calls as Calls
 from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.backends.torch.layers import Fp8Inputs, Fp8Product, Linear, Outputs
@@ -73,8 +74,6 @@ PATIENCE_S = 60
 LATER_NICE = 19
 
 log = logging.getLogger(__name__)
-
-Calls = list[Callable[[], object]]  # each launches a kernel in the form a step uses, with no work
 
 
 class Compiling:

@@ -95,14 +95,6 @@ def pools_of(runner: Any) -> list[torch.Tensor]:
     return [*layers, *runner.store.state_pools()]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_types(tmp_path: Path, dtype: str) -> None:
-    small("qwen3_5", tmp_path)
-    runner = open_runner(tmp_path, dtype=dtype)
-    BlockIOContract().test_a_context_goes_on_elsewhere(runner)
-    runner.close()
-
-
 def test_layouts(tmp_path: Path) -> None:
     folders = [small("gemma3", tmp_path / "a").path, small("gemma3", tmp_path / "b", rms_norm_eps=1e-5).path]
     changes: list[tuple[Path, dict[str, Any]]] = [
@@ -162,33 +154,6 @@ class Copies:
             original(source, target)
 
         patch.setattr(cuda_block_io, "_copy", copy)
-
-
-@pytest.mark.usefixtures("small_staging")
-def test_more_pieces_than_staging_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = Stores()
-    io = stores.io()
-    assert (io.sizes.block, io.sizes.window, io.sizes.state) == (BLOCK, WINDOW, STATE)
-    assert io.pieces_per_step == 3  # window blocks
-    pieces = [
-        MemoryRef(kind, index) for kind, count in zip(MemoryKind, COUNTS, strict=True) for index in range(1, count)
-    ]
-    Random(0).shuffle(pieces)
-    contents = [Random(number).randbytes(io.sizes.of(ref.kind)) for number, ref in enumerate(pieces)]
-    buffers = allocate(io, pieces)
-    for buffer, content in zip(buffers, contents, strict=True):
-        buffer[:] = content
-    copies = Copies(monkeypatch)
-    wait(io.import_(pieces, buffers))
-    assert sum(copies.sizes) == sum(map(len, contents))
-    assert max(copies.sizes) <= 1200
-    assert [stores.store.layers[3][ref.index].cpu().numpy().tobytes() for ref in pieces if ref.kind == 0] == [
-        content for ref, content in zip(pieces, contents, strict=True) if ref.kind == 0
-    ]
-    for buffer in buffers:
-        buffer[:] = bytes(len(buffer))
-    wait(io.export(pieces, buffers))
-    assert [bytes(buffer) for buffer in buffers] == contents
 
 
 @pytest.mark.usefixtures("small_staging")

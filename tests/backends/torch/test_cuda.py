@@ -211,22 +211,6 @@ def test_samples_equal_those_of_the_reference(llama: Reference, has_graphs: bool
     judge.engine.close()
 
 
-def test_prompt_logprobs_in_chunks(llama: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.backends.sampling.PROMPT_ROWS", 7)  # positions at a time: a chunk needs several
-    rig = FusedRig(llama.path)
-    rig.reset(overlap=True, max_chunk_tokens=16)
-    tokens = prompt(40, 3)
-    asked, other = rig.start(tokens, 2, prompt_logprobs=160), rig.start(prompt(20, 4), 3)
-    answers = rig.run(asked, other)
-    assert sorted(answers[asked].prompt_rows) == list(range(1, 40))
-    assert not answers[other].prompt_rows
-    expected = llama.logprobs(tokens)
-    for position, row in answers[asked].prompt_rows.items():
-        assert float((row - expected[position - 1]).abs().max()) < TOLERANCE
-    check(llama, tokens, answers[asked])
-    check(llama, prompt(20, 4), answers[other])
-
-
 def test_a_step_that_does_not_fit_runs_in_halves(llama: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = FusedRig(llama.path)
     whole = cuda.CudaRunner._pass
@@ -247,9 +231,13 @@ def test_a_step_that_does_not_fit_runs_in_halves(llama: Reference, monkeypatch: 
     for request_id, tokens in zip(ids, prompts, strict=True):
         answer = answers[request_id]
         assert same_rows(answer, llama.logprobs(tokens + answer.tokens), len(tokens)) < TOLERANCE
+    monkeypatch.setattr("quire.backends.sampling.PROMPT_ROWS", 7)  # positions at a time: a prompt needs several
     alone = rig.answer(tokens := prompt(55, 7), 2, prompt_logprobs=160)  # a single prompt is cut along its length
-    assert same_rows(alone, llama.logprobs(tokens + alone.tokens), len(tokens)) < TOLERANCE
+    expected = llama.logprobs(tokens + alone.tokens)
+    assert same_rows(alone, expected, len(tokens)) < TOLERANCE
     assert sorted(alone.prompt_rows) == list(range(1, 55))
+    for position, row in alone.prompt_rows.items():
+        assert float((row - expected[position - 1]).abs().max()) < TOLERANCE
     ids = [rig.start(prompt(65, 8), 2), rig.start(prompt(10, 9), 2)]  # the first does not fit at all; the second does
     answers = rig.run(*ids)
     assert answers[ids[0]].error == cuda.NO_MEMORY

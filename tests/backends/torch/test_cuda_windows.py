@@ -90,35 +90,6 @@ def test_only_blocks_within_the_window_are_read(
     assert 0 < facts.window_bytes <= facts.kv_bytes
 
 
-def test_siblings_do_not_share_window_blocks(make_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four requests share the blocks of their prefix in layers with whole contexts, and no window blocks."""
-    monkeypatch.setattr(attention_work, "MIN_SHARED", 16)
-    head = random_tokens(40, 0)
-    tokens = [head + random_tokens(20, seed) for seed in range(4)]
-    whole = Driver(make_runner(is_reference=True), tokens)
-    runner = make_runner(num_window_blocks=40)
-    windows = Driver(runner, tokens)
-    for driver in (whole, windows):
-        for request in range(4):
-            if request and driver is windows:
-                driver.blocks.tables[request] = driver.blocks.tables[0][:5]
-            driver.step((request, 43), kv_start=40 if request and driver is windows else 0)
-    found: list[int] = []
-    arranged = runner._tables.group
-
-    def group(*args: Any) -> Any:
-        grouping = arranged(*args)
-        found.append(0 if grouping is None else len(grouping.siblings))
-        return grouping
-
-    monkeypatch.setattr(runner._tables, "group", group)
-    for _ in range(3):
-        for driver in (whole, windows):
-            driver.step(*((request, 1) for request in range(4)))
-    assert min(found) == 1
-    assert difference(whole, windows) <= BOUND
-
-
 def test_shared_keys_are_read_and_not_written(make_runner: Make) -> None:
     tokens = [random_tokens(60, 1)] * 2
     alone = Driver(make_runner(is_reference=True), tokens)

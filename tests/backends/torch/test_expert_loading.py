@@ -22,7 +22,7 @@ from quire.backends.torch.loading import (
     weight_bytes,
 )
 from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
-from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear, PackedStack
+from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear, PackedStack, decoded
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
@@ -147,7 +147,8 @@ def test_blocks_of_128(tmp_path: Path) -> None:
     assert isinstance(experts.gate_up, Tensor)
     assert isinstance(experts.down, Tensor)
     want = checkpoint.read_packed("layers.0.experts.5.up_proj.weight")
-    assert torch.equal(experts.gate_up[5, 192:], torch.from_numpy(decoded_rows(want)))
+    assert want is not None
+    assert torch.equal(experts.gate_up[5, 192:], decoded(want))
 
 
 def mixture(folder: Path, **changes: Any) -> Checkpoint:
@@ -185,13 +186,6 @@ def test_experts_with_minima_stay_packed_on_a_gpu(name: str, tmp_path: Path) -> 
             torch.testing.assert_close(dense(stack), whole, rtol=2e-3, atol=2e-4)  # rounded to fp16
     saved = sum(4 * stack.shape.numel() - stack.nbytes for stack in stacks_of(packed))
     assert packed.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
-
-
-def decoded_rows(matrix: PackedMatrix | None) -> NDArray[np.float32]:
-    from quire.weights.packed import dequantize
-
-    assert matrix is not None
-    return dequantize(matrix)
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "ct w4 act-order", "fp8 small blocks"])

@@ -142,15 +142,6 @@ def test_many_rows(num_rows: int, num_experts: int, num_chosen: int, size: int, 
 
 @pytest.mark.parametrize("num_rows", [1, 9])
 @pytest.mark.parametrize("activation", list(Activation))
-@pytest.mark.parametrize("renormalizes", [False, True])
-def test_options(num_rows: int, activation: Activation, renormalizes: bool) -> None:
-    experts = make_experts(5, 2, 32, 16, activation=activation, renormalizes=renormalizes, scale=2.5)
-    x, logits = make_rows(experts, num_rows)
-    assert_near(experts.fused(x, logits), exact(experts, x, logits), FP32)
-
-
-@pytest.mark.parametrize("num_rows", [1, 9])
-@pytest.mark.parametrize("activation", list(Activation))
 def test_biases_and_factors(num_rows: int, activation: Activation) -> None:
     experts = make_experts(5, 2, 32, 20, activation=activation, has_bias=True, has_expert_scales=True)
     x, logits = make_rows(experts, num_rows)
@@ -214,15 +205,6 @@ def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dt
     assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
     logits[1:, 3] = 10  # every other row chooses this expert
     assert torch.equal(experts.fused(x, logits)[0], whole[0])
-
-
-@pytest.mark.parametrize("num_rows", [3, 50])
-def test_all_rows_choose_the_same_experts(num_rows: int) -> None:
-    """The other experts have no rows."""
-    experts = make_experts(6, 2, 32, 16)
-    x, logits = make_rows(experts, num_rows)
-    logits[:, 2], logits[:, 5] = 10, 11
-    assert_near(experts.fused(x, logits), experts.reference(x, logits), FP32)
 
 
 def check_sorted(ids: Tensor, num_experts: int, tile_rows: int) -> None:

@@ -19,7 +19,6 @@ from quire.backends.torch.graphs import (
     WHOLE_SIZE,
     Kind,
     StepGraphs,
-    graph_sizes,
 )
 from quire.backends.torch.inputs import (
     BlockTables,
@@ -330,17 +329,6 @@ def test_staging_takes_turns_and_grows() -> None:
 
 
 # Graphs
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 15, 16, 17, 64, 65, 96, 100, 128, 256, 1000, 4096])
-def test_sizes_of_graphs(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
-    assert list(sizes) == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert sizes[-1] == max_num_seqs
-    for count in range(1, max_num_seqs + 1):
-        size = next(size for size in sizes if size >= count)
-        assert size - count < max(count, 32)  # little padding
 
 
 class Graphs(StepGraphs):

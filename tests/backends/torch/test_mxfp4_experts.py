@@ -154,15 +154,6 @@ def test_experts_of_many_rows_are_decoded_first(size: int, monkeypatch: pytest.M
     torch.testing.assert_close(experts.fused(x, logits), packed, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
-def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dtype) -> None:
-    experts = make_packed(8, 2, 32, 64, dtype)
-    x, logits = make_rows(experts, 24)
-    whole = experts.fused(x, logits)
-    assert torch.equal(experts.fused(x[7:17].clone(), logits[7:17].clone()), whole[7:17])
-    assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,15 +155,14 @@ def test_the_plain_product_is_that_of_the_decoded_matrix(monkeypatch: pytest.Mon
     assert linear.shape == (40, 256)
 
 
-class PackedCheckpoint:
-    """A checkpoint whose matrices of layers are packed, in memory. The other tensors are invented."""
+class PackedDummy(DummyCheckpoint):
+    """A checkpoint whose matrices of layers are packed, in memory. The other tensors are invented by the loader."""
 
     def __init__(
         self, inner: Checkpoint, kind: CodeType, group: int, *, is_odd: bool = False, has_minima: bool = False
     ) -> None:
         self._inner = inner
         self._kind, self._group, self._is_odd, self._has_minima = kind, group, is_odd, has_minima
-        self.read_names: list[str] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -171,15 +170,10 @@ class PackedCheckpoint:
     def read_packed(self, name: str) -> PackedMatrix | None:
         if not name.startswith("layers.") or "norm" in name:
             return None
-        self.read_names.append(name)
         shape = self._inner.tensors[name].shape
         kind = CodeType.FP8 if self._is_odd and "k_proj" in name else self._kind
         matrix = random_matrix(kind, (shape[0], shape[1]), (1, self._group), has_zeros=self._has_minima, seed=len(name))
         return matrix if matrix.zeros is None else replace(matrix, zeros=matrix.zeros + np.float32(0.3))
-
-
-class PackedDummy(PackedCheckpoint, DummyCheckpoint):
-    """Its other tensors are invented by the loader."""
 
 
 def llama(folder: Path) -> Checkpoint:
@@ -268,13 +262,6 @@ def test_quantising_at_load(bits: int, kind: str, tmp_path: Path) -> None:
     assert torch.equal(plain.head.weight, weights.head.weight)
     assert plain.num_bytes > 1.5 * weights.num_bytes
     assert weights.packed_types == (kind,)
-
-
-def test_facts_name_the_format(tmp_path: Path) -> None:
-    options = BackendOptions(device="cpu", quantize=8, num_blocks=8)
-    runner = make_runner(llama(tmp_path), options)
-    assert runner.facts().dtype == "float32, fp8"
-    runner.close()
 
 
 def test_packed_files_are_not_quantised_again(tmp_path: Path) -> None:

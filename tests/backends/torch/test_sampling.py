@@ -131,18 +131,6 @@ def test_a_wide_top_p_sorts_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch
     assert run(logits, rows) == [expected(logits[i].tolist(), piece) for i, piece in enumerate(rows)]
 
 
-def test_draws_follow_the_probabilities() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    shares = torch.softmax(logits[0], -1).tolist()
-    counts: Counter[int] = Counter()
-    for position in range(1, 4001):
-        params = SamplingParams(seed=11)
-        piece = SeqSlice(1, 0, 0, [0], position - 1, 1, [1], [0] * position, True, params, 1)
-        counts[run(logits, [piece])[0]] += 1
-    for token, share in enumerate(shares):
-        assert abs(counts[token] / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
-
-
 def test_random_numbers_are_spread_and_depend_on_all_three() -> None:
     values = [uniform(seed, index, position) for seed in range(20) for index in range(5) for position in range(20)]
     assert len(set(values)) == len(values) == 2000

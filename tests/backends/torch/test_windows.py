@@ -14,7 +14,7 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
-from quire.core.step import BlockCopy, StateSnapshot
+from quire.core.step import StateSnapshot
 from quire.weights.opening import open_checkpoint
 from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
@@ -109,27 +109,6 @@ def test_shared_keys_are_read_and_not_written(make_runner: Make, num_shared: int
         full = num_shared // 8
         assert torch.equal(old[:, :full], new[:, :full])
     assert not any(pool[:, 0].any() for shape, pool in corrupted.pools.items() if not shape.window)  # the null block
-
-
-def test_copies_of_both_pools(make_runner: Make) -> None:
-    store = make_runner(num_window_blocks=24).store
-    for pool in store.pools.values():
-        pool[:, 3], pool[:, 5] = 3.0, 5.0
-    store.copy([BlockCopy(3, 4)])
-    store.copy([BlockCopy(5, 4)], is_window=True)
-    for shape, pool in store.pools.items():
-        assert (pool[:, 4] == (5.0 if shape.window else 3.0)).all()
-
-
-@pytest.mark.parametrize("is_window", [False, True])
-def test_values_that_are_not_finite_are_purged(make_runner: Make, is_window: bool) -> None:
-    store = make_runner(num_window_blocks=24).store
-    for pool in store.pools.values():
-        pool[:, 1:9] = float("inf")
-    store.purge(piece(block_table=[] if is_window else [0, 2, 3], window_table=[0, 2, 3, 3] if is_window else []))
-    for shape, pool in store.pools.items():
-        assert bool((pool[:, 2:4] == 0).all()) == (bool(shape.window) == is_window)
-        assert pool[:, 4:9].isinf().all()
 
 
 # Layers of several kinds

@@ -35,7 +35,7 @@ from quire.weights.spec import Activation
 
 EXPANDED_ROWS = 160  # rows per expert from which on packed experts are decoded before the products
 
-Calls = list[Callable[[], object]]
+Calls = list[Callable[[], object]]  # each launches a kernel in the form a step uses, with no work
 
 
 def run_experts(

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,20 +39,12 @@ _KNOWN = {
 }  # fmt: skip
 
 
-class Visitor(Protocol):
-    """What the attention function does in one forward pass."""
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Mapping[str, Any]
-    ) -> Tensor:
-        """Attend with q [1, H, T, D], k [1, K, T, D] and v [1, K, T, Dv]; return [1, T, H, Dv]."""
-
-
-_visitor: ContextVar[Visitor | None] = ContextVar("visitor", default=None)
+# What the attention function does in this forward pass.
+_visitor: ContextVar[PagedAttention | Recorder | None] = ContextVar("visitor", default=None)
 
 
 @contextmanager
-def visiting(visitor: Visitor) -> Iterator[None]:
+def visiting(visitor: PagedAttention | Recorder) -> Iterator[None]:
     token = _visitor.set(visitor)
     try:
         yield
@@ -99,7 +91,10 @@ class AttentionCall(NamedTuple):
 
 
 class PagedAttention:
-    """Attends to the paged cache in one pass over a step."""
+    """Attends to the paged cache in one pass over a step.
+
+    Attends with q [1, H, T, D], k [1, K, T, D] and v [1, K, T, Dv]; returns [1, T, H, Dv].
+    """
 
     def __init__(self, step: Pass, calls: Sequence[AttentionCall]) -> None:
         self.step = step
