@@ -188,20 +188,22 @@ def make_result(
     failures = dict.fromkeys(unsound, BROKEN)
     if rows is None:
         return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, bool(failures))
-    has_failures = any(rows.is_broken) or any(rows.is_blocked)
-    row = 0
-    while row < len(rows.indices):
-        index = rows.indices[row]
-        drafts = slices[index].drafts if slices[index].num_drafts else ()
-        last = row + 1 + len(drafts)
-        tokens[index] = accepted(rows.tokens[row:last], drafts) if drafts else (rows.tokens[row],)
-        if row in rows.logprobs:
-            logprobs[index] = tuple(rows.logprobs[each] for each in range(row, row + len(tokens[index])))
-        if has_failures and any(rows.is_broken[row:last]):
-            failures[index] = BROKEN
-        elif has_failures and any(rows.is_blocked[row : row + len(tokens[index])]):
-            failures.setdefault(index, BLOCKED)
-        row = last
+    for index, token in zip(rows.indices, rows.tokens, strict=True):
+        tokens[index] += (token,)
+    for index, piece in enumerate(slices):
+        if piece.num_drafts and piece.wants_token:
+            tokens[index] = accepted(tokens[index], piece.drafts)
+    if rows.logprobs or any(rows.is_broken) or any(rows.is_blocked):
+        num_rows = [0] * len(slices)  # of each slice, so far
+        for row, index in enumerate(rows.indices):
+            is_valid = num_rows[index] < len(tokens[index])
+            num_rows[index] += 1
+            if rows.is_broken[row]:
+                failures[index] = BROKEN
+            elif is_valid and rows.is_blocked[row]:
+                failures.setdefault(index, BLOCKED)
+            if is_valid and row in rows.logprobs:
+                logprobs[index] = (*logprobs.get(index, ()), rows.logprobs[row])
     return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, BROKEN in failures.values())
 
 

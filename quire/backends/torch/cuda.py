@@ -449,8 +449,9 @@ class CudaRunner(BaseRunner):
             flags += found[:num_rows]
             for index, first, known, ranked in one.prompts:
                 add_prompt_logprobs(prompts, index, first, tuple(ranked.read(known).values()))
-        rows = SampledRows(indices, tokens, [flag & 1 for flag in flags], [flag & 2 for flag in flags], logprobs)
-        if any(piece.num_drafts for piece in step.slices):
+        broken, blocked = ([flag & bit for flag in flags] if any(flags) else flags for bit in (1, 2))
+        rows = SampledRows(indices, tokens, broken, blocked, logprobs)
+        if step.failures or len(set(indices)) < len(indices):  # slices with drafts have several rows
             rows = _in_order(rows, [row for one in step.passes for row in one.rows], step.failures)
         result = make_result(step.slices, unsound, rows, prompts)
         if result.is_poisoned:

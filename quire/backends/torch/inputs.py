@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import ge
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ class Layout(NamedTuple):
 
     def holds(self, other: Layout) -> bool:
         """Whether a step of the other layout fits. Both are of one model."""
-        return all(have >= need for have, need in zip(self, other, strict=True))
+        return all(map(ge, self, other))
 
     @property
     def size(self) -> int:
