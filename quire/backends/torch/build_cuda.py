@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_memory import KVMemory, KVSpec
-from quire.backends.torch.build import load_model, make_store, memory_request, stored_kv
+from quire.backends.torch.assembly import load_model, make_store, memory_request, stored_kv
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
