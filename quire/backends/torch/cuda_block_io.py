@@ -40,7 +40,7 @@ from torch import Tensor
 
 from quire.backends.base import Copied, MemorySizes, PendingCopy
 from quire.backends.block_io import Counts, check_pieces
-from quire.backends.torch.kernels.blocks import PieceTable, gather_pieces, piece_table, scatter_pieces
+from quire.backends.torch.kernels.blocks import PieceTable, move_pieces, piece_table
 from quire.backends.torch.kv_store import KVStore
 from quire.core.step import MemoryRef
 from quire.errors import InvariantViolation
@@ -146,10 +146,10 @@ class _Chunk(NamedTuple):
     transfer: _Transfer
 
     def gather(self, slot: _Slot) -> None:
-        gather_pieces(self.table, self.indices, self._staged(slot))
+        move_pieces(self.table, self.indices, self._staged(slot), is_gather=True)
 
     def scatter(self, slot: _Slot) -> None:
-        scatter_pieces(self.table, self.indices, self._staged(slot))
+        move_pieces(self.table, self.indices, self._staged(slot), is_gather=False)
 
     def copy_to_host(self, slot: _Slot) -> None:
         for staged, host in zip(self._parts(slot), self.hosts, strict=True):
@@ -197,8 +197,9 @@ class CudaBlockIO:
 
     def __init__(self, store: KVStore, counts: Counts, layout: str, stream: Any) -> None:
         device = store.device
-        pools = (store.layers_of(is_window=False), store.layers_of(is_window=True), store.state_pools())
-        self._tables = [piece_table(some, device) for some in pools]
+        # Kept alive: the tables have addresses only.
+        self._pools = (store.layers_of(is_window=False), store.layers_of(is_window=True), store.state_pools())
+        self._tables = [piece_table(some, device) for some in self._pools]
         self.sizes = MemorySizes(*(table.num_bytes for table in self._tables))
         self.layout = layout
         self._counts = counts
@@ -299,8 +300,10 @@ class CudaBlockIO:
         # Pieces of a kind that no layer stores have no bytes.
         stored = [one for one in zip(pieces, buffers, strict=True) if self.sizes.of(one[0].kind)]
         stored.sort(key=lambda one: one[0].kind)
+        device = self._tables[0].rows.device
+        numbers = torch.tensor([ref.index for ref, _ in stored], dtype=torch.int32, pin_memory=device.type == "cuda")
         with self._device.stream(stream):
-            indices = self._send([ref.index for ref, _ in stored])
+            indices = numbers.to(device, non_blocking=True)
         transfer, chunks, at = _Transfer(self, self._device.Event()), list[_Chunk](), 0
         for kind, table in enumerate(self._tables):
             own = [buffer for ref, buffer in stored if ref.kind == kind]
@@ -335,12 +338,6 @@ class CudaBlockIO:
         found = self._host.find(first, first + buffer.nbytes)
         return torch.frombuffer(bytearray(buffer), dtype=torch.uint8) if found is None else found
 
-    def _send(self, numbers: list[int]) -> Tensor:
-        """Copy numbers to the device on the current stream, without waiting."""
-        device = self._tables[0].rows.device
-        host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return host.to(device, non_blocking=True)
-
     def _load_kernels(self) -> None:
         """Compile both kernels with no work, so that the first copies do not wait for the compiler."""
         device = self._tables[0].rows.device
@@ -349,8 +346,8 @@ class CudaBlockIO:
         for word in dict.fromkeys(table.word for table in self._tables if table.num_words):
             empty = PieceTable(none, 0, 1, word)
             staging = torch.empty(8, dtype=word, device=device)
-            gather_pieces(empty, index, staging)
-            scatter_pieces(empty, index, staging)
+            move_pieces(empty, index, staging, is_gather=True)
+            move_pieces(empty, index, staging, is_gather=False)
 
 
 def _staging_bytes(most: int, device: torch.device) -> int:

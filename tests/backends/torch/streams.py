@@ -86,7 +86,7 @@ class Device:
         self._current: Stream | None = None
         lib = SimpleNamespace(Event=Event, Stream=self._make_stream, stream=self._on)
         patch.setattr(torch, "get_device_module", lambda _device: lib)
-        for name in ("gather_pieces", "scatter_pieces", "_copy"):
+        for name in ("move_pieces", "_copy"):
             patch.setattr(cuda_block_io, name, self._late(getattr(cuda_block_io, name)))
         patch.setattr(CudaBlockIO, "_load_kernels", lambda _io: None)
         self.io = make()
@@ -104,9 +104,9 @@ class Device:
         self._current = before
 
     def _late(self, function: Callable[..., None]) -> Callable[..., None]:
-        def enqueue(*args: Any) -> None:
+        def enqueue(*args: Any, **options: Any) -> None:
             assert self._current is not None
-            self._current.enqueue(lambda: function(*args))
+            self._current.enqueue(lambda: function(*args, **options))
 
         return enqueue
 

@@ -132,9 +132,9 @@ def _refuse_stateful(transformers: Any, config: Any, source: str) -> None:
 
 def load_hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
     """Load a model and its weights. Raises UnsupportedModel with what is wrong."""
-    source = str(checkpoint.path)
     import transformers
 
+    source = str(checkpoint.path)
     if not checkpoint.path.is_dir():
         raise UnsupportedModel(f"{source}: transformers runs folders of safetensors, not GGUF files")
     problem = find_transformers_problem(read_json(member(checkpoint.path, "config.json")))

@@ -142,7 +142,7 @@ class Recorder:
         )
         if others:
             raise UnsupportedModel(f"{self._source}: its attention needs {', '.join(others)}: not supported")
-        if "get_seq_length" in _source_code(module):
+        if "get_seq_length" in inspect.getsource(type(module).forward):
             raise UnsupportedModel(f"{self._source}: its attention takes positions from a cache of the library")
         scale = settings.get("scaling")
         window = self._window(module, mask, settings)
@@ -189,13 +189,6 @@ class Recorder:
         except IndexError:  # the mask depends on the tokens of this prompt: images, of which it has none
             seen = find_window(recorded.function, recorded.mask.shape[-1], device, self._source)
             return seen or int(settings.get("sliding_window") or 0)
-
-
-def _source_code(module: nn.Module) -> str:
-    try:
-        return inspect.getsource(type(module).forward)
-    except (OSError, TypeError):  # there is no file
-        return ""
 
 
 def _is_part(mask: Tensor, whole: Tensor) -> bool:
