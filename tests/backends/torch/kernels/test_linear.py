@@ -10,12 +10,7 @@ from torch import Tensor
 from quire.backends.torch.kernels import linear
 from quire.backends.torch.kernels.elementwise import add_norm, norm
 from quire.backends.torch.kernels.linear import (
-    MAX_ROWS,
-    MAX_WEIGHTS,
     PARTS,
-    THIN,
-    is_single,
-    is_small,
     row_product,
     tile_product,
 )
@@ -147,25 +142,3 @@ def test_product_in_parts(num_rows: int, num_outputs: int, num_inputs: int, has_
 def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-
-
-def test_which_kernel_computes_which_product() -> None:
-    def weight(num_outputs: int, num_inputs: int) -> Tensor:
-        return torch.empty(num_outputs, num_inputs, device="meta")
-
-    for num_rows in (1, 2, 4):
-        assert is_single(num_rows, weight(1024, 1024))
-        assert not is_small(num_rows, weight(1024, 1024))
-    for num_rows in (3, 5, 8):
-        assert is_small(num_rows, weight(1024, 1024))
-        assert not is_single(num_rows, weight(1024, 1024))
-    assert is_single(1, weight(MAX_WEIGHTS, 2))
-    assert not is_single(2, weight(MAX_WEIGHTS, 2))  # the library fills the card
-    assert is_small(MAX_ROWS, weight(1024, 1024))
-    assert not is_small(MAX_ROWS + 1, weight(1024, 1024))
-    assert is_small(8, weight(MAX_WEIGHTS // 512, 512))
-    assert not is_small(8, weight(MAX_WEIGHTS // 512 + 1, 512))
-    assert not is_small(8, weight(576, 576))  # the inputs are not whole tiles of every part
-    assert is_small(8, weight(577, 512 * 3))
-    assert not is_small(8, weight(1024, 512 + 128))
-    assert THIN * 512 <= MAX_WEIGHTS

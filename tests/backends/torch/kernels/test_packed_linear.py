@@ -129,13 +129,6 @@ def exact_weight(weight: PackedWeight) -> Tensor:
     return wide.decode()
 
 
-def test_which_products_are_split() -> None:
-    assert can_split(4096, 14336)
-    assert can_split(4096, 512)
-    assert not can_split(4096, 256)  # some parts would be empty
-    assert not can_split(28672, 4096)
-
-
 @pytest.mark.parametrize("multiply", [packed_row_product, packed_tile_product])
 def test_a_row_does_not_depend_on_the_others(multiply: Callable[[Tensor, PackedWeight, None], Tensor]) -> None:
     weight = random_weight(70, 256, FORMATS["int4 in 128"])

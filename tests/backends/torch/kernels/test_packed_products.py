@@ -16,7 +16,6 @@ from quire.backends.torch.kernels.packed_products import (
     expanded,
     fp8_product,
     has_library_product,
-    is_fp8,
     is_unscaled,
     product_in_fp8,
     unscaled_product,
@@ -140,13 +139,6 @@ def test_a_large_matrix_is_expanded_for_many_rows_only(name: str, monkeypatch: p
         assert linear(x, out) is out
         assert float((out - want).norm() / want.norm()) < ERROR / 10
     assert sizes == [256, 44]
-
-
-def test_which_matrices_are_multiplied_in_fp8() -> None:
-    def weight(name: str) -> PackedWeight:
-        return PackedWeight.empty(64, 128, FORMATS[name], torch.bfloat16, "meta")
-
-    assert {name for name in FORMATS if is_fp8(weight(name))} == {"fp8 per output", "fp8 per matrix", BLOCKS}
 
 
 BF16 = torch.bfloat16
