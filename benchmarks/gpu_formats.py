@@ -146,7 +146,7 @@ class Matrix(NamedTuple):
     def packed(self, format: PackedFormat) -> list[Any]:
         random = torch.Generator("cuda").manual_seed(time.time_ns() % 2**31)
         found: list[FusedPackedLinear] = []
-        while len(found) < 2 or sum(one.num_bytes for one in found) < L2_BYTES:
+        while len(found) < 2 or sum(one.packed.nbytes for one in found) < L2_BYTES:
             weight = PackedWeight.empty(self.outputs, self.inputs, format, torch.bfloat16, "cuda")
             weight.invent(random, self.inputs**-0.5)
             vary(weight.scales)
@@ -157,12 +157,12 @@ class Matrix(NamedTuple):
         return timed_us(lambda: [self._call(linear, x) for linear in linears]) / len(linears)
 
     def num_bytes(self, linear: Any, _x: Tensor) -> float:
-        return float(linear.num_bytes)
+        return float((linear.packed if isinstance(linear, FusedPackedLinear) else linear.weight).nbytes)
 
     def error(self, linear: Any, x: Tensor) -> float:
         with poisoned():
             found = exact_value(self._call(linear, x))
-        exact = x.double() @ in_fp32(linear.packed).dense().double().t()
+        exact = x.double() @ in_fp32(linear.packed).decode().double().t()
         if self.role == "gated":
             gate, up = exact.chunk(2, -1)
             exact = F.silu(gate) * up
@@ -252,7 +252,7 @@ class Experts:
         for _ in range(2):
             pair = [PackedStack.empty(*shape, format, torch.bfloat16, "cuda") for shape in self.shapes]
             for stack, shape in zip(pair, self.shapes, strict=True):
-                stack.invent(random, shape[2] ** -0.5)
+                stack.whole.invent(random, shape[2] ** -0.5)
                 vary(stack.whole.scales)
             pairs.append(pair)
         return pairs

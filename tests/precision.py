@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,9 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.backends.base import PRECISIONS
+from quire.backends.torch import layers
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import build_batch
-from quire.backends.torch.layers import Inputs, Linear, Outputs, plain
 from quire.backends.torch.runner import TorchRunner
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
@@ -39,7 +40,6 @@ from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
 from quire.weights.opening import open_checkpoint
-from quire.weights.spec import Activation
 
 # T tokens of a sequence, V vocabulary size
 
@@ -137,7 +137,8 @@ class Reference:
             num_prompt_tokens=len(tokens),
         )
         no_samples = torch.zeros(1, dtype=torch.int64)
-        step = self._pass(build_batch([piece], self._store, self._model.spec.windows, no_samples))
+        batch = build_batch([piece], self._store, self._model.spec.windows, no_samples)
+        step = ReferencePass(batch, self._store)
         logits: Logits = self._model.logits(self._last(self._model.forward(step))).numpy()
         return logits
 
@@ -156,9 +157,6 @@ class Reference:
     def close(self) -> None:
         self.engine.close()
 
-    def _pass(self, batch: Any) -> ReferencePass:
-        return ReferencePass(batch, self._store)
-
     def _last(self, hidden: Tensor) -> Tensor:
         return hidden
 
@@ -169,22 +167,12 @@ class Rounded(Reference):
     Other engines do this. The comparison must detect it.
     """
 
-    def _pass(self, batch: Any) -> ReferencePass:
-        return _RoundedPass(batch, self._store)
+    def logits(self, tokens: list[int]) -> Logits:
+        with mock.patch.object(layers, "plain", _round):
+            return super().logits(tokens)
 
     def _last(self, hidden: Tensor) -> Tensor:
         return _round(hidden)
-
-
-class _RoundedPass(ReferencePass):
-    def project(self, x: Inputs, linear: Linear) -> Tensor:
-        return super().project(_round(plain(x)), linear)
-
-    def project_back(self, x: Inputs, linear: Linear) -> Outputs:
-        return super().project_back(_round(plain(x)), linear)
-
-    def gated(self, x: Inputs, gate_up: Linear, activation: Activation, reader: Linear) -> Inputs:
-        return super().gated(_round(plain(x)), gate_up, activation, reader)
 
 
 def _round(x: Tensor) -> Tensor:

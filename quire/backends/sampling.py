@@ -154,6 +154,14 @@ class Ranks(NamedTuple):
         return result
 
 
+def add_prompt_logprobs(
+    found: dict[int, PromptLogprobs], index: int, first: int, entries: tuple[TokenLogprobs, ...]
+) -> None:
+    """Add logprobs of prompt tokens from position `first` on to those before, of the slice with that index."""
+    earlier = found.get(index, PromptLogprobs(first, ()))
+    found[index] = earlier._replace(entries=earlier.entries + entries)
+
+
 def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:
     return PromptLogprobs(start, tuple(entry for part in parts for entry in part))
 
@@ -163,8 +171,8 @@ class SampledRows(NamedTuple):
 
     indices: Sequence[int]  # slice of each row; the rows of a slice are in the order of their positions
     tokens: Sequence[int]
-    is_broken: Sequence[bool]  # the row's logits are not finite
-    is_blocked: Sequence[bool]  # every token was forbidden
+    is_broken: Sequence[int]  # the row's logits are not finite
+    is_blocked: Sequence[int]  # every token was forbidden
     logprobs: Mapping[int, TokenLogprobs]  # by row, where requested
 
 
@@ -180,19 +188,22 @@ def make_result(
     failures = dict.fromkeys(unsound, BROKEN)
     if rows is None:
         return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, bool(failures))
-    row = 0
-    while row < len(rows.indices):
-        index = rows.indices[row]
-        last = row + slices[index].num_sampled
-        tokens[index] = accepted(rows.tokens[row:last], slices[index].drafts)
-        valid = range(row, row + len(tokens[index]))
-        if row in rows.logprobs:
-            logprobs[index] = tuple(rows.logprobs[each] for each in valid)
-        if any(rows.is_broken[row:last]):
-            failures[index] = BROKEN
-        elif any(rows.is_blocked[each] for each in valid):
-            failures.setdefault(index, BLOCKED)
-        row = last
+    for index, token in zip(rows.indices, rows.tokens, strict=True):
+        tokens[index] += (token,)
+    for index, piece in enumerate(slices):
+        if piece.num_drafts and piece.wants_token:
+            tokens[index] = accepted(tokens[index], piece.drafts)
+    if rows.logprobs or any(rows.is_broken) or any(rows.is_blocked):
+        num_rows = [0] * len(slices)  # of each slice, so far
+        for row, index in enumerate(rows.indices):
+            is_valid = num_rows[index] < len(tokens[index])
+            num_rows[index] += 1
+            if rows.is_broken[row]:
+                failures[index] = BROKEN
+            elif is_valid and rows.is_blocked[row]:
+                failures.setdefault(index, BLOCKED)
+            if is_valid and row in rows.logprobs:
+                logprobs[index] = (*logprobs.get(index, ()), rows.logprobs[row])
     return StepResult(tuple(tokens), logprobs, prompt_logprobs, failures, BROKEN in failures.values())
 
 

@@ -277,11 +277,11 @@ def _backends(native: dict[str, Any], torch: dict[str, Any], mlx: dict[str, Any]
     cpu_kernels = f"plain PyTorch, CPU capability {torch['cpu_kernels']}" if torch["works"] else ""
     has_gpu = bool(torch["gpus"])
     has_triton = importlib.util.find_spec("triton") is not None
-    gpu_kernels = "Triton" if has_triton else f"plain PyTorch, many times slower: {install_command('triton')}"
+    gpu_kernels = "" if not has_gpu else "Triton" if has_triton else f"none: {install_command('triton')}"
     return [
         {"name": "native", "dtype": "4 and 8 bits", **runs},
         {"name": "torch cpu", "runs": torch["works"], "dtype": "float32", "kernels": cpu_kernels},
-        {"name": "torch cuda", "runs": has_gpu, "dtype": "bfloat16", "kernels": gpu_kernels if has_gpu else ""},
+        {"name": "torch cuda", "runs": has_gpu and has_triton, "dtype": "bfloat16", "kernels": gpu_kernels},
         {"name": "mlx", "runs": mlx["works"], "dtype": "2 to 16 bits", "kernels": mlx["device"]},
     ]
 

@@ -17,7 +17,6 @@ from quire.backends.torch.layers import Linear
 from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.packed import PackedLinear
-from quire.backends.torch.state_store import StateStore
 from quire.errors import UnsupportedModel, install_command
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES as DTYPES_IN_FILES
@@ -51,13 +50,10 @@ def stored_kv(model: Model, options: BackendOptions, max_model_len: int) -> KVSp
     return replace(model.kv_spec.within(max_model_len), is_fp8=options.kv_cache_dtype == "fp8")
 
 
-def make_stores(
-    model: Model, kv_spec: KVSpec, memory: KVMemory, block_size: int, dtype: torch.dtype
-) -> tuple[KVStore, StateStore | None]:
+def make_store(model: Model, kv_spec: KVSpec, memory: KVMemory, block_size: int, dtype: torch.dtype) -> KVStore:
     """Allocate the pools of a model. `dtype`: of its activations."""
-    device = model.device
-    store = KVStore(kv_spec, memory.num_blocks, block_size, dtype, device, memory.num_window_blocks)
-    return store, StateStore(kv_spec, memory.num_states, dtype, device) if memory.num_states else None
+    numbers = memory.num_window_blocks, memory.num_states
+    return KVStore(kv_spec, memory.num_blocks, block_size, dtype, model.device, *numbers)
 
 
 def load_model(
@@ -81,6 +77,6 @@ def load_model(
         raise UnsupportedModel(f"{spec.unsupported}. transformers may run it: {install_command('transformers')}")
     from quire.backends.torch.models.transformers_model import load_transformers_model
 
-    model = load_transformers_model(checkpoint, dtype, device, max_model_len, progress)
+    model = load_transformers_model(checkpoint, dtype, device, max_model_len)
     log.warning("%s", transformers_notice(spec.architecture))
     return model

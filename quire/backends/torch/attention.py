@@ -11,21 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.backends.torch.batch import AttentionGroup, Batch, MaskKey
-from quire.backends.torch.experts import Experts, SharedExpert
+from quire.backends.torch.experts import Experts
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Angles, Heads, Inputs, Linear, Outputs, RMSNorm, Rotary, plain, softcap
 from quire.backends.torch.recurrence import DeltaNet, ShortConv, delta_net, short_conv
-from quire.backends.torch.state_store import StateStore
-from quire.weights.spec import Activation
 
 # T tokens in the batch, B sequences of a group, Q queries of a sequence, L keys, H heads, K kv heads, G = H / K
 
 
 class ReferencePass:
-    def __init__(self, batch: Batch, store: KVStore, states: StateStore | None = None) -> None:
+    is_graph = False
+
+    def __init__(self, batch: Batch, store: KVStore) -> None:
         self._batch = batch
         self._store = store
-        self._states = states  # None: the model has none
         self._angles: dict[tuple[Rotary, int, int, bool], Angles] = {}
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
@@ -39,24 +38,19 @@ class ReferencePass:
         return self._batch.positions
 
     def add_norm(
-        self, x: Outputs, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        x = plain(x)
-        if residual is not None:
-            x = x + residual if scale == 1 else torch.add(residual, x * scale)
-            x = x if total_scale == 1 else x * total_scale
-        return x if norm is None else norm(x), x
-
-    def add_norm_for(
         self,
-        reader: Linear | None,  # noqa: ARG002
         x: Outputs,
         residual: Tensor | None,
         norm: RMSNorm | None,
         scale: float = 1.0,
         total_scale: float = 1.0,
+        reader: Linear | None = None,  # noqa: ARG002
     ) -> tuple[Inputs, Tensor]:
-        return self.add_norm(x, residual, norm, scale, total_scale)
+        x = plain(x)
+        if residual is not None:
+            x = x + residual if scale == 1 else torch.add(residual, x * scale)
+            x = x if total_scale == 1 else x * total_scale
+        return x if norm is None else norm(x), x
 
     def norm(self, x: Outputs, norm: RMSNorm) -> Tensor:
         return norm(plain(x))
@@ -72,7 +66,7 @@ class ReferencePass:
         if heads.norm is not None:
             qkv = heads.norm(qkv)
         if heads.rotary is not None:
-            qkv = self._rotation(heads, heads.rotary, qkv.dtype).rotate(qkv)
+            qkv = heads.rotary.rotate(qkv, self._rotation(heads, heads.rotary, qkv.dtype))
         q, kv = qkv[:, : heads.num_heads], qkv[:, heads.num_heads :]
         if heads.query_factors is not None:
             q = q * heads.query_factors[self._batch.positions].to(q.dtype)[:, None, None]
@@ -80,33 +74,14 @@ class ReferencePass:
             self._store.store(heads.index, kv, self._batch.slot_rows)
         return attend(q, self._store, self._batch, heads)  # [T, H * D]
 
-    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-        self._store.store(heads.index, torch.cat((k, v), 1), self._batch.slot_rows)
-        return attend(q, self._store, self._batch, heads)
-
-    def project(self, x: Inputs, linear: Linear) -> Tensor:
-        return linear.project(x, is_graph=False)
-
-    def project_back(self, x: Inputs, linear: Linear) -> Outputs:
-        return linear.project_back(x, is_graph=False)
-
-    def gated(self, x: Inputs, gate_up: Linear, activation: Activation, reader: Linear) -> Inputs:
-        return gate_up.gated(x, activation, is_graph=False, reader=reader)
-
-    def route(self, x: Inputs, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
-        x = plain(x)
-        return experts.reference(x, router(x if router_input is None else router_input))
-
-    def add_shared(self, routed: Tensor, x: Inputs, shared: SharedExpert) -> Tensor:
-        return routed + shared.reference(plain(x))
+    def route(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+        return experts.reference(x, logits)
 
     def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
-        assert self._states is not None
-        return delta_net(mixed, net, self._states, self._batch.segments)
+        return delta_net(mixed, net, self._store, self._batch.segments)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
-        assert self._states is not None
-        return short_conv(bcx, conv, self._states, self._batch.segments)
+        return short_conv(bcx, conv, self._store, self._batch.segments)
 
     def _rotation(self, heads: Heads, rotary: Rotary, dtype: torch.dtype) -> Angles:
         key = (rotary, heads.num_heads, heads.num_kv_heads, heads.is_shared)

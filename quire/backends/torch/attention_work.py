@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,8 @@ MAX_LEVELS = 3  # nested groups of a row: each adds a part to merge
 PIECE = 64  # blocks compared at a time
 
 
-NO_ITEMS: Ints = np.zeros((0, 6), np.int32)
+ITEM_FIELDS = 6
+NO_ITEMS: Ints = np.zeros((0, ITEM_FIELDS), np.int32)
 
 
 class Prompt(NamedTuple):
@@ -47,16 +48,21 @@ class Prompt(NamedTuple):
 
 
 class Work(NamedTuple):
-    narrow: Ints  # [items, ITEM_FIELDS]: one row each
-    wide: Ints  # [items, ITEM_FIELDS]
-    first_parts: Ints  # [T + 1]: index of each row's first part; a row without parts has all keys in one item
+    """Attention of the layers of one pool: numpy arrays, or tensors on the device."""
+
+    first_parts: Any  # [T + 1]: index of each row's first part; a row without parts has all keys in one item
+    narrow: Any  # [items, ITEM_FIELDS]: one row each
+    wide: Any  # [items, ITEM_FIELDS]
 
     @property
     def num_merged(self) -> int:
         """Number of rows up to the last one that has parts."""
-        if not self.first_parts[-1]:
+        if not self.first_parts[-1:].any():
             return 0
         return int(np.searchsorted(self.first_parts, self.first_parts[-1]))
+
+
+NO_WORK = Work(np.zeros(0, np.int32), NO_ITEMS, NO_ITEMS)
 
 
 class Sizes(NamedTuple):
@@ -284,7 +290,7 @@ def plan_work(
         first_narrow,
     )
     wide = _cut(tiles, wide_chunks, wide_parts)
-    return Work(narrow, wide, first_parts)
+    return Work(first_parts, narrow, wide)
 
 
 def _first_keys(starts: Ints, window: int, block_size: int) -> Ints:
@@ -312,7 +318,7 @@ def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes, window: int) 
         rows[:, 3] = first_keys
     first_parts = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(np.where(num_chunks > 1, num_chunks, 0), out=first_parts[1:])
-    return Work(_cut(rows, num_chunks, np.zeros_like(batch_indices)), NO_ITEMS, first_parts)
+    return Work(first_parts, _cut(rows, num_chunks, np.zeros_like(batch_indices)), NO_ITEMS)
 
 
 def _plan_decode(start: int, batch_index: int, sizes: Sizes, window: int) -> Work:
@@ -330,9 +336,8 @@ def _plan_decode(start: int, batch_index: int, sizes: Sizes, window: int) -> Wor
     items[3::6] = range(first_key, end, size)
     items[4::6] = [*range(first_key + size, end, size), end]
     items[5::6] = range(num_chunks)
-    return Work(
-        np.array(items, np.int32).reshape(-1, 6), NO_ITEMS, np.array([0, num_chunks if num_chunks > 1 else 0], np.int32)
-    )
+    first_parts = np.array([0, num_chunks if num_chunks > 1 else 0], np.int32)
+    return Work(first_parts, np.array(items, np.int32).reshape(-1, ITEM_FIELDS), NO_ITEMS)
 
 
 def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:

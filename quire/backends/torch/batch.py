@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.kv_store import Context, KVStore, LayerShape, Slots
-from quire.backends.torch.state_store import Segment, find_segments
+from quire.backends.torch.state_work import Segment, find_segments
 from quire.core.step import SeqSlice
 
 MAX_QUERIES = 512  # query rows of one attention call, which bounds the size of its mask
+PROMPTS = 1000  # after all buckets of decodes
 MIN_BUCKET = 3  # contexts of up to 2 ** MIN_BUCKET blocks are attended together, longer ones by powers of two
 
 
@@ -56,200 +58,133 @@ def build_batch(slices: Sequence[SeqSlice], store: KVStore, windows: Sequence[in
     """
     order = sorted(range(len(slices)), key=lambda index: _bucket(slices[index], store.block_size))
     ordered = tuple(slices[index] for index in order)
-    num_decodes = sum(piece.length == 1 for piece in ordered)
-    builder = _Builder(
-        store, tuple(dict.fromkeys(windows[index] for index, shape in store.shapes.items() if not shape.window))
+    full = dict.fromkeys(windows[index] for index, shape in store.shapes.items() if not shape.window)
+    builder = _Builder(store, {0: tuple(full), **{window: (window,) for window in store.windows}})
+    for bucket, pieces in itertools.groupby(ordered, lambda piece: _bucket(piece, store.block_size)):
+        if bucket < PROMPTS:
+            builder.add([_Part(piece, piece.start, piece.start + 1) for piece in pieces])
+            continue
+        for piece in pieces:  # in parts of at most MAX_QUERIES: all keys are stored before any part is attended
+            end = piece.start + piece.length
+            for start in range(piece.start, end, MAX_QUERIES):
+                builder.add([_Part(piece, start, min(start + MAX_QUERIES, end))])
+    device = store.device
+    last_rows = tuple(end - 1 for end in itertools.accumulate(piece.length for piece in ordered))
+    positions = torch.tensor([position for piece in ordered for position in _positions(piece)], device=device)
+    window_blocks = _blocks(ordered, store, is_window=True) if store.windows else None
+    return Batch(
+        slices=ordered,
+        order=tuple(order),
+        tokens=_tokens(ordered, last_rows, last_samples),
+        positions=positions,
+        slot_rows=store.slots(
+            _blocks(ordered, store, is_window=False),
+            window_blocks,
+            positions % store.block_size,
+            _kept(ordered, device),
+        ),
+        groups=tuple(builder.groups),
+        last_rows=last_rows,
+        segments=find_segments(ordered) if store.has_states else (),
     )
-    first = 0
-    while first < num_decodes:
-        bucket = _bucket(ordered[first], store.block_size)
-        last = first + 1
-        while last < num_decodes and _bucket(ordered[last], store.block_size) == bucket:
-            last += 1
-        builder.add_decodes(ordered[first:last])
-        first = last
-    for piece in ordered[num_decodes:]:
-        builder.add_prompt(piece)
-    return builder.build(ordered, tuple(order), last_samples)
 
 
 def _bucket(piece: SeqSlice, block_size: int) -> int:
     """Sort key: decodes before prompts, and decodes by the power of two that holds their context."""
     if piece.length > 1:
-        return 1000
+        return PROMPTS
     return max((piece.start // block_size).bit_length(), MIN_BUCKET)
 
 
+class _Part(NamedTuple):
+    """Queries at positions [start, stop) of a slice."""
+
+    piece: SeqSlice
+    start: int
+    stop: int
+
+
 class _Builder:
-    def __init__(self, store: KVStore, windows: tuple[int, ...]) -> None:
+    """`windows`: by the window of a pool, those of the attention in its layers. 0: layers that keep whole contexts."""
+
+    def __init__(self, store: KVStore, windows: Mapping[int, Sequence[int]]) -> None:
         self._store = store
         self._windows = windows
-        self._device = store.device
-        self._num_rows = 0
-        self._positions: list[Tensor] = []
-        self._blocks: list[Tensor] = []  # block of each token
-        self._window_blocks: list[Tensor] = []  # the same, of the layers that use window blocks
-        self._groups: list[AttentionGroup] = []
+        self.groups: list[AttentionGroup] = []
 
-    def add_decodes(self, pieces: Sequence[SeqSlice]) -> None:
-        starts = [piece.start for piece in pieces]
-        positions = torch.tensor(starts, device=self._device)
-        self._positions.append(positions)
-        tables = self._tables([piece.block_table for piece in pieces], [0] * len(pieces), starts)
-        self._blocks.append(self._blocks_at(tables, positions))
-        num_keys = max(starts) + 1
-        is_even = min(starts) == max(starts)
-        contexts = dict(self._store.contexts(tables, num_keys))
+    def add(self, parts: Sequence[_Part]) -> None:
+        """Add a group of parts with as many queries each. Keys of a pool begin at the first block in its window."""
+        store, size = self._store, self._store.block_size
+        starts = [part.start for part in parts]
+        num_queries = parts[0].stop - parts[0].start
+        is_causal = num_queries > 1 and starts[0] == 0
+        is_even = is_causal or (num_queries == 1 and min(starts) == max(starts))
+        contexts: dict[LayerShape, Context] = {}
         masks: dict[MaskKey, Tensor | None] = {}
-        for window in self._windows:
-            is_plain = is_even and (not window or num_keys <= window)
-            mask = None if is_plain else self._mask(positions[:, None], self._keys(0, num_keys), window)[:, None, None]
-            masks[MaskKey(0, window)] = mask  # [B, 1, 1, L]
-        if self._store.windows:
-            self._add_windows(pieces, positions, contexts, masks)
-        self._add_group(len(pieces), 1, contexts, masks, is_causal=False)
+        for pool, windows in self._windows.items():
+            firsts = [max(start + 1 - pool, 0) // size if pool else 0 for start in starts]
+            num_keys = max(part.stop - first * size for part, first in zip(parts, firsts, strict=True))
+            contexts |= store.contexts(self._tables(parts, firsts, is_window=pool > 0), num_keys, pool)
+            for window in windows:
+                is_plain = is_even and (not window or num_keys <= window)
+                mask = None if is_plain else self._mask(starts, num_queries, firsts, num_keys, window)
+                masks[MaskKey(pool, window)] = mask
+        first = self.groups[-1].last if self.groups else 0
+        last = first + len(parts) * num_queries
+        self.groups.append(AttentionGroup(first, last, len(parts), num_queries, contexts, masks, is_causal))
 
-    def _add_windows(
-        self,
-        pieces: Sequence[SeqSlice],
-        positions: Tensor,
-        contexts: dict[LayerShape, Context],
-        masks: dict[MaskKey, Tensor | None],
-    ) -> None:
-        """Add the contexts and masks of layers that use window blocks.
+    def _tables(self, parts: Sequence[_Part], firsts: Sequence[int], *, is_window: bool) -> Tensor:
+        """Return [B, blocks]: of each table the blocks from `firsts` to the last one of its part, then null blocks."""
+        size, tables = self._store.block_size, list[list[int]]()
+        for part, first in zip(parts, firsts, strict=True):
+            table = part.piece.window_table if is_window else part.piece.block_table
+            tables.append(list(table[first : -(-part.stop // size)]))
+        width = max(map(len, tables))  # the content of the null block is masked
+        return torch.tensor([table + [0] * (width - len(table)) for table in tables], device=self._store.device)
 
-        The keys of a row begin at its first block within the window.
-        """
-        size = self._store.block_size
-        starts = [piece.start for piece in pieces]
-        window_tables = [piece.window_table for piece in pieces]
-        blocks = [table[start // size] for table, start in zip(window_tables, starts, strict=True)]
-        self._window_blocks.append(torch.tensor(blocks, device=self._device))
-        for window in self._store.windows:
-            firsts = [self._first_block(start, window) for start in starts]
-            num_keys = max(start + 1 - first * size for start, first in zip(starts, firsts, strict=True))
-            tables = self._tables(window_tables, firsts, starts)
-            contexts |= self._store.contexts(tables, num_keys, window)
-            mask = None
-            if min(starts) < max(starts) or firsts[0] * size <= starts[0] - window:
-                keys = torch.tensor(firsts, device=self._device)[:, None] * size + self._keys(0, num_keys)
-                mask = self._mask(positions[:, None], keys, window)[:, None, None]
-            masks[MaskKey(window, window)] = mask
-
-    def add_prompt(self, piece: SeqSlice) -> None:
-        """Add a prompt in parts of at most MAX_QUERIES. All its keys are stored before any part is attended."""
-        size = self._store.block_size
-        end = piece.start + piece.length
-        num_blocks = -(-end // size)
-        table = torch.tensor(piece.block_table[:num_blocks], device=self._device)
-        positions = torch.arange(piece.start, end, device=self._device)
-        self._positions.append(positions)
-        self._blocks.append(table[positions // size])
-        window_table = table
-        if self._store.windows:
-            window_table = torch.tensor(piece.window_table[:num_blocks], device=self._device)
-            self._window_blocks.append(window_table[positions // size])
-        for start in range(piece.start, end, MAX_QUERIES):
-            stop = min(start + MAX_QUERIES, end)
-            queries = positions[start - piece.start : stop - piece.start, None]
-            masks: dict[MaskKey, Tensor | None] = {}
-            contexts = dict(self._store.contexts(table[None, : -(-stop // size)], stop))
-            for window in self._windows:
-                is_plain = start == 0 and (not window or stop <= window)
-                mask = None if is_plain else self._mask(queries, self._keys(0, stop), window)[None, None]
-                masks[MaskKey(0, window)] = mask  # [1, 1, Q, L]
-            for window in self._store.windows:
-                first = self._first_block(start, window)
-                num_keys = stop - first * size
-                contexts |= self._store.contexts(window_table[None, first : -(-stop // size)], num_keys, window)
-                is_plain = start == 0 and stop <= window
-                mask = None if is_plain else self._mask(queries, self._keys(first * size, num_keys), window)[None, None]
-                masks[MaskKey(window, window)] = mask
-            self._add_group(1, stop - start, contexts, masks, is_causal=start == 0)
-
-    def build(self, ordered: tuple[SeqSlice, ...], order: tuple[int, ...], last_samples: Tensor) -> Batch:
-        positions = _join(self._positions)
-        offsets = positions % self._store.block_size
-        last_rows, row = [], -1
-        for piece in ordered:
-            row += piece.length
-            last_rows.append(row)
-        window_blocks = _join(self._window_blocks) if self._window_blocks else None
-        return Batch(
-            slices=ordered,
-            order=order,
-            tokens=self._tokens(ordered, last_rows, last_samples),
-            positions=positions,
-            slot_rows=self._store.slots(_join(self._blocks), window_blocks, offsets, self._kept(ordered)),
-            groups=tuple(self._groups),
-            last_rows=tuple(last_rows),
-            segments=find_segments(ordered) if self._store.has_states else (),
-        )
-
-    def _kept(self, ordered: Sequence[SeqSlice]) -> Tensor | None:
-        """Return the rows that are stored in layers with whole contexts, or None for all rows."""
-        if all(piece.kv_start <= piece.start for piece in ordered):
-            return None
-        kept: list[int] = []
-        row = 0
-        for piece in ordered:
-            num_shared = min(max(piece.kv_start - piece.start, 0), piece.length)
-            kept += range(row + num_shared, row + piece.length)
-            row += piece.length
-        return torch.tensor(kept, dtype=torch.int64, device=self._device)
-
-    def _first_block(self, position: int, window: int) -> int:
-        """Return the first block that a query at this position reads."""
-        return max(position + 1 - window, 0) // self._store.block_size
-
-    def _tables(self, tables: Sequence[Sequence[int]], firsts: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Return [B, blocks]: of each table the blocks from `firsts` to the one of its position, then null blocks."""
-        ends = [position // self._store.block_size + 1 for position in positions]
-        width = max(end - first for first, end in zip(firsts, ends, strict=True))
-        padded: list[int] = []
-        for table, first, end in zip(tables, firsts, ends, strict=True):
-            padded += table[first:end]
-            padded += [0] * (width - end + first)  # the null block: its content is masked
-        return torch.tensor(padded, device=self._device).view(len(tables), width)
-
-    def _blocks_at(self, tables: Tensor, places: Tensor) -> Tensor:
-        return tables.gather(1, (places // self._store.block_size)[:, None])[:, 0]
-
-    def _tokens(self, ordered: Sequence[SeqSlice], last_rows: Sequence[int], last_samples: Tensor) -> Tensor:
-        known: list[int] = []
-        for piece in ordered:
-            known += piece.tokens or (0,)
-        tokens = torch.tensor(known, device=self._device)
-        unknown = [(row, piece.batch_index) for row, piece in zip(last_rows, ordered, strict=True) if not piece.tokens]
-        if unknown:
-            rows, batch_indices = torch.tensor(unknown, device=self._device).unbind(1)
-            tokens[rows] = last_samples[batch_indices]
-        return tokens
-
-    def _keys(self, first: int, num_keys: int) -> Tensor:
-        return torch.arange(first, first + num_keys, device=self._device)
-
-    def _mask(self, queries: Tensor, keys: Tensor, window: int) -> Tensor:
-        """Return the additive mask of queries at positions [N, 1]: -inf for later keys and beyond the window."""
+    def _mask(
+        self, starts: Sequence[int], num_queries: int, firsts: Sequence[int], num_keys: int, window: int
+    ) -> Tensor:
+        """Return the additive mask [B, 1, Q, L]: -inf for later keys and beyond the window."""
+        device = self._store.device
+        queries = torch.tensor(starts, device=device)[:, None] + torch.arange(num_queries, device=device)
+        first_keys = torch.tensor(firsts, device=device)[:, None] * self._store.block_size
+        queries, keys = queries[:, :, None], (first_keys + torch.arange(num_keys, device=device))[:, None]
         hidden = keys > queries
         if window:
             hidden |= keys <= queries - window
-        mask = torch.zeros(hidden.shape, dtype=self._store.dtype, device=self._device)
-        return mask.masked_fill_(hidden, float("-inf"))
-
-    def _add_group(
-        self,
-        num_seqs: int,
-        num_queries: int,
-        contexts: Mapping[LayerShape, Context],
-        masks: Mapping[MaskKey, Tensor | None],
-        *,
-        is_causal: bool,
-    ) -> None:
-        first = self._num_rows
-        self._num_rows += num_seqs * num_queries
-        self._groups.append(AttentionGroup(first, self._num_rows, num_seqs, num_queries, contexts, masks, is_causal))
+        mask = torch.zeros(hidden.shape, dtype=self._store.dtype, device=device)
+        return mask.masked_fill_(hidden, float("-inf"))[:, None]
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def _positions(piece: SeqSlice) -> range:
+    return range(piece.start, piece.start + piece.length)
+
+
+def _blocks(ordered: Sequence[SeqSlice], store: KVStore, *, is_window: bool) -> Tensor:
+    """Return the block of each row [T], in the layers that use window blocks or in the others."""
+    size, blocks = store.block_size, list[int]()
+    for piece in ordered:
+        table = piece.window_table if is_window else piece.block_table
+        blocks += [table[position // size] for position in _positions(piece)]
+    return torch.tensor(blocks, device=store.device)
+
+
+def _kept(ordered: Sequence[SeqSlice], device: torch.device) -> Tensor | None:
+    """Return the rows that are stored in layers with whole contexts, or None for all rows."""
+    if all(piece.kv_start <= piece.start for piece in ordered):
+        return None
+    is_kept = [position >= piece.kv_start for piece in ordered for position in _positions(piece)]
+    return torch.tensor(is_kept, device=device).nonzero()[:, 0]
+
+
+def _tokens(ordered: Sequence[SeqSlice], last_rows: Sequence[int], last_samples: Tensor) -> Tensor:
+    known: list[int] = []
+    for piece in ordered:
+        known += piece.tokens or (0,)
+    tokens = torch.tensor(known, device=last_samples.device)
+    unknown = [(row, piece.batch_index) for row, piece in zip(last_rows, ordered, strict=True) if not piece.tokens]
+    if unknown:
+        rows, batch_indices = torch.tensor(unknown, device=last_samples.device).unbind(1)
+        tokens[rows] = last_samples[batch_indices]
+    return tokens

@@ -1,4 +1,4 @@
-"""Block I/O of the reference runner on a CPU, and the layout of the pools of both torch runners."""
+"""The layout of the pools of both torch runners, and the pools on a CPU as bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from quire.backends.block_io import Bytes, Counts, HostBlockIO, layout_text, model_key
+from quire.backends.block_io import Bytes, Pools, layout_text, model_key
 from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.state_store import StateStore
 from quire.weights.spec import OTHER
 
 LAYOUT = 1  # version of the bytes of blocks and states; raise it when their meaning changes
@@ -58,14 +57,11 @@ def _stored_type(store: KVStore) -> str:
     return f"{store.kv_dtype}-of-{dtype}" if store.is_fp8 else dtype
 
 
-def make_host_block_io(
-    model: Model, store: KVStore, states: StateStore | None, counts: Counts, max_model_len: int
-) -> HostBlockIO:
+def host_pools(store: KVStore) -> Pools:
+    """Return the pools of each kind of memory on a CPU."""
     full = [_bytes(pool) for shape, pool in store.all_pools() if not shape.window]
     window = [_bytes(pool) for shape, pool in store.all_pools() if shape.window]
-    slots = [] if states is None else [_bytes(pool[None]) for pool in states.pools()]
-    layout = torch_layout("reference", model, store, max_model_len)
-    return HostBlockIO((full, window, slots), counts, layout, model.num_bytes)
+    return full, window, [_bytes(pool[None]) for pool in store.state_pools()]
 
 
 def _bytes(pool: Tensor) -> Bytes:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 
 import torch
 
 from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.machine import choose_threads
-from quire.backends.torch.assembly import load_model, make_stores, memory_request, stored_kv
+from quire.backends.torch.assembly import load_model, make_store, memory_request, stored_kv
 from quire.backends.torch.runner import TorchRunner
 from quire.errors import InvalidRequest, install_command
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES as DTYPES_IN_FILES
 from quire.weights.spec import OTHER, ModelSpec
 
-CUDA_SHARE = 0.9
-CUDA_MAX_SEQS = 256
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-log = logging.getLogger(__name__)
 
-
+@torch.inference_mode()
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
     _check_quantize(options.quantize, checkpoint)
@@ -33,48 +29,22 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         )
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
-    if device.type == "cpu":
-        torch.set_num_threads(choose_threads(options.threads))
     max_model_len = options.context_within(spec.max_model_len)
-    max_num_seqs = options.max_num_seqs or (CUDA_MAX_SEQS if device.type == "cuda" else DEFAULT_MAX_SEQS)
-    with torch.inference_mode():
-        if device.type == "cuda" and _has_triton():
-            from quire.backends.torch import build_cuda  # imports Triton, which is not always installed
+    if device.type == "cuda":
+        from quire.backends.torch.build_cuda import make_cuda_runner  # imports Triton, which is not always installed
 
-            compiling = build_cuda.start_compiling(checkpoint, dtype, options, device)
-            try:
-                if _works():  # takes a second or two the first time
-                    return build_cuda.make_cuda_runner(
-                        checkpoint,
-                        options,
-                        dtype,
-                        device,
-                        compiling,
-                        progress,
-                        max_num_seqs=max_num_seqs,
-                        max_model_len=max_model_len,
-                    )
-            except BaseException:
-                compiling.cancel()
-                raise
-            compiling.cancel()
-        model = load_model(checkpoint, dtype, device, max_model_len, progress, quantize_bits=options.quantize)
-        request = memory_request(
-            model, options, dtype, max_model_len, max_num_seqs, DEFAULT_MAX_CHUNK, has_overlap=device.type != "cpu"
-        )
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-            memory = request.divide(free, int(free * CUDA_SHARE))
-        else:
-            memory = request.divide_on_cpu()
-        store, states = make_stores(model, stored_kv(model, options, max_model_len), memory, options.block_size, dtype)
+        return make_cuda_runner(checkpoint, options, dtype, device, max_model_len, progress)
+    torch.set_num_threads(choose_threads(options.threads))
+    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
+    model = load_model(checkpoint, dtype, device, max_model_len, progress, quantize_bits=options.quantize)
+    request = memory_request(model, options, dtype, max_model_len, max_num_seqs, DEFAULT_MAX_CHUNK, has_overlap=False)
+    memory = request.divide_on_cpu()
     return TorchRunner(
         model,
-        store,
+        make_store(model, stored_kv(model, options, max_model_len), memory, options.block_size, dtype),
         max_num_seqs=memory.max_num_seqs,
         max_model_len=max_model_len,
         max_chunk_tokens=memory.max_chunk_tokens,
-        states=states,
     )
 
 
@@ -88,29 +58,6 @@ def _check_quantize(bits: int | None, checkpoint: Checkpoint) -> None:
         raise InvalidRequest(f"quantize = {bits}: models that run with transformers are not quantised")
 
 
-def _has_triton() -> bool:
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    log.warning("Triton is not installed: the GPU runs plain PyTorch, many times slower. %s", install_command("triton"))
-    return False
-
-
-def _works() -> bool:
-    """Return whether Triton works here. It compiles some C at its first use."""
-    try:
-        import triton
-
-        triton.runtime.driver.active.get_current_target()
-    except Exception as error:
-        log.warning(
-            "Triton does not work here: the GPU runs plain PyTorch, many times slower. Triton needs a C compiler,"
-            " Python's headers and a writable folder (TRITON_CACHE_DIR): %s",
-            error,
-        )
-        return False
-    return True
-
-
 def _device(name: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if name == "auto":
@@ -119,6 +66,8 @@ def _device(name: str) -> torch.device:
         raise InvalidRequest(f"device = {name!r} is not auto, cpu or cuda")
     if name == "cuda" and not has_cuda:
         raise InvalidRequest("device = 'cuda', but PyTorch finds no CUDA device on this machine")
+    if name == "cuda" and importlib.util.find_spec("triton") is None:
+        raise InvalidRequest(f"device = 'cuda' needs Triton: {install_command('triton')}. Or use --device cpu")
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from operator import sub
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_memory import KVMemory, KVSpec
-from quire.backends.torch.assembly import load_model, make_stores, memory_request, stored_kv
+from quire.backends.torch.assembly import load_model, make_store, memory_request, stored_kv
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.forward_pass import Model
 from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
@@ -32,10 +32,11 @@ from quire.backends.torch.models.decoder import layer_weights
 from quire.core.planner import MIXED_ANSWERS
 from quire.core.step import SeqSlice, StepPlan
 from quire.core.values import SamplingParams
-from quire.errors import UnsupportedModel
+from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import OTHER, DeltaNetSpec, ModelSpec
 
+MAX_SEQS = 256  # by default
 STEP_S = 0.25  # approximate duration of the largest step, which has only prompts
 MAX_GAP_S = 0.0024  # prompts in a step with up to 64 answers may delay these by about this much
 MIN_MIXED_ROWS = 512  # smaller steps would waste most of their time: they read all weights for any number of rows
@@ -74,24 +75,47 @@ def make_cuda_runner(
     options: BackendOptions,
     dtype: torch.dtype,
     device: torch.device,
-    compiling: Compiling,
-    progress: Progress | None,
-    *,
-    max_num_seqs: int,
     max_model_len: int,
+    progress: Progress | None,
 ) -> CudaRunner:
-    clock = [time.monotonic()]
+    compiling = start_compiling(checkpoint, dtype, options, device)
+    try:
+        _check_triton()  # takes a second or two the first time
+        return _make_runner(checkpoint, options, dtype, device, compiling, max_model_len, progress)
+    except BaseException:
+        compiling.cancel()
+        raise
+
+
+def _check_triton() -> None:
+    """Raise if Triton does not work here. It compiles some C at its first use."""
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:
+        raise InvalidRequest(
+            "device = 'cuda': Triton does not work here. It needs a C compiler, Python's headers and a writable folder"
+            f" (TRITON_CACHE_DIR): {error}. Or use --device cpu"
+        ) from error
+
+
+def _make_runner(
+    checkpoint: Checkpoint,
+    options: BackendOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    compiling: Compiling,
+    max_model_len: int,
+    progress: Progress | None,
+) -> CudaRunner:
+    max_num_seqs = options.max_num_seqs or MAX_SEQS
     _refuse_delta_nets(checkpoint.spec)
     model = load_model(
         checkpoint, dtype, device, max_model_len, progress, FusedLinear, FusedPackedLinear, options.quantize
     )
-    clock.append(time.monotonic())
     compiling.wait_first()
-    clock.append(time.monotonic())
     if model.spec.family != OTHER:
         kv_type = options.kv_cache_dtype
         launch(first_calls(model.spec, dtype, options.block_size, device, has_fp8_kv=kv_type == "fp8"), device)
-    clock.append(time.monotonic())
     step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.num_layer_weights), max_num_seqs)
     graph_tokens = min(_num_tokens_within(LAUNCH_S, model.num_layer_weights), MAX_GRAPH_TOKENS, step_tokens)
     request = memory_request(model, options, dtype, max_model_len, max_num_seqs, step_tokens, has_overlap=True)
@@ -113,17 +137,13 @@ def make_cuda_runner(
     )
     free, total = torch.cuda.mem_get_info(device)
     memory = request.divide(free - reserved, free - reserved - int(MARGIN * total))
-    clock.append(time.monotonic())
-    log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
     log.info("a prompt token takes %.2f us in a large step", 1e6 * token_s)
     log.info("a step needs up to %.2f GB, with graphs and rarer requests %.2f GB", needed / 1e9, reserved / 1e9)
-    store, states = make_stores(model, kv_spec, memory, options.block_size, dtype)
     return CudaRunner(
         model,
-        store,
+        make_store(model, kv_spec, memory, options.block_size, dtype),
         max_num_seqs=memory.max_num_seqs,
         max_model_len=max_model_len,
-        states=states,
         max_num_batched_tokens=step_tokens,
         max_chunk_tokens=memory.max_chunk_tokens,
         max_mixed_tokens=_mixed_tokens(token_s),
@@ -198,10 +218,8 @@ def measure_step(
     table = range(1, 1 - (-length // block_size))
     num_states = 2 if model.kv_spec.has_states else 0
     memory = KVMemory(len(table) + 1, max_num_seqs, length, len(table) + 1 if has_windows else 0, num_states)
-    store, states = make_stores(model, kv_spec, memory, block_size, dtype)
-    runner = CudaRunner(
-        model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len, states=states, has_graphs=False
-    )
+    store = make_store(model, kv_spec, memory, block_size, dtype)
+    runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len, has_graphs=False)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = tuple(i % model.spec.vocab_size for i in range(length))  # different ones choose different experts
     took_s = 0.0
@@ -231,6 +249,6 @@ def measure_step(
         took_s = time.monotonic() - started_s
     peak = torch.cuda.max_memory_allocated(device)
     runner.close()
-    del runner, store, states
+    del runner, store
     torch.cuda.empty_cache()
     return math.ceil(1.1 * (peak - base)), took_s / (length * max_num_seqs)  # 10 % for fragmentation

@@ -13,20 +13,26 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.backends.base import BlockIO, Capacity, RunnerFacts, TokenMasks
+from quire.backends.base import BlockIO, TokenMasks
 from quire.backends.block_io import counts_of
 from quire.backends.kv_memory import KVSpec, LayerKV
-from quire.backends.sampling import BLOCKED, BROKEN, Ranks, join_prompt_logprobs, prompt_parts, sampled_pieces
+from quire.backends.sampling import (
+    Ranks,
+    SampledRows,
+    add_prompt_logprobs,
+    broken_slices,
+    make_result,
+    sampled_pieces,
+)
 from quire.backends.torch.attention_work import Sizes, max_wide_tiles
-from quire.backends.torch.block_io import torch_layout
 from quire.backends.torch.cuda_block_io import CudaBlockIO
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
 from quire.backends.torch.forward_pass import Model
@@ -37,10 +43,8 @@ from quire.backends.torch.inputs import (
     Division,
     Layout,
     Staging,
-    StateLayout,
     Step,
     StepInputs,
-    WindowLayout,
     arrange,
 )
 from quire.backends.torch.kernel_compilation import Compiling
@@ -48,8 +52,9 @@ from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.state_store import StateStore, describe_types, max_chunks, memory_facts, purge
-from quire.core.step import BlockCopy, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, accepted
+from quire.backends.torch.runner import BaseRunner
+from quire.backends.torch.state_work import max_chunks
+from quire.core.step import BlockCopy, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
 
 # T rows of the batch, S rows that sample, E hidden size, V vocabulary
@@ -76,25 +81,17 @@ class _Pass:
     places: tuple[int, ...]  # [S]: index of the step's slice of each sampled row
     rows: list[SeqSlice]  # [S]: a slice that ends at that row
     special_rows: SpecialRows
-    logits: Tensor | None  # [S, V]
-    sampled: _Sampled | None  # inputs of the sampling kernels
+    inputs: _SampleInputs | None  # None: no row samples
     sound: Tensor | None  # [slices]: whether the last hidden state of each is finite
     prompts: list[tuple[int, int, tuple[int, ...], Ranks]]  # index in the plan, first position, tokens, their ranks
     results: Tensor | None = None  # on the host, after the copy: tokens, flags, soundness
     logprobs: Ranks | None = None
 
 
-class _Row(NamedTuple):
-    """The sample after one row."""
+class _SampleInputs(NamedTuple):
+    """Inputs of the sampling kernels."""
 
-    end: int  # tokens up to this row
-    token: int
-    flags: int  # see `DeviceSampler.sample`
-    logprobs: TokenLogprobs | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
+    logits: Tensor  # [S, V]
     params: Tensor  # [S, NUM_PARAMS] fp32
     batch_indices: Tensor  # [S] int32
     last_tokens: Tensor  # [S] int32
@@ -105,15 +102,16 @@ class _InFlight:
     passes: list[_Pass]
     slices: Sequence[SeqSlice]  # of the plan
     failures: dict[int, str]
-    event: torch.cuda.Event | None = None
+    event: Any = None  # after the copy of the results
 
 
-class CudaRunner:
+class CudaRunner(BaseRunner):
+    kind = "fused"
+
     def __init__(
         self,
         model: Model,
         store: KVStore,
-        states: StateStore | None = None,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -124,30 +122,23 @@ class CudaRunner:
         compiling: Compiling | None = None,
         has_graphs: bool = True,
     ) -> None:
-        spec, device = model.spec, store.device
-        self.model = model
-        self.store = store
-        self.states = states  # None: the model has none
-        self._capacity = Capacity(
-            num_blocks=store.num_blocks,
-            block_size=store.block_size,
+        super().__init__(
+            model,
+            store,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            vocab_size=spec.vocab_size,
             has_overlap=True,
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_mixed_tokens=max_mixed_tokens,
             max_drafts=MAX_DRAFTS,
-            window=max(store.windows, default=0),
-            num_window_blocks=store.num_window_blocks,
-            num_states=0 if states is None else states.num_slots,
         )
+        spec, device = model.spec, store.device
         self._is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = self._device.Stream(device)
         num_cores = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
         max_parts = max(MIN_PARTS, 4 * max_num_seqs)
-        self._division = _divide(model.kv_spec, store, num_cores, max_parts, has_states=states is not None)
+        self._division = _divide(model.kv_spec, store, num_cores, max_parts)
         max_blocks = -(-max_model_len // store.block_size)
         self._tables = BlockTables(max_num_seqs, max_blocks, store.block_size, device, self._division.window)
         self._state = DeviceState(
@@ -156,7 +147,6 @@ class CudaRunner:
             window_tables=self._tables.window_device,
             last_samples=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             parts=_parts_for(model.kv_spec.kv_layers, max_parts, device),
-            states=states,
         )
         self._staging = Staging(device)
         # Copies of a plan that were not enqueued yet: among the blocks, and among the window blocks.
@@ -175,25 +165,7 @@ class CudaRunner:
         self._steps: deque[_InFlight] = deque()
         self._spare_results: list[Tensor] = []
         self._block_io: CudaBlockIO | None = None
-        if self._stream is not None:  # the tensors above were written on another stream
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    def facts(self) -> RunnerFacts:
-        device = self.store.device
-        return RunnerFacts(
-            backend=f"torch {torch.__version__}",
-            device=f"{device} ({torch.cuda.get_device_name(device)})" if self._is_cuda else "cpu, interpreted",
-            dtype=describe_types(self.store, self.model.packed_types),
-            kv_dtype=self.store.kv_dtype,
-            num_threads=1,
-            weight_bytes=self.model.num_bytes,
-            notice=self.model.notice,
-            layout=self._layout(),
-            **memory_facts(self.store, self.states),
-        )
+        self._stream.wait_stream(self._device.current_stream(device))  # the tensors above were written on that one
 
     def use_threads(self, num_threads: int) -> None:
         """No effect: host threads do not compute here."""
@@ -214,11 +186,8 @@ class CudaRunner:
         """The first call allocates staging memory and compiles kernels, or loads them."""
         if self._block_io is None:
             counts = counts_of(self._capacity)
-            self._block_io = CudaBlockIO(self.store, self.states, counts, self._layout(), self._stream)
+            self._block_io = CudaBlockIO(self.store, counts, self.layout(), self._stream)
         return self._block_io
-
-    def _layout(self) -> str:
-        return torch_layout("fused", self.model, self.store, self._capacity.max_model_len)
 
     def _has_compiled(self) -> bool:
         return self._compiling is None or not self._compiling.is_running
@@ -255,7 +224,7 @@ class CudaRunner:
         So a step with drafts runs in the graphs of decodes. A recurrent state is updated token by token, so slices of
         models with states stay whole. Returns the slices and the index of each in the plan.
         """
-        if self.states is not None or not any(piece.num_drafts for piece in slices):
+        if self.store.has_states or not any(piece.num_drafts for piece in slices):
             return slices, tuple(range(len(slices)))
         divided: list[SeqSlice] = []
         indices: list[int] = []
@@ -281,7 +250,7 @@ class CudaRunner:
         failures: dict[int, str] = {}
         for some, where in _halves(slices, indices):
             self._tables.forget()
-            _free_memory()
+            torch.cuda.empty_cache()
             try:
                 passes.append(self._pass(some, where, has_graphs=False))  # graphs would share one logits buffer
             except torch.OutOfMemoryError:
@@ -319,19 +288,16 @@ class CudaRunner:
         if num_updates:
             self._update_tables(updates[0], tail[4])
         hidden = self._hidden(step, layout, device, graph)
-        logits: Tensor | None
-        if hidden is None:
-            logits, sound, prompts = self._graph_logits[:num_sampled], None, []
-        else:
-            logits = self.model.logits(hidden[tail[1]]) if places else None
+        sound, prompts, inputs = None, [], None
+        if hidden is not None:
             sound = torch.isfinite(hidden[tail[0]].float().sum(-1)) if num_sampled < num_slices else None
             prompts = self._prompt_logprobs(step, hidden)
-        sampled = None
         if places:
-            last_tokens = self._last_tokens(layout.carve(device), tail[1]) if special_rows.is_changed else tail[2]
+            logits = self._graph_logits[:num_sampled] if hidden is None else self.model.logits(hidden[tail[1]])
+            last_tokens = self._last_tokens(layout.carve(device), tail[1]) if special_rows.changed else tail[2]
             params = tail[3].view(torch.float32).view(-1, NUM_PARAMS)
-            sampled = _Sampled(params, tail[2], last_tokens)
-        return _Pass(step, places, rows, special_rows, logits, sampled, sound, prompts)
+            inputs = _SampleInputs(logits, params, tail[2], last_tokens)
+        return _Pass(step, places, rows, special_rows, inputs, sound, prompts)
 
     def _update_tables(self, places: list[int], entries: Tensor) -> None:
         """Write new entries of block tables. `entries` holds their places, then their values."""
@@ -370,12 +336,19 @@ class CudaRunner:
         num_siblings = max_wide_tiles(num_decodes, division.sizes) if kind.is_wide else 0
         layout = Layout(kind.size, *_max_items(kind.size, num_decodes, num_prompts, num_siblings, division.sizes))
         if division.window_sizes is not None:
-            items = _max_items(kind.size, num_decodes, num_prompts, 0, division.window_sizes)
-            layout = layout._replace(window=WindowLayout(*items))
+            num_narrow, num_wide = _max_items(kind.size, num_decodes, num_prompts, 0, division.window_sizes)
+            layout = layout._replace(
+                num_window_parts=kind.size + 1,
+                num_window_narrow=num_narrow,
+                num_window_wide=num_wide,
+                num_kept=kind.size,
+            )
         if division.has_states:
             num_prompts = min(num_prompts, MAX_GRAPH_SEQUENCES)
             num_chunks = max_chunks(kind.size, num_prompts, GRAPH_SNAPSHOTS * num_prompts) if kind.is_mixed else 0
-            layout = layout._replace(states=StateLayout(num_decodes, num_chunks, num_prompts))
+            layout = layout._replace(
+                num_decodes=num_decodes, num_chunks=num_chunks, num_sequences=num_prompts, num_kept=kind.size
+            )
         return layout
 
     def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool) -> Tensor:
@@ -394,14 +367,15 @@ class CudaRunner:
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, int, tuple[int, ...], Ranks]]:
         """Return logprobs of the prompt tokens after a slice's positions: a position's logits predict the next."""
-        found = []
-        for place, piece in enumerate(step.slices):
-            first_row = int(step.last_rows[place]) + 1 - piece.length
-            for row, tokens in prompt_parts(piece):
-                raw = self.model.logits(hidden[first_row + row : first_row + row + len(tokens)])
-                ranked = rank_prompt(raw, tokens, piece.sampling.prompt_logprobs or 0)
-                found.append((step.order[place], piece.start + 1 + row, tokens, ranked))
-        return found
+        return [
+            (
+                step.order[place],
+                first,
+                tokens,
+                rank_prompt(raw, tokens, step.slices[place].sampling.prompt_logprobs or 0),
+            )
+            for place, first, tokens, raw in self.prompt_rows(step.slices, step.last_rows.tolist(), hidden)
+        ]
 
     # Sampling
 
@@ -414,27 +388,26 @@ class CudaRunner:
         with self._on_stream():
             for one in forwarded.passes:
                 self._sample(one, masks)
-            if self._is_cuda:
-                forwarded.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                forwarded.event.record()
+            forwarded.event = self._device.Event()
+            forwarded.event.record()
         self._steps.append(forwarded)
 
     def _sample(self, one: _Pass, masks: TokenMasks | None) -> None:
         width = max(len(one.places), len(one.step.slices))
         out = torch.empty((3, width), dtype=torch.int32, device=self.store.device)
-        if one.logits is not None and one.sampled is not None:
+        if one.inputs is not None:
             one.logprobs = self._sampler.sample(
-                one.logits,
+                one.inputs.logits,
                 one.rows,
                 one.special_rows,
-                one.sampled.params,
-                one.sampled.batch_indices,
-                one.sampled.last_tokens,
+                one.inputs.params,
+                one.inputs.batch_indices,
+                one.inputs.last_tokens,
                 self._state.last_samples,
                 masks,
                 out,
             )
-            one.logits = None
+            one.inputs = None  # the logits are not needed any more
         if one.sound is not None:
             out[2] = one.sound
         one.results = self._take_results(width)
@@ -454,70 +427,44 @@ class CudaRunner:
         if not self._steps:
             raise InvariantViolation("collect with no step in flight")
         step = self._steps.popleft()
-        if step.event is not None:
-            step.event.synchronize()
-        tokens: list[tuple[int, ...]] = [()] * len(step.slices)
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        drafted: dict[int, list[_Row]] = {index: [] for index, piece in enumerate(step.slices) if piece.num_drafts}
+        step.event.synchronize()
+        unsound: list[int] = []
+        indices: list[int] = []  # these three by row
+        tokens: list[int] = []
+        flags: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
         prompts: dict[int, PromptLogprobs] = {}
-        failures = step.failures
         for one in step.passes:
-            self._read(one, tokens, logprobs, failures, drafted)
+            assert one.results is not None
+            width = max(len(one.places), len(one.step.slices))
+            chosen, found, sound = one.results[: 3 * width].view(3, width).tolist()
+            self._spare_results.append(one.results)
+            order, num_rows = one.step.order, len(one.places)
+            if one.sound is not None:
+                unsound += [index for place, index in enumerate(order) if not sound[place]]
+            if one.logprobs is not None:
+                logprobs |= {len(tokens) + row: entry for row, entry in one.logprobs.read(chosen).items()}
+            indices += [order[place] for place in one.places]
+            tokens += chosen[:num_rows]
+            flags += found[:num_rows]
             for index, first, known, ranked in one.prompts:
-                entries = tuple(ranked.read(known).values())
-                earlier = prompts.get(index)
-                parts = (entries,) if earlier is None else (earlier.entries, entries)
-                prompts[index] = join_prompt_logprobs(first if earlier is None else earlier.start, parts)
-        for index, rows in drafted.items():
-            rows.sort()
-            tokens[index], logprobs[index] = _accept(rows, step.slices[index].drafts)
-            if any(row.flags for row in rows[: len(tokens[index])]):
-                failures.setdefault(index, BLOCKED)
-        is_poisoned = BROKEN in failures.values()
-        if is_poisoned:
-            self._purge(step)
-        return StepResult(tuple(tokens), logprobs, prompts, failures, is_poisoned)
+                add_prompt_logprobs(prompts, index, first, tuple(ranked.read(known).values()))
+        broken, blocked = ([flag & bit for flag in flags] if any(flags) else flags for bit in (1, 2))
+        rows = SampledRows(indices, tokens, broken, blocked, logprobs)
+        if step.failures or len(set(indices)) < len(indices):  # slices with drafts have several rows
+            rows = _in_order(rows, [row for one in step.passes for row in one.rows], step.failures)
+        result = make_result(step.slices, unsound, rows, prompts)
+        if result.is_poisoned:
+            self._purge(step, broken_slices(result))
+        return result._replace(failures={**step.failures, **result.failures}) if step.failures else result
 
-    def _read(
-        self,
-        one: _Pass,
-        tokens: list[tuple[int, ...]],
-        logprobs: dict[int, tuple[TokenLogprobs, ...]],
-        failures: dict[int, str],
-        drafted: dict[int, list[_Row]],
-    ) -> None:
-        """Read the results of a pass. Samples of slices with drafts are collected in `drafted`."""
-        assert one.results is not None
-        width = max(len(one.places), len(one.step.slices))
-        chosen, flags, sound = one.results[: 3 * width].view(3, width).tolist()
-        self._spare_results.append(one.results)
-        order = one.step.order
-        if one.sound is not None:
-            for place, index in enumerate(order):
-                if not sound[place]:
-                    failures[index] = BROKEN
-        ranked = {} if one.logprobs is None else one.logprobs.read(chosen)
-        for row, place in enumerate(one.places):
-            index = order[place]
-            if index in drafted:
-                end = one.rows[row].start + one.rows[row].length
-                drafted[index].append(_Row(end, chosen[row], flags[row], ranked.get(row)))
-                if flags[row] & 1:
-                    failures[index] = BROKEN
-                continue
-            tokens[index] = (chosen[row],)
-            if row in ranked:
-                logprobs[index] = (ranked[row],)
-            if flags[row]:
-                failures.setdefault(index, BROKEN if flags[row] & 1 else BLOCKED)
-
-    def _purge(self, step: _InFlight) -> None:
+    def _purge(self, step: _InFlight, broken: Sequence[int]) -> None:
         """Purge blocks after all work in flight, which may still read them."""
         with self._on_stream():
             for one in step.passes:
                 for place, piece in enumerate(one.step.slices):
-                    if step.failures.get(one.step.order[place]) == BROKEN:
-                        purge(piece, self.store, self.states)
+                    if one.step.order[place] in broken:
+                        self.store.purge(piece)
 
     def abandon(self) -> None:
         """Discard a pass that raised, so that the next plan can run."""
@@ -530,13 +477,12 @@ class CudaRunner:
         self._steps.clear()
         if self._compiling is not None:
             self._compiling.cancel()
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._device.synchronize(self.store.device)
         if self._block_io is not None:
             self._block_io.close()
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return self._device.stream(self._stream)  # type: ignore[no-any-return]
 
 
 def _sampled_rows(step: Step) -> list[int]:
@@ -547,14 +493,16 @@ def _sampled_rows(step: Step) -> list[int]:
     return [row for last, piece in lasts for row in range(last + 1 - piece.num_sampled, last + 1)]
 
 
-def _accept(rows: Sequence[_Row], drafts: Sequence[int]) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-    """Return the tokens of a slice and their logprobs, up to the first draft that was wrong."""
-    tokens = accepted([row.token for row in rows], drafts)
-    ranked = (row.logprobs for row in rows[: len(tokens)])
-    return tokens, tuple(one for one in ranked if one is not None)
+def _in_order(rows: SampledRows, pieces: Sequence[SeqSlice], failures: Mapping[int, str]) -> SampledRows:
+    """Sort the rows of drafts by slice and position. Slices that failed may lack rows: theirs are dropped."""
+    kept = [row for row, index in enumerate(rows.indices) if index not in failures]
+    kept.sort(key=lambda row: (rows.indices[row], pieces[row].start + pieces[row].length))
+    indices, tokens, broken, blocked = ([numbers[row] for row in kept] for numbers in rows[:4])
+    logprobs = {place: rows.logprobs[row] for place, row in enumerate(kept) if row in rows.logprobs}
+    return SampledRows(indices, tokens, broken, blocked, logprobs)
 
 
-def _divide(kv_spec: KVSpec, store: KVStore, num_cores: int, max_parts: int, *, has_states: bool) -> Division:
+def _divide(kv_spec: KVSpec, store: KVStore, num_cores: int, max_parts: int) -> Division:
     """Return one division of the work for all layers of a pool: the one for the layer that needs the smallest tiles."""
 
     def sizes(layers: Sequence[LayerKV]) -> Sizes:
@@ -576,7 +524,7 @@ def _divide(kv_spec: KVSpec, store: KVStore, num_cores: int, max_parts: int, *, 
         sizes=sizes(full or windowed),
         window=max(store.windows, default=0),
         window_sizes=sizes(windowed) if windowed else None,
-        has_states=has_states,
+        has_states=store.has_states,
     )
 
 
@@ -628,8 +576,3 @@ def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Se
 def _has_prompt_logprobs(piece: SeqSlice) -> bool:
     """Return whether logprobs of prompt tokens are wanted, and one follows the first position of this slice."""
     return piece.sampling.prompt_logprobs is not None and piece.start + 1 < piece.num_prompt_tokens
-
-
-def _free_memory() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

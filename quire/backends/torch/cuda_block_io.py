@@ -29,8 +29,9 @@ import mmap
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,9 +40,8 @@ from torch import Tensor
 
 from quire.backends.base import Copied, MemorySizes, PendingCopy
 from quire.backends.block_io import Counts, check_pieces
-from quire.backends.torch.kernels.blocks import PieceTable, gather_pieces, piece_table, scatter_pieces
+from quire.backends.torch.kernels.blocks import PieceTable, move_pieces, piece_table
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.state_store import StateStore
 from quire.core.step import MemoryRef
 from quire.errors import InvariantViolation
 
@@ -76,13 +76,13 @@ class PinnedMemory:
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         region = _Region(tensor.data_ptr(), tensor.data_ptr() + num_bytes, tensor)
         with self._lock:
-            self._regions = tuple(sorted((*self._regions, region), key=_address))
+            self._regions = tuple(sorted((*self._regions, region), key=attrgetter("first")))
         return memoryview(memory)
 
     def find(self, first: int, last: int) -> Tensor | None:
         """Return the bytes of the addresses [first, last), or None if they are not all of one allocation."""
         regions = self._regions
-        place = bisect_right(regions, first, key=_address) - 1
+        place = bisect_right(regions, first, key=attrgetter("first")) - 1
         if place < 0 or last > regions[place].last:
             return None
         start = regions[place].first
@@ -94,7 +94,7 @@ class PinnedMemory:
             regions, self._regions = self._regions, ()
         if self._device.type == "cuda":
             for region in regions:
-                _cudart().cudaHostUnregister(region.first)
+                torch.cuda.cudart().cudaHostUnregister(region.first)  # type: ignore[no-untyped-call]
 
     def _pin(self, memory: mmap.mmap) -> None:
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # the pages of a forked process would be copies
@@ -111,15 +111,7 @@ class PinnedMemory:
 
     def _register(self, address: int, num_bytes: int) -> int:
         with torch.cuda.device(self._device):
-            return int(_cudart().cudaHostRegister(address, num_bytes, 0))
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _address(region: _Region) -> int:
-    return region.first
+            return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
 
 
 EXPORT_BYTES = 1 << 30  # of staging: a prompt of 8,192 tokens of an 8B model may evict as much in one step
@@ -134,77 +126,56 @@ MAX_PIECES = 128  # beside a step: each takes time on the host
 ALIGNMENT = 512
 
 
-class _NoStream:
-    """Replaces a stream where there is no CUDA: everything is computed in the call."""
-
-    def wait_event(self, event: object) -> None:
-        del event
-
-    def wait_stream(self, stream: object) -> None:
-        del stream
-
-    def synchronize(self) -> None: ...
-
-
-class _NoEvent:
-    def record(self, stream: object) -> None:
-        del stream
-
-    def query(self) -> bool:
-        return True
-
-
-class _Slot:
+class _Slot(NamedTuple):
     """A part of a ring."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory  # uint8
-        self.filled, self.emptied = make_event(memory.device), make_event(memory.device)
+    memory: Tensor  # uint8
+    filled: Any  # event
+    emptied: Any
 
 
-class _Ring:
-    """Staging on the device. Slots are used in turn."""
-
-    def __init__(self, num_bytes: int, slot_bytes: int, device: torch.device) -> None:
-        num_slots = max(num_bytes // slot_bytes, 2)
-        memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device)
-        self._slots = [_Slot(part) for part in memory.split(slot_bytes)]  # type: ignore[no-untyped-call]
-        self._turn = 0
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def take(self) -> _Slot:
-        self._turn = (self._turn + 1) % len(self._slots)
-        return self._slots[self._turn]
+_Ring = deque[_Slot]  # staging on the device: slots are used in turn
 
 
 class _Chunk(NamedTuple):
     """Pieces of one kind that fit a slot."""
 
     table: PieceTable
-    first: int  # index of its first piece among all pieces of the call
-    num_pieces: int
+    indices: Tensor  # of the pieces
     hosts: list[Tensor]  # host memory, in parts that are copied one by one
-    lengths: list[int]  # of these parts
+    transfer: _Transfer
 
-    def staged(self, slot: _Slot) -> Tensor:
+    def gather(self, slot: _Slot) -> None:
+        move_pieces(self.table, self.indices, self._staged(slot), is_gather=True)
+
+    def scatter(self, slot: _Slot) -> None:
+        move_pieces(self.table, self.indices, self._staged(slot), is_gather=False)
+
+    def copy_to_host(self, slot: _Slot) -> None:
+        for staged, host in zip(self._parts(slot), self.hosts, strict=True):
+            _copy(staged, host)
+
+    def copy_from_host(self, slot: _Slot) -> None:
+        for staged, host in zip(self._parts(slot), self.hosts, strict=True):
+            _copy(host, staged)
+
+    def _staged(self, slot: _Slot) -> Tensor:
         """Return the pieces in a slot, as words."""
-        return slot.memory[: self.num_pieces * _piece_bytes(self.table)].view(self.table.word)
+        return slot.memory[: len(self.indices) * self.table.num_bytes].view(self.table.word)
 
-    def copies(self, slot: _Slot) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the parts of a slot, each with its host memory."""
-        parts = slot.memory[: sum(self.lengths)].split(self.lengths)  # type: ignore[no-untyped-call]
-        return zip(parts, self.hosts, strict=True)
+    def _parts(self, slot: _Slot) -> Sequence[Tensor]:
+        """Return the parts of a slot that are copied one by one."""
+        lengths = [host.nbytes for host in self.hosts]
+        return slot.memory[: sum(lengths)].split(lengths)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Transfer:
     """An export or import that was started. Imports of many pieces are enqueued part by part."""
 
-    def __init__(self, owner: CudaBlockIO, num_chunks: int) -> None:
+    def __init__(self, owner: CudaBlockIO, event: Any) -> None:
         self._owner = owner
-        self.num_waiting = num_chunks  # chunks that are not enqueued yet
-        self.event = make_event(owner.device)  # recorded after the last one
+        self.num_waiting = 0  # chunks that are not enqueued yet
+        self.event = event  # recorded after the last one
 
     def is_done(self) -> bool:
         self._owner.advance()
@@ -214,52 +185,49 @@ class _Transfer:
         self._owner.advance()
         if self.num_waiting:
             return False
-        self._owner.let_steps_wait(self.event)
+        self._owner.steps.wait_event(self.event)
         return True
 
 
-class _Waiting(NamedTuple):
-    """A chunk of an import that is not enqueued yet."""
-
-    chunk: _Chunk
-    indices: Tensor
-    transfer: _Transfer
+_Stage = tuple[Any, Callable[[_Chunk, _Slot], None]]  # a stream, and what is done there
 
 
 class CudaBlockIO:
-    """`stream` is that of the steps; None without CUDA."""
+    """`stream` is that of the steps."""
 
-    def __init__(
-        self, store: KVStore, states: StateStore | None, counts: Counts, layout: str, stream: torch.cuda.Stream | None
-    ) -> None:
-        self.device = device = store.device
-        pools = (store.layers_of(is_window=False), store.layers_of(is_window=True), states.pools() if states else [])
-        self._tables = [piece_table(some, device) if some else None for some in pools]
-        self.sizes = MemorySizes(*map(_piece_bytes, self._tables))
+    def __init__(self, store: KVStore, counts: Counts, layout: str, stream: Any) -> None:
+        device = store.device
+        # Kept alive: the tables have addresses only.
+        self._pools = (store.layers_of(is_window=False), store.layers_of(is_window=True), store.state_pools())
+        self._tables = [piece_table(some, device) for some in self._pools]
+        self.sizes = MemorySizes(*(table.num_bytes for table in self._tables))
         self.layout = layout
         self._counts = counts
         self._host = PinnedMemory(device)
+        self._device = torch.get_device_module(device)
         export_bytes, import_bytes = (_staging_bytes(most, device) for most in (EXPORT_BYTES, IMPORT_BYTES))
         largest = max(self.sizes.block, self.sizes.window, self.sizes.state)
         slot_bytes = -(-max(min(SLOT_BYTES, import_bytes // 4), largest) // ALIGNMENT) * ALIGNMENT
         self._slot_bytes = slot_bytes
-        self._exported = _Ring(export_bytes, slot_bytes, device)
-        self._imported = _Ring(import_bytes, slot_bytes, device)
+        self._exported, self._imported = (self._make_ring(size, device) for size in (export_bytes, import_bytes))
         self.is_host_memory = False
         common = max(self.sizes.block, self.sizes.window, 1)  # states are larger, and few
         fitting = len(self._exported) * (slot_bytes // common)
         self.max_exports = fitting + EXTRA_EXPORTS
         self.pieces_per_step = min(max(STEP_BYTES // common, 1), fitting, MAX_PIECES)
-        self._steps: Any = stream or _NoStream()
-        self._exports, self._imports, self._moves = (make_stream(device) for _ in range(3))
-        self._waiting: deque[_Waiting] = deque()
+        self.steps = stream
+        self._exports, self._imports, self._moves = (self._device.Stream(device) for _ in range(3))
+        self._waiting: deque[_Chunk] = deque()  # of imports, not enqueued yet
         self._in_flight: deque[tuple[Any, int]] = deque()  # of imports: an event, and the copies before it
         self._is_closed = False
-        with torch.inference_mode(), self._on(self._steps):
+        with torch.inference_mode(), self._device.stream(stream):
             self._load_kernels()
 
-    def let_steps_wait(self, event: Any) -> None:
-        self._steps.wait_event(event)
+    def _make_ring(self, num_bytes: int, device: torch.device) -> _Ring:
+        num_slots = max(num_bytes // self._slot_bytes, 2)
+        memory = torch.empty(num_slots * self._slot_bytes, dtype=torch.uint8, device=device)
+        parts = memory.split(self._slot_bytes)  # type: ignore[no-untyped-call]
+        return deque(_Slot(part, self._device.Event(), self._device.Event()) for part in parts)
 
     def allocate(self, num_bytes: int) -> memoryview:
         return self._host.allocate(num_bytes)
@@ -267,41 +235,19 @@ class CudaBlockIO:
     @torch.inference_mode()
     def export(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
         self._check(pieces, buffers, is_export=True)
-        numbers, chunks = self._divide(pieces, buffers)
-        if not chunks:
-            return Copied()
-        transfer = _Transfer(self, 0)
-        with self._on(self._steps):
-            indices = self._send(numbers)
+        chunks = self._divide(pieces, buffers, self.steps)
         for group in _groups(chunks, len(self._exported)):
-            slots = [self._exported.take() for _ in group]
-            with self._on(self._steps):
-                for chunk, slot in zip(group, slots, strict=True):
-                    self._steps.wait_event(slot.emptied)
-                    gather_pieces(chunk.table, _part(indices, chunk), chunk.staged(slot))
-                    slot.filled.record(self._steps)
-            with self._on(self._exports):
-                for chunk, slot in zip(group, slots, strict=True):
-                    self._exports.wait_event(slot.filled)
-                    for staged, host in chunk.copies(slot):
-                        _copy(staged, host)
-                    slot.emptied.record(self._exports)
-        transfer.event.record(self._exports)
-        return transfer
+            self._pipe(group, self._exported, (self.steps, _Chunk.gather), (self._exports, _Chunk.copy_to_host))
+        return chunks[0].transfer if chunks else Copied()
 
     @torch.inference_mode()
     def import_(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
         self._check(pieces, buffers, is_export=False)
-        numbers, chunks = self._divide(pieces, buffers)
-        if not chunks:
-            return Copied()
-        transfer = _Transfer(self, len(chunks))
-        self._moves.wait_stream(self._steps)  # steps that were enqueued may still read the pieces' old content
-        with self._on(self._moves):
-            indices = self._send(numbers)
-        self._waiting.extend(_Waiting(chunk, indices, transfer) for chunk in chunks)
+        self._moves.wait_stream(self.steps)  # steps that were enqueued may still read the pieces' old content
+        chunks = self._divide(pieces, buffers, self._moves)
+        self._waiting += chunks
         self.advance()
-        return transfer
+        return chunks[0].transfer if chunks else Copied()
 
     @torch.inference_mode()
     def advance(self) -> None:
@@ -311,36 +257,37 @@ class CudaBlockIO:
         num_copies = sum(count for _, count in self._in_flight)
         while self._waiting and num_copies < MAX_COPIES:
             group = [self._waiting.popleft() for _ in range(min(len(self._waiting), len(self._imported)))]
-            num_new = sum(len(one.chunk.hosts) for one in group)
-            self._import(group)
-            event = make_event(self.device)
+            self._pipe(group, self._imported, (self._imports, _Chunk.copy_from_host), (self._moves, _Chunk.scatter))
+            event, num_new = self._device.Event(), sum(len(chunk.hosts) for chunk in group)
             event.record(self._moves)
             self._in_flight.append((event, num_new))
             num_copies += num_new
 
-    def _import(self, group: Sequence[_Waiting]) -> None:
-        slots = [self._imported.take() for _ in group]
-        with self._on(self._imports):
-            for (chunk, _, _), slot in zip(group, slots, strict=True):
-                self._imports.wait_event(slot.emptied)
-                for staged, host in chunk.copies(slot):
-                    _copy(host, staged)
-                slot.filled.record(self._imports)
-        with self._on(self._moves):
-            for (chunk, indices, transfer), slot in zip(group, slots, strict=True):
-                self._moves.wait_event(slot.filled)
-                scatter_pieces(chunk.table, _part(indices, chunk), chunk.staged(slot))
-                slot.emptied.record(self._moves)
-                transfer.num_waiting -= 1
-                if not transfer.num_waiting:
-                    transfer.event.record(self._moves)
+    def _pipe(self, group: Sequence[_Chunk], ring: _Ring, first: _Stage, second: _Stage) -> None:
+        """Fill a slot for each chunk on one stream, and empty it on another."""
+        slots = [ring[place] for place in range(len(group))]
+        ring.rotate(-len(group))
+        stream, fill = first
+        with self._device.stream(stream):
+            for chunk, slot in zip(group, slots, strict=True):
+                stream.wait_event(slot.emptied)
+                fill(chunk, slot)
+                slot.filled.record(stream)
+        stream, empty = second
+        with self._device.stream(stream):
+            for chunk, slot in zip(group, slots, strict=True):
+                stream.wait_event(slot.filled)
+                empty(chunk, slot)
+                slot.emptied.record(stream)
+                chunk.transfer.num_waiting -= 1
+                if not chunk.transfer.num_waiting:
+                    chunk.transfer.event.record(stream)
 
     def close(self) -> None:
         """Wait for copies in flight, drop those that wait, and unpin the host memory."""
         self._is_closed = True
         self._waiting.clear()
-        for stream in (self._exports, self._imports, self._moves):
-            stream.synchronize()
+        self._device.synchronize()
         self._host.close()
 
     def _check(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview], *, is_export: bool) -> None:
@@ -348,20 +295,24 @@ class CudaBlockIO:
             raise InvariantViolation("the runner is closed")
         check_pieces(pieces, buffers, self.sizes, self._counts, is_export=is_export)
 
-    def _divide(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> tuple[list[int], list[_Chunk]]:
-        """Return the numbers of the pieces, kind by kind, and the chunks that they are copied in."""
-        numbers: list[int] = []
-        chunks: list[_Chunk] = []
+    def _divide(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview], stream: Any) -> list[_Chunk]:
+        """Return the chunks that pieces are copied in, kind by kind. Sends the numbers of the pieces on a stream."""
+        # Pieces of a kind that no layer stores have no bytes.
+        stored = [one for one in zip(pieces, buffers, strict=True) if self.sizes.of(one[0].kind)]
+        stored.sort(key=lambda one: one[0].kind)
+        device = self._tables[0].rows.device
+        numbers = torch.tensor([ref.index for ref, _ in stored], dtype=torch.int32, pin_memory=device.type == "cuda")
+        with self._device.stream(stream):
+            indices = numbers.to(device, non_blocking=True)
+        transfer, chunks, at = _Transfer(self, self._device.Event()), list[_Chunk](), 0
         for kind, table in enumerate(self._tables):
-            own = [(ref.index, buffer) for ref, buffer in zip(pieces, buffers, strict=True) if ref.kind == kind]
-            if table is None or not own:
-                continue  # pieces of a kind that no layer stores have no bytes
-            size = _piece_bytes(table)
-            for some in _groups(own, self._slot_bytes // size):
-                hosts = self._host_parts([buffer for _, buffer in some])
-                chunks.append(_Chunk(table, len(numbers), len(some), hosts, [host.nbytes for host in hosts]))
-                numbers += [number for number, _ in some]
-        return numbers, chunks
+            own = [buffer for ref, buffer in stored if ref.kind == kind]
+            for some in _groups(own, self._slot_bytes // max(table.num_bytes, 1)):
+                hosts = self._host_parts(some)
+                chunks.append(_Chunk(table, indices[at : at + len(some)], hosts, transfer))
+                at += len(some)
+        transfer.num_waiting = len(chunks)
+        return chunks
 
     def _host_parts(self, buffers: Sequence[memoryview]) -> list[Tensor]:
         """Return the memory of buffers, in parts to copy. Buffers that lie side by side are copied together."""
@@ -387,45 +338,22 @@ class CudaBlockIO:
         found = self._host.find(first, first + buffer.nbytes)
         return torch.frombuffer(bytearray(buffer), dtype=torch.uint8) if found is None else found
 
-    def _send(self, numbers: list[int]) -> Tensor:
-        """Copy numbers to the device on the current stream, without waiting."""
-        host = torch.tensor(numbers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
-
     def _load_kernels(self) -> None:
         """Compile both kernels with no work, so that the first copies do not wait for the compiler."""
-        none = torch.zeros(1, 3, dtype=torch.int64, device=self.device)
-        index = torch.zeros(1, dtype=torch.int32, device=self.device)
-        for table in {table.word: table for table in self._tables if table is not None}.values():
-            empty = PieceTable(none, 0, 1, table.word)
-            staging = torch.empty(8, dtype=table.word, device=self.device)
-            gather_pieces(empty, index, staging)
-            scatter_pieces(empty, index, staging)
-
-    def _on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(stream) if self.device.type == "cuda" else contextlib.nullcontext()
-
-
-def make_event(device: torch.device) -> Any:
-    return torch.cuda.Event() if device.type == "cuda" else _NoEvent()  # type: ignore[no-untyped-call]
-
-
-def make_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device) if device.type == "cuda" else _NoStream()  # type: ignore[no-untyped-call]
-
-
-def _piece_bytes(table: PieceTable | None) -> int:
-    return 0 if table is None else table.num_words * table.word.itemsize
+        device = self._tables[0].rows.device
+        none = torch.zeros(1, 3, dtype=torch.int64, device=device)
+        index = torch.zeros(1, dtype=torch.int32, device=device)
+        for word in dict.fromkeys(table.word for table in self._tables if table.num_words):
+            empty = PieceTable(none, 0, 1, word)
+            staging = torch.empty(8, dtype=word, device=device)
+            move_pieces(empty, index, staging, is_gather=True)
+            move_pieces(empty, index, staging, is_gather=False)
 
 
 def _staging_bytes(most: int, device: torch.device) -> int:
     if device.type != "cuda":
         return most
     return min(most, int(torch.cuda.get_device_properties(device).total_memory) // STAGING_SHARE)
-
-
-def _part(indices: Tensor, chunk: _Chunk) -> Tensor:
-    return indices[chunk.first : chunk.first + chunk.num_pieces]
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

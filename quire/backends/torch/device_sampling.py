@@ -54,10 +54,6 @@ class SpecialRows(NamedTuple):
     changed: tuple[int, ...]  # rows with a penalty, a bias or tokens that are forbidden at the moment
     reported: tuple[int, ...]  # rows that report logprobs
 
-    @property
-    def is_changed(self) -> bool:
-        return bool(self.changed)
-
 
 def fill_params(out: NDArray[np.float32], rows: Sequence[SeqSlice]) -> SpecialRows:
     """Write each row's parameters for the kernels to out [S, NUM_PARAMS]. Runs every step, so it must be fast."""

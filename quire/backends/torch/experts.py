@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.backends.torch.layers import Linear, gated, product
+from quire.backends.torch.layers import Inputs, Linear, gated, product
 from quire.backends.torch.packed import Stack
 from quire.weights.spec import Activation
 
@@ -24,10 +24,14 @@ class SharedExpert:
     gate: Linear  # [1, E]
     activation: Activation
 
-    def reference(self, x: Tensor) -> Tensor:
-        return self.gate(x).sigmoid() * self.down_proj(gated(self.gate_up_proj(x), self.activation))
+    def add_to(self, routed: Tensor, x: Inputs, *, is_graph: bool) -> Tensor:
+        """Add the output for x, which was routed, to that of the routed experts [T, E]."""
+        hidden = self.gate_up_proj.gated(x, self.activation, is_graph=is_graph, reader=self.down_proj)
+        gate = self.gate.project(x, is_graph=is_graph).sigmoid()
+        return routed.addcmul_(gate, self.down_proj.project(hidden, is_graph=is_graph))
 
 
+@dataclass(slots=True)
 class Experts:
     """The matrices of a layer's experts. The router's matrix belongs to the caller, which passes its logits.
 
@@ -37,51 +41,17 @@ class Experts:
     `has_sigmoid`: the weights are the sigmoids of the logits, and `bias` is added to them for the choice.
     """
 
-    __slots__ = (
-        "activation",
-        "bias",
-        "down",
-        "down_bias",
-        "expert_scales",
-        "gate_up",
-        "gate_up_bias",
-        "has_sigmoid",
-        "num_chosen",
-        "renormalizes",
-        "scale",
-    )
-
-    def __init__(
-        self,
-        gate_up: Stack,
-        down: Stack,
-        *,
-        num_chosen: int,
-        activation: Activation,
-        renormalizes: bool,
-        scale: float,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        expert_scales: Tensor | None = None,
-        has_sigmoid: bool = False,
-        bias: Tensor | None = None,
-    ) -> None:
-        num_experts, size, width = down.shape
-        if gate_up.shape != (num_experts, 2 * width, size):
-            raise ValueError(f"experts of {tuple(gate_up.shape) = } do not match {tuple(down.shape) = }")
-        if not 1 <= num_chosen <= num_experts:
-            raise ValueError(f"{num_chosen = } of {num_experts = }")
-        self.gate_up = gate_up  # [N, 2F, E], gates first
-        self.down = down  # [N, E, F]
-        self.gate_up_bias = gate_up_bias  # [N, 2F]
-        self.down_bias = down_bias  # [N, E]; both biases or none
-        self.expert_scales = expert_scales  # [N] fp32
-        self.num_chosen = num_chosen
-        self.activation = activation
-        self.renormalizes = renormalizes
-        self.scale = scale  # factor of the output
-        self.has_sigmoid = has_sigmoid
-        self.bias = bias  # [N] fp32
+    gate_up: Stack  # [N, 2F, E], gates first
+    down: Stack  # [N, E, F]
+    num_chosen: int
+    activation: Activation
+    renormalizes: bool
+    scale: float  # factor of the output
+    gate_up_bias: Tensor | None = None  # [N, 2F]
+    down_bias: Tensor | None = None  # [N, E]; both biases or none
+    expert_scales: Tensor | None = None  # [N] fp32
+    has_sigmoid: bool = False
+    bias: Tensor | None = None  # [N] fp32
 
     def reference(self, x: Tensor, router_logits: Tensor) -> Tensor:
         """Return the output [T, E] for x [T, E] and logits [T, N], in plain PyTorch. On a GPU, waits for the device."""

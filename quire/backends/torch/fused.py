@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.backends.torch.experts import Experts, SharedExpert
+from quire.backends.torch.experts import Experts
 from quire.backends.torch.inputs import StepInputs
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
 from quire.backends.torch.kernels.convolution import short_conv
@@ -25,8 +25,6 @@ from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Fp8Inputs, Heads, Inputs, Linear, Outputs, RMSNorm, plain
 from quire.backends.torch.recurrence import DeltaNet, ShortConv
-from quire.backends.torch.state_store import StateStore
-from quire.weights.spec import Activation
 
 # T rows of the batch, H query heads, K kv heads, D head size, E hidden size, F width of the MLP
 
@@ -39,7 +37,6 @@ class DeviceState(NamedTuple):
     window_tables: Tensor  # the same for window blocks, empty without them
     last_samples: Tensor  # [batch_indices] int32
     parts: Parts
-    states: StateStore | None  # None: the model has none
 
 
 class FusedPass:
@@ -52,9 +49,11 @@ class FusedPass:
         is_graph: bool,
     ) -> None:
         self._inputs = inputs
+        self._works = inputs.work, inputs.window_work
+        self._state_work = inputs.states
         self._state = state
         self._num_merged = num_merged  # leading rows, some of which may be split over several items
-        self._is_graph = is_graph  # being captured: products may use kernels for graphs, which are compiled by then
+        self.is_graph = is_graph  # being captured: products may use kernels for graphs, which are compiled by then
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         return embed(self._inputs.tokens, self._inputs.batch_indices, self._state.last_samples, embedding, scale)
@@ -67,35 +66,29 @@ class FusedPass:
         return positions.long()
 
     def add_norm(
-        self, x: Outputs, residual: Tensor | None, norm: RMSNorm | None, scale: float = 1.0, total_scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        if norm is not None:
-            return add_norm(x, residual, norm.weight, norm.eps, scale, total_scale, is_graph=self._is_graph)
-        x = plain(x)
-        total = x if residual is None else residual.add_(x, alpha=scale)
-        if residual is not None and total_scale != 1:
-            total.mul_(total_scale)
-        return total, total
-
-    def add_norm_for(
         self,
-        reader: Linear | None,
         x: Outputs,
         residual: Tensor | None,
         norm: RMSNorm | None,
         scale: float = 1.0,
         total_scale: float = 1.0,
+        reader: Linear | None = None,
     ) -> tuple[Inputs, Tensor]:
+        if norm is None:
+            x = plain(x)
+            total = x if residual is None else residual.add_(x, alpha=scale)
+            if residual is not None and total_scale != 1:
+                total.mul_(total_scale)
+            return total, total
         taken = None if reader is None else reader.fp8_inputs(self._inputs.tokens.shape[0])
-        if norm is None or taken is None:
-            return self.add_norm(x, residual, norm, scale, total_scale)
+        factors = norm.eps, scale, total_scale
+        if taken is None:
+            return add_norm(x, residual, norm.weight, *factors, is_graph=self.is_graph)
         has_groups = taken is Fp8Inputs.PER_GROUP
-        return add_norm_in_fp8(
-            x, residual, norm.weight, norm.eps, scale, total_scale, has_groups=has_groups, is_graph=self._is_graph
-        )
+        return add_norm_in_fp8(x, residual, norm.weight, *factors, has_groups=has_groups, is_graph=self.is_graph)
 
     def norm(self, x: Outputs, norm_: RMSNorm) -> Tensor:
-        return norm(x, norm_.weight, norm_.eps, self._state.store.dtype, is_graph=self._is_graph)
+        return norm(x, norm_.weight, norm_.eps, self._state.store.dtype, is_graph=self.is_graph)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         if heads.has_gate:
@@ -134,18 +127,6 @@ class FusedPass:
         )  # [T, H, D]
         return self._attend(q, heads)
 
-    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-        inputs, state = self._inputs, self._state
-        qkv = torch.cat((q, k, v), 1).view(len(q), -1)
-        layer, tables = state.store.layers[heads.index], self._tables(heads.index)
-        rows = inputs.positions, inputs.batch_indices
-        kept = self._kept(heads.index)
-        scales = state.store.scales.get(heads.index)
-        q = rope_store(
-            qkv, *rows, tables, None, None, layer, heads.num_heads, None, None, 0.0, kept=kept, scales=scales
-        )
-        return self._attend(q, heads)
-
     def _uses_window_blocks(self, layer: int) -> bool:
         return self._state.store.shapes[layer].window > 0
 
@@ -154,15 +135,12 @@ class FusedPass:
 
     def _kept(self, layer: int) -> Tensor | None:
         """Return which rows are stored, or None for all: window blocks are not shared while they are written."""
-        kept: Tensor | None = self._inputs.kept
-        return None if self._uses_window_blocks(layer) else kept
+        kept: Tensor = self._inputs.kept
+        return None if self._uses_window_blocks(layer) or not len(kept) else kept
 
     def _attend(self, q: Tensor, heads: Heads) -> Tensor:
         inputs, state = self._inputs, self._state
-        work = inputs.items
-        if self._uses_window_blocks(heads.index):
-            assert inputs.window is not None
-            work = inputs.window
+        work = self._works[self._uses_window_blocks(heads.index)]
         out = torch.empty_like(q)
         kinds = tilings(heads.head_size, q.itemsize, is_fp8=state.store.is_fp8)
         for items, tiling in zip((work.narrow, work.wide), kinds, strict=True):
@@ -187,36 +165,14 @@ class FusedPass:
             merge(state.parts, work.first_parts, out[: self._num_merged], heads.sinks)
         return out.view(len(out), -1)
 
-    def project(self, x: Inputs, linear: Linear) -> Tensor:
-        return linear.project(x, is_graph=self._is_graph)
-
-    def project_back(self, x: Inputs, linear: Linear) -> Outputs:
-        return linear.project_back(x, is_graph=self._is_graph)
-
-    def gated(self, x: Inputs, gate_up: Linear, activation: Activation, reader: Linear) -> Inputs:
-        return gate_up.gated(x, activation, is_graph=self._is_graph, reader=reader)
-
-    def route(self, x: Inputs, router: Linear, experts: Experts, router_input: Tensor | None = None) -> Tensor:
-        x = plain(x)
-        logits = router.project(x if router_input is None else router_input, is_graph=self._is_graph)
+    def route(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
         return experts.fused(x, logits)
 
-    def add_shared(self, routed: Tensor, x: Inputs, shared: SharedExpert) -> Tensor:
-        down = shared.down_proj
-        hidden = shared.gate_up_proj.gated(x, shared.activation, is_graph=self._is_graph, reader=down)
-        gate = shared.gate.project(x, is_graph=self._is_graph).sigmoid()
-        return routed.addcmul_(gate, down.project(hidden, is_graph=self._is_graph))
-
     def delta_net(self, mixed: Tensor, net: DeltaNet) -> Tensor:
-        states, work = self._state.states, self._inputs.states
-        assert states is not None
-        assert work is not None
+        store, work = self._state.store, self._state_work
         weights = DeltaWeights(net.taps, net.decay, net.dt_bias, net.norm.weight, net.norm.eps)
-        conv, matrices = states.conv[net.index], states.matrices[net.index]
-        return delta_net(mixed, weights, net.spec, conv, matrices, work, is_graph=self._is_graph)
+        conv, matrices = store.conv[net.index], store.matrices[net.index]
+        return delta_net(mixed, weights, net.spec, conv, matrices, work, is_graph=self.is_graph)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
-        states, work = self._state.states, self._inputs.states
-        assert states is not None
-        assert work is not None
-        return short_conv(bcx, conv.taps, conv.bias, states.conv[conv.index], work)
+        return short_conv(bcx, conv.taps, conv.bias, self._state.store.conv[conv.index], self._state_work)

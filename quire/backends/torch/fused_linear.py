@@ -14,12 +14,10 @@ from quire.backends.machine import MIN_FP8_CAPABILITY
 from quire.backends.torch.kernels.elementwise import gated
 from quire.backends.torch.kernels.fp8_rows import gated_in_fp8, quantize_rows
 from quire.backends.torch.kernels.linear import (
+    PARTS,
     THIN,
-    gated_row_product,
-    gated_tile_product,
     is_single,
     is_small,
-    product_in_parts,
     row_product,
     tile_product,
 )
@@ -28,9 +26,6 @@ from quire.backends.torch.kernels.packed_linear import (
     ROW_COUNTS,
     can_split,
     has_row_product,
-    packed_gated_row_product,
-    packed_gated_tile_product,
-    packed_product_in_parts,
     packed_row_product,
     packed_tile_product,
 )
@@ -57,25 +52,28 @@ class FusedLinear(Linear):
 
     def project(self, x: Inputs, *, is_graph: bool) -> Tensor:
         x = plain(x)
-        if is_graph and is_single(len(x), self.weight):
-            return row_product(x, self.weight, self.bias)
-        if is_graph and is_small(len(x), self.weight):
-            return tile_product(x, self.weight, self.bias)
-        return self(x)
+        multiply = self._kernel(len(x)) if is_graph else None
+        return self(x) if multiply is None else multiply(x, self.weight, self.bias)
 
     def project_back(self, x: Inputs, *, is_graph: bool) -> Outputs:
         x = plain(x)
-        if is_graph and self.num_outputs <= THIN and is_small(len(x), self.weight):
-            return product_in_parts(x, self.weight, self.bias)
+        if is_graph and len(self.weight) <= THIN and is_small(len(x), self.weight):
+            return tile_product(x, self.weight, self.bias, num_parts=PARTS)
         return self.project(x, is_graph=is_graph)
 
     def gated(self, x: Inputs, activation: Activation, *, is_graph: bool, reader: Linear | None = None) -> Inputs:  # noqa: ARG002
         x = plain(x)
-        if is_graph and is_single(len(x), self.weight):
-            return gated_row_product(x, self.weight, self.bias, activation)
-        if is_graph and is_small(len(x), self.weight):
-            return gated_tile_product(x, self.weight, self.bias, activation)
-        return gated(self(x), activation)
+        multiply = self._kernel(len(x)) if is_graph else None
+        return gated(self(x), activation) if multiply is None else multiply(x, self.weight, self.bias, activation)
+
+    def has_kernel(self, num_rows: int) -> bool:
+        return self._kernel(num_rows) is not None
+
+    def _kernel(self, num_rows: int) -> Callable[..., Tensor] | None:
+        """Return the kernel for a product of so many rows; None: the library's is faster."""
+        if is_single(num_rows, self.weight):
+            return row_product
+        return tile_product if is_small(num_rows, self.weight) else None
 
 
 class FusedPackedLinear(PackedLinear):
@@ -105,7 +103,7 @@ class FusedPackedLinear(PackedLinear):
             return self._decoding_product(len(x))(plain(x), self.packed, self.bias)
         return expanded_product(plain(x), self.packed, self.bias)
 
-    def _decoding_product(self, num_rows: int) -> Callable[[Tensor, PackedWeight, Tensor | None], Tensor]:
+    def _decoding_product(self, num_rows: int) -> Callable[..., Tensor]:
         return packed_row_product if has_row_product(num_rows, self.packed.format) else packed_tile_product
 
     def fp8_inputs(self, num_rows: int) -> Fp8Inputs | None:
@@ -116,11 +114,11 @@ class FusedPackedLinear(PackedLinear):
             return Fp8Inputs.PER_GROUP if num_rows > MAX_ROWS else None
         return Fp8Inputs.PER_ROW if num_rows > MAX_ROWS or self._has_library_product else None
 
-    def _has_kernel(self, num_rows: int, *, is_graph: bool) -> bool:
+    def has_kernel(self, num_rows: int) -> bool:
         """Return whether a product of so many rows decodes inside."""
         if is_fp8(self.packed):
-            return is_graph and num_rows <= MAX_ROWS and self.fp8_inputs(num_rows) is None
-        return is_graph and num_rows <= TILED_ROWS
+            return num_rows <= MAX_ROWS and self.fp8_inputs(num_rows) is None
+        return num_rows <= TILED_ROWS
 
     def _unscaled(self, x: Inputs) -> Fp8Product | None:
         """Return a product for the next kernel to scale, or None if there is none for this number of rows."""
@@ -130,7 +128,7 @@ class FusedPackedLinear(PackedLinear):
         return unscaled_product(rows, self.packed)
 
     def project(self, x: Inputs, *, is_graph: bool) -> Tensor:
-        if not self._has_kernel(len(x), is_graph=is_graph):
+        if not is_graph or not self.has_kernel(len(x)):
             return self(x)
         return self._decoding_product(len(x))(self._ordered(plain(x)), self.packed, self.bias)
 
@@ -138,17 +136,15 @@ class FusedPackedLinear(PackedLinear):
         num_rows, weight = len(x), self.packed
         if (product := self._unscaled(x)) is not None:
             return product
-        is_few = self._has_kernel(num_rows, is_graph=is_graph) and num_rows <= MAX_ROWS
+        is_few = is_graph and num_rows <= MAX_ROWS and self.has_kernel(num_rows)
         if is_few and not has_row_product(num_rows, weight.format) and can_split(*weight.shape):
-            return packed_product_in_parts(self._ordered(plain(x)), weight, self.bias)
+            return packed_tile_product(self._ordered(plain(x)), weight, self.bias, num_parts=PARTS)
         return self.project(x, is_graph=is_graph)
 
     def gated(self, x: Inputs, activation: Activation, *, is_graph: bool, reader: Linear | None = None) -> Inputs:
         num_rows, weight = len(x), self.packed
-        if self._has_kernel(num_rows, is_graph=is_graph):
-            is_single = has_row_product(num_rows, weight.format)
-            multiply = packed_gated_row_product if is_single else packed_gated_tile_product
-            return multiply(self._ordered(plain(x)), weight, self.bias, activation)
+        if is_graph and self.has_kernel(num_rows):
+            return self._decoding_product(num_rows)(self._ordered(plain(x)), weight, self.bias, activation)
         taken = None if reader is None else reader.fp8_inputs(num_rows)
         if taken is None:
             return gated(self(x), activation)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -91,7 +91,11 @@ class StepGraphs:
         self._run = run
         self._is_compiled = is_compiled
         self._device = device
-        most = max(room(kind).size for kind in self._all_kinds())
+        largest = [
+            Kind(decode_sizes[-1], True, True),
+            *(self._mixed_kind(size, decode_sizes[-1]) for size in mixed_sizes[-1:]),
+        ]
+        most = max(room(kind).size for kind in largest)
         # The inputs of sampling follow in the same buffer and stay valid until the next step.
         self.inputs = torch.zeros(most + SAMPLED * decode_sizes[-1], dtype=torch.int32, device=device)
         self._graphs: dict[Kind, StepGraph | None] = {}  # None: capturing failed
@@ -146,13 +150,6 @@ class StepGraphs:
         most = self._decode_sizes[-1]
         return Kind(size, True, True, min(FEW_DECODES, most) if num_decodes <= FEW_DECODES else most)
 
-    def _all_kinds(self) -> Iterator[Kind]:
-        for size in self._decode_sizes:
-            yield from (Kind(size, is_wide, True) for is_wide in (False, True))
-        most = self._decode_sizes[-1]
-        for size in self._mixed_sizes:
-            yield from {self._mixed_kind(size, 0), self._mixed_kind(size, most)}
-
     def _prepared_kinds(self) -> list[Kind]:
         """Return the largest kind, then the others from the smallest on, because a new server's first steps are small.
 
@@ -170,11 +167,10 @@ class StepGraphs:
     def _capture(self, kind: Kind, is_compiled: bool) -> None:
         layout = self._room(kind)
         inputs = layout.carve(self.inputs)
-        for array in inputs.arrays():
+        for array in inputs:
             array.zero_()
         inputs.batch_indices.fill_(-1)
-        if inputs.kept is not None:
-            inputs.kept.fill_(-1)
+        inputs.kept.fill_(-1)
         graph = None
         run = partial(self._run, inputs, kind, is_compiled)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import ge
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.attention_work import (
+    ITEM_FIELDS,
     MIN_SIBLINGS,
+    NO_WORK,
     Grouping,
     Ints,
     Prompt,
@@ -22,140 +25,98 @@ from quire.backends.torch.attention_work import (
     group_drafts,
     plan_work,
 )
-from quire.backends.torch.state_store import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork, plan_states
+from quire.backends.torch.state_work import (
+    CHUNK_FIELDS,
+    DECODE_FIELDS,
+    NO_STATES,
+    SEQUENCE_FIELDS,
+    StateWork,
+    plan_states,
+)
 from quire.core.step import SeqSlice
 
-ITEM_FIELDS = 6
 _ALIGN = 16  # int32: arrays start at multiples of 64 bytes, so that no kernel is compiled for unaligned addresses
 
 
 class Layout(NamedTuple):
-    """The number of rows and items, or their maximum in a CUDA graph."""
+    """The lengths of the arrays of `StepInputs`, or their maximum in a CUDA graph."""
 
     num_rows: int
     num_narrow: int
     num_wide: int
-    window: WindowLayout | None = None  # None: no layer uses window blocks
-    states: StateLayout | None = None  # None: no layer has a state
+    num_window_parts: int = 0  # rows + 1; 0: no layer uses window blocks
+    num_window_narrow: int = 0
+    num_window_wide: int = 0
+    num_decodes: int = 0  # these three are 0 if no layer has a state
+    num_chunks: int = 0
+    num_sequences: int = 0
+    num_kept: int = 0  # rows; 0: there are neither windows nor states
 
     def holds(self, other: Layout) -> bool:
-        """Whether a step of the other layout fits. Both are of one model, so both have windows and states or none."""
-        if self.num_rows < other.num_rows or self.num_narrow < other.num_narrow or self.num_wide < other.num_wide:
-            return False
-        mine, theirs = (*(self.window or ()), *(self.states or ())), (*(other.window or ()), *(other.states or ()))
-        return all(have >= need for have, need in zip(mine, theirs, strict=True))
+        """Whether a step of the other layout fits. Both are of one model."""
+        return all(map(ge, self, other))
 
     @property
     def size(self) -> int:
         return _bounds(self)[-1][1]
 
-    def lengths(self) -> list[int]:
-        """Return the length of each array, in the order in which they lie in the buffer."""
-        rows = self.num_rows
-        lengths = [rows, rows, rows, rows + 1, self.num_narrow * ITEM_FIELDS, self.num_wide * ITEM_FIELDS]
-        if self.window is not None:
-            lengths += [rows + 1, self.window.num_narrow * ITEM_FIELDS, self.window.num_wide * ITEM_FIELDS]
-        if self.states is not None:
-            lengths += [
-                self.states.num_decodes * DECODE_FIELDS,
-                self.states.num_chunks * CHUNK_FIELDS,
-                self.states.num_sequences * SEQUENCE_FIELDS,
-            ]
-        return lengths if self.window is None and self.states is None else [*lengths, rows]
-
     def carve(self, flat: Any) -> StepInputs:
         """Return the arrays within one flat buffer, a tensor or a numpy array."""
         pieces = [flat[first:last] for first, last in _bounds(self)[:-1]]
-        tokens, positions, batch_indices, first_parts, narrow, wide = pieces[:6]
-        inputs = StepInputs(
-            tokens,
-            positions,
-            batch_indices,
-            first_parts,
-            narrow.reshape(-1, ITEM_FIELDS),
-            wide.reshape(-1, ITEM_FIELDS),
-        )
-        others = pieces[6:]
-        if not others:
-            return inputs
-        window = states = None
-        if self.window is not None:
-            first_parts, narrow, wide, *others = others
-            window = Items(first_parts, narrow.reshape(-1, ITEM_FIELDS), wide.reshape(-1, ITEM_FIELDS))
-        if self.states is not None:
-            decodes, chunks, sequences, *others = others
-            states = StateWork(
-                decodes.reshape(-1, DECODE_FIELDS),
-                chunks.reshape(-1, CHUNK_FIELDS),
-                sequences.reshape(-1, SEQUENCE_FIELDS),
-            )
-        return inputs._replace(window=window, states=states, kept=others[0])
+        shaped = [
+            piece.reshape(-1, width) if width > 1 else piece for piece, width in zip(pieces, _WIDTHS, strict=True)
+        ]
+        return StepInputs(*shaped)
+
+
+# Numbers of an entry of each array.
+_WIDTHS = (
+    *(1, 1, 1, 1, ITEM_FIELDS, ITEM_FIELDS, 1, ITEM_FIELDS, ITEM_FIELDS),
+    *(DECODE_FIELDS, CHUNK_FIELDS, SEQUENCE_FIELDS, 1),
+)
 
 
 @lru_cache(maxsize=1024)  # a step uses one of few layouts of graphs, or a layout of its own
 def _bounds(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Return first and last index of each array, and at the end 0 and the size of the buffer."""
     bounds, at = [], 0
-    for length in layout.lengths():
-        bounds.append((at, at + length))
-        at += -(-length // _ALIGN) * _ALIGN
+    rows = layout.num_rows
+    for length, width in zip((rows, rows, rows, rows + 1, *layout[1:]), _WIDTHS, strict=True):
+        bounds.append((at, at + length * width))
+        at += -(-length * width // _ALIGN) * _ALIGN
     return (*bounds, (0, at))
 
 
-class WindowLayout(NamedTuple):
-    """Items of the layers that use window blocks."""
-
-    num_narrow: int
-    num_wide: int
-
-
-class StateLayout(NamedTuple):
-    """Lengths of the arrays of `StateWork`."""
-
-    num_decodes: int
-    num_chunks: int
-    num_sequences: int
-
-
-class Items(NamedTuple):
-    """Attention of the layers of one pool, as arrays of `attention_work.Work`."""
-
-    first_parts: Any  # [T + 1]
-    narrow: Any  # [items, ITEM_FIELDS]
-    wide: Any  # [items, ITEM_FIELDS]
-
-    def write(self, work: Work) -> None:
-        """Write into arrays that may be longer; the rest is padding."""
-        end = len(work.first_parts)
-        self.first_parts[:end], self.first_parts[end:] = work.first_parts, work.first_parts[-1]
-        for items, found in ((self.narrow, work.narrow), (self.wide, work.wide)):
-            items[: len(found)] = found
-            items[len(found) :, 1] = 0  # items without rows
-
-
 class StepInputs(NamedTuple):
-    """int32, on the host or on the device. T rows."""
+    """int32, on the host or on the device. T rows. Arrays of what a model does not have are empty."""
 
     tokens: Any  # [T]; -1: the last sample of the row's batch index
     positions: Any  # [T]
     batch_indices: Any  # [T]; -1: a padding row
-    first_parts: Any  # [T + 1]: see `attention_work`
+    first_parts: Any  # [T + 1]: these three are the `attention_work.Work` of layers with whole contexts
     narrow: Any  # [items, ITEM_FIELDS]
     wide: Any  # [items, ITEM_FIELDS]
-    window: Items | None = None  # of the layers that use window blocks
-    states: StateWork | None = None
+    window_first_parts: Any  # the same of the layers that use window blocks
+    window_narrow: Any
+    window_wide: Any
+    decodes: Any  # these three are the `StateWork`
+    chunks: Any
+    sequences: Any
     # [T]: batch indices; -1: a padding row, or one whose keys and values are in shared blocks already. Such rows exist
     # only in models with windows or states, which may compute tokens again whose keys are cached.
-    kept: Any = None
+    kept: Any
 
     @property
-    def items(self) -> Items:
-        return Items(self.first_parts, self.narrow, self.wide)
+    def work(self) -> Work:
+        return Work(*self[3:6])
 
-    def arrays(self) -> list[Any]:
-        """Return all arrays in the order in which they lie in the buffer."""
-        others = () if self.kept is None else (*(self.window or ()), *(self.states or ()), self.kept)
-        return [self.tokens, self.positions, self.batch_indices, *self.items, *others]
+    @property
+    def window_work(self) -> Work:
+        return Work(*self[6:9])
+
+    @property
+    def states(self) -> StateWork:
+        return StateWork(*self[9:12])
 
 
 class Step(NamedTuple):
@@ -167,13 +128,13 @@ class Step(NamedTuple):
     starts: Ints  # positions of the decodes
     batch_indices: Ints
     work: Work
-    window_work: Work | None = None
-    states: StateWork | None = None
+    window_work: Work = NO_WORK
+    states: StateWork = NO_STATES
 
     @property
     def num_merged(self) -> int:
         """Number of rows up to the last one that has parts in any layer."""
-        return max(self.work.num_merged, 0 if self.window_work is None else self.window_work.num_merged)
+        return max(self.work.num_merged, self.window_work.num_merged)
 
     @property
     def num_decodes(self) -> int:
@@ -186,12 +147,8 @@ class Step(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        layout = Layout(len(self.work.first_parts) - 1, len(self.work.narrow), len(self.work.wide))
-        if self.window_work is not None:
-            layout = layout._replace(window=WindowLayout(len(self.window_work.narrow), len(self.window_work.wide)))
-        if self.states is not None:
-            layout = layout._replace(states=StateLayout(*map(len, self.states)))
-        return layout
+        num_rows, *lengths = map(len, (*self.work, *self.window_work, *self.states))
+        return Layout._make((num_rows - 1, *lengths, num_rows - 1 if any(lengths[2:]) else 0))
 
     def write(self, inputs: StepInputs) -> None:
         """Write into arrays that may be longer; the rest is padding."""
@@ -206,13 +163,12 @@ class Step(NamedTuple):
             inputs.batch_indices[row:last] = piece.batch_index
             row = last
         inputs.tokens[row:], inputs.positions[row:], inputs.batch_indices[row:] = 0, 0, -1
-        inputs.items.write(self.work)
-        if inputs.window is not None and self.window_work is not None:
-            inputs.window.write(self.window_work)
-        if inputs.states is not None and self.states is not None:
-            for array, found in zip(inputs.states, self.states, strict=True):
-                array[: len(found)], array[len(found) :] = found, 0
-        if inputs.kept is not None:
+        for array, found in zip(inputs[3:-1], (*self.work, *self.window_work, *self.states), strict=True):
+            if len(array):
+                size = len(found)
+                array[:size] = found
+                array[size:] = found[-1] if array.ndim == 1 else 0  # items without rows, rows without parts
+        if len(inputs.kept):
             self._write_kept(inputs)
 
     def _write_kept(self, inputs: StepInputs) -> None:
@@ -262,10 +218,10 @@ def arrange(slices: Sequence[SeqSlice], tables: BlockTables, division: Division)
         ]
         num_rows = int(last_rows[-1]) + 1
     work = plan_work(starts, batch_indices, siblings, prompts, num_rows, sizes)
-    window_work = None
+    window_work = NO_WORK
     if division.window_sizes is not None:
         window_work = plan_work(starts, batch_indices, (), prompts, num_rows, division.window_sizes, division.window)
-    states = plan_states(ordered, len(decodes)) if division.has_states else None
+    states = plan_states(ordered, len(decodes)) if division.has_states else NO_STATES
     return Step(ordered, tuple(chosen), last_rows, starts, batch_indices, work, window_work, states)
 
 
@@ -275,24 +231,24 @@ _Seen = tuple[Sequence[int] | None, int]  # table, and entries sent
 class BlockTables:
     """The block tables of all running requests, on the host and on the device. Only new entries are sent.
 
-    With a window there are also tables of window blocks, on the device only. Entries behind the window are not read,
-    so they are not sent, and not sent again when the scheduler sets them to 0.
+    With a window there are also tables of window blocks. Entries behind the window are not read, so they are not sent,
+    and not sent again when the scheduler sets them to 0.
     """
 
     def __init__(
         self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device, window: int = 0
     ) -> None:
-        self.host: Ints = np.zeros((max_num_seqs, max_blocks), np.int32)
         # One tensor for both kinds of tables, so that one kernel updates them.
-        num_kinds = 2 if window else 1
-        self.whole = torch.zeros(num_kinds * max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        num_tables = max_num_seqs * (2 if window else 1)
+        self.host: Ints = np.zeros((num_tables, max_blocks), np.int32)
+        self.whole = torch.zeros(num_tables, max_blocks, dtype=torch.int32, device=device)
         self.device = self.whole[:max_num_seqs]
         self.window_device = self.whole[max_num_seqs:]  # empty without a window
+        self._max_num_seqs = max_num_seqs
         self._window = window
         self._block_size = block_size
-        self._seen: list[_Seen] = [(None, 0)] * max_num_seqs
-        self._seen_windows: list[_Seen] = [(None, 0)] * max_num_seqs
-        self._versions = np.zeros(max_num_seqs, np.int64)  # increased when a batch index gets another table
+        self._seen: list[_Seen] = [(None, 0)] * num_tables
+        self._versions = np.zeros(num_tables, np.int64)  # increased when a batch index gets another table
         self._grouping: Grouping | None = None  # of the last step
         self._grouped = (b"", b"")  # batch indices and versions of that step
 
@@ -301,38 +257,22 @@ class BlockTables:
         places: list[int] = []
         blocks: list[int] = []
         width = self.host.shape[1]
-        for piece in slices:
-            table, batch_index = piece.block_table, piece.batch_index
-            needed = (piece.start + piece.length - 1) // self._block_size + 1
-            owner, known = self._seen[batch_index]
-            if owner is not table:  # compared by identity: tables only grow, and each request has its own list
-                known = 0
-                self._versions[batch_index] += 1
-            elif known >= needed:
-                continue
-            new = table[known:needed]
-            self.host[batch_index, known:needed] = new
-            places += range(batch_index * width + known, batch_index * width + needed)
-            blocks += new
-            self._seen[batch_index] = (table, needed)
-        if self._window:
-            self._update_windows(slices, places, blocks)
+        for first in range(0, len(self._seen), self._max_num_seqs):  # tables of blocks, then of window blocks
+            for piece in slices:
+                table, row = piece.window_table if first else piece.block_table, first + piece.batch_index
+                needed = (piece.start + piece.length - 1) // self._block_size + 1
+                owner, known = self._seen[row]
+                if owner is not table:  # compared by identity: tables only grow, and each request has its own list
+                    known = max(piece.start + 1 - self._window, 0) // self._block_size if first else 0
+                    self._versions[row] += 1
+                elif known >= needed:
+                    continue
+                new = table[known:needed]
+                self.host[row, known:needed] = new
+                places += range(row * width + known, row * width + needed)
+                blocks += new
+                self._seen[row] = (table, needed)
         return places, blocks
-
-    def _update_windows(self, slices: Sequence[SeqSlice], places: list[int], blocks: list[int]) -> None:
-        max_num_seqs, width = self.host.shape
-        for piece in slices:
-            table, batch_index = piece.window_table, piece.batch_index
-            needed = (piece.start + piece.length - 1) // self._block_size + 1
-            owner, known = self._seen_windows[batch_index]
-            if owner is not table:
-                known = max(piece.start + 1 - self._window, 0) // self._block_size
-            elif known >= needed:
-                continue
-            first = (max_num_seqs + batch_index) * width
-            places += range(first + known, first + needed)
-            blocks += table[known:needed]
-            self._seen_windows[batch_index] = (table, needed)
 
     def group(self, batch_indices: Ints, starts: Ints, sizes: Sizes) -> Grouping | None:
         """Find the siblings among decodes, or return those of the last step if it had the same decodes.
@@ -354,7 +294,6 @@ class BlockTables:
     def forget(self) -> None:
         """Send all entries again: those written may not have reached the device."""
         self._seen = [(None, 0)] * len(self._seen)
-        self._seen_windows = [(None, 0)] * len(self._seen)
 
 
 class Staging:
@@ -367,16 +306,13 @@ class Staging:
         self._buffers = [torch.empty(0, dtype=torch.int32)] * self.DEPTH
         self._arrays: list[Ints] = [buffer.numpy() for buffer in self._buffers]  # the same memory
         self._carved: list[dict[Layout, StepInputs]] = [{} for _ in range(self.DEPTH)]  # parts of these arrays
-        self._events: list[torch.cuda.Event] = []  # recorded after each copy; empty without CUDA
-        if self._is_cuda:
-            self._events = [torch.cuda.Event() for _ in range(self.DEPTH)]  # type: ignore[no-untyped-call]
+        self._events = [torch.get_device_module(device).Event() for _ in range(self.DEPTH)]  # recorded after each copy
         self._turn = 0
 
     def begin(self, size: int) -> Ints:
         """Return a buffer for `size` numbers that is no longer being read."""
         self._turn = turn = (self._turn + 1) % self.DEPTH
-        if self._is_cuda:
-            self._events[turn].synchronize()  # does not wait before the first copy
+        self._events[turn].synchronize()  # does not wait before the first copy
         if len(self._arrays[turn]) < size:
             self._buffers[turn] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._is_cuda)
             self._arrays[turn] = self._buffers[turn].numpy()
@@ -393,5 +329,4 @@ class Staging:
     def send(self, size: int, out: Tensor) -> None:
         """Copy the first `size` numbers to a buffer on the device. Does not wait."""
         out[:size].copy_(self._buffers[self._turn][:size], non_blocking=True)
-        if self._is_cuda:
-            self._events[self._turn].record()
+        self._events[self._turn].record()

@@ -47,10 +47,10 @@ from quire.backends.torch.kernels.elementwise import (
     norm,
     norm_columns,
 )
-from quire.backends.torch.kernels.linear import PARTS, is_single, is_small
-from quire.backends.torch.kernels.packed_linear import MAX_ROWS as MAX_PACKED_ROWS
-from quire.backends.torch.kernels.packed_products import is_fp8, is_unscaled
+from quire.backends.torch.kernels.linear import PARTS
+from quire.backends.torch.kernels.packed_products import is_unscaled
 from quire.backends.torch.kernels.rope import rope_store
+from quire.backends.torch.kernels.routed_experts import Calls as Calls
 from quire.backends.torch.kernels.routed_experts import expert_calls
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.backends.torch.layers import Fp8Inputs, Fp8Product, Linear, Outputs
@@ -75,8 +75,6 @@ LATER_NICE = 19
 
 log = logging.getLogger(__name__)
 
-Calls = list[Callable[[], object]]  # each launches a kernel in the form a step uses, with no work
-
 
 class Compiling:
     """Compilation in child processes, started at once. All calls use tensors on the device "meta".
@@ -89,7 +87,8 @@ class Compiling:
     def __init__(self, first: Calls, later: Calls, target: GPUTarget) -> None:
         count = min(max(len(first), len(later)), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
-        self._reports, report = os.pipe()
+        reports, report = os.pipe()
+        self._reports = open(reports, "rb", buffering=0)  # noqa: SIM115
         with _no_collection(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: the children need none
             self._children = [
@@ -126,15 +125,10 @@ class Compiling:
             left_s = max(self._deadline_s - time.monotonic(), 0)
             if not select.select([self._reports], [], [], left_s)[0]:
                 break
-            if not (reports := os.read(self._reports, num_left)):
+            if not (reports := self._reports.read(num_left)):
                 break
             num_left -= len(reports)
-        self._close_reports()
-
-    def _close_reports(self) -> None:
-        if self._reports >= 0:
-            os.close(self._reports)
-            self._reports = -1
+        self._reports.close()
 
     def wait(self) -> None:
         """Wait until all are done, or the time limit has passed."""
@@ -143,7 +137,7 @@ class Compiling:
             if child.is_alive():
                 child.kill()
                 child.join()
-        self._close_reports()
+        self._reports.close()
 
 
 def launch(calls: Calls, device: torch.device) -> None:
@@ -519,15 +513,11 @@ def packed_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedForma
     for num_rows in (64, 1024):
         calls += _fp8_norm_calls(spec, dtype, packed_format, num_rows, is_graph=False)
         for gate_up, activation in gated_linears:
-            reader = next(linear for linear in backs if _num_inputs(linear) == gate_up.num_outputs // 2)
+            reader = next(linear for linear in backs if linear.shape[1] == gate_up.shape[0] // 2)
             if reader.fp8_inputs(num_rows) is not None:
                 x = torch.empty(num_rows, spec.hidden_size, dtype=dtype, device="meta")
                 calls.append(partial(gate_up.gated, x, activation, is_graph=False, reader=reader))
     return calls
-
-
-def _num_inputs(linear: Linear) -> int:
-    return int((linear.packed if isinstance(linear, PackedLinear) else linear.weight).shape[1])
 
 
 def _fp8_norm_calls(
@@ -565,13 +555,8 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFor
     linears, backs, gated_linears = _matrices(spec, dtype, packed_format)
 
     def add(num_rows: int, linear: Linear, call: Callable[..., object], *arguments: object) -> None:
-        weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
-        if isinstance(weight, PackedWeight):
-            has_kernel = num_rows <= MAX_PACKED_ROWS or not is_fp8(weight)
-        else:
-            has_kernel = is_single(num_rows, weight) or is_small(num_rows, weight)
-        if has_kernel and linear.fp8_inputs(num_rows) is None:
-            x = torch.empty(num_rows, weight.shape[1], dtype=dtype, device="meta")
+        if linear.has_kernel(num_rows) and linear.fp8_inputs(num_rows) is None:
+            x = torch.empty(num_rows, linear.shape[1], dtype=dtype, device="meta")
             calls.append(partial(call, x, *arguments, is_graph=True))
 
     for num_rows in (1, 2, 4, 16, 32, 64, 128):

@@ -1,4 +1,4 @@
-"""The KV pools: layers, each divided into blocks.
+"""The pools of a model's memory: layers, each divided into blocks, and recurrent states.
 
 A block of a layer is [2, K, block size, D]: keys, then values, of all KV heads. Storing a batch, gathering a context
 and copying a block are therefore one operation each. Layers of the same shape lie in one tensor.
@@ -10,6 +10,10 @@ There are two pools of blocks. Layers that keep their whole context use the bloc
 with a window use those of `SeqSlice.window_table`, if the store has window blocks; without them, all layers keep their
 whole context.
 
+The state of a recurrent layer after some token is the last inputs of its causal convolution, and for a delta net also
+one matrix per head. A slot holds one state in all layers that have one. Slot 0 is the empty state: it is read at the
+start of a context and never written.
+
 Keys and values in FP8: the key or value of one token and head is stored as e4m3 codes with one scale, in bf16. The
 scale maps the largest number to the largest code, so the number that matters most is nearly exact. The kernels do the
 same (`kernels/fp8_kv.py`).
@@ -20,14 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.backends.kv_memory import KVSpec, LayerKV
-from quire.core.step import BlockCopy
+from quire.backends.kv_memory import KVSpec, LayerKV, LayerState
+from quire.core.step import BlockCopy, SeqSlice
 
 # D head size
 
@@ -79,7 +83,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     On a CPU the operating system zeroes pages when they are first written, so a pool of gigabytes takes no memory until
     it is used. `torch.zeros` would write them all.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
@@ -108,6 +112,14 @@ class Context:
         decode(codes, scales, self.out.view(codes.shape))
 
 
+class MemoryFacts(TypedDict):
+    """Fields of `RunnerFacts`."""
+
+    kv_bytes: int
+    window_bytes: int
+    state_bytes: int
+
+
 class KVStore:
     def __init__(
         self,
@@ -117,6 +129,7 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
         num_window_blocks: int = 0,
+        num_states: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.num_window_blocks = num_window_blocks if kv_spec.window else 0
@@ -153,6 +166,17 @@ class KVStore:
         self._heads = {index: layer.view(-1, block_size * layer.shape[-1]) for index, layer in self.layers.items()}
         self._scale_heads = {index: scales.view(-1, block_size) for index, scales in self.scales.items()}
         self._workspace = torch.empty(0, dtype=dtype, device=device)
+        self.num_states = num_states if kv_spec.has_states else 0
+        recurrent = {index: layer for index, layer in enumerate(kv_spec.layers) if isinstance(layer, LayerState)}
+        self.conv: dict[int, Tensor] = {  # by index of the layer: [slots, rows, channels], the oldest row first
+            index: zeros((num_states, layer.num_rows, layer.num_channels), dtype, device)
+            for index, layer in recurrent.items()
+        }
+        self.matrices: dict[int, Tensor] = {  # [slots, heads, key size, value size]; absent if the layer has none
+            index: zeros((num_states, layer.num_heads, layer.key_size, layer.value_size), torch.float32, device)
+            for index, layer in recurrent.items()
+            if layer.num_heads
+        }
 
     def _shape(self, layer: LayerKV) -> LayerShape:
         return LayerShape(layer.num_kv_heads, layer.head_size, layer.window if self.num_window_blocks else 0)
@@ -170,14 +194,13 @@ class KVStore:
         """The type in which keys and values are stored."""
         return "fp8" if self.is_fp8 else str(self.dtype).removeprefix("torch.")
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(pool.nbytes for _, pool in self.all_pools())
-
-    @property
-    def num_window_bytes(self) -> int:
-        """Bytes of the window blocks, a part of `num_bytes`."""
-        return sum(pool.nbytes for shape, pool in self.all_pools() if shape.window)
+    def facts(self) -> MemoryFacts:
+        state_bytes = sum(pool.nbytes for pool in self.state_pools())
+        return {
+            "kv_bytes": sum(pool.nbytes for _, pool in self.all_pools()) + state_bytes,
+            "window_bytes": sum(pool.nbytes for shape, pool in self.all_pools() if shape.window),
+            "state_bytes": state_bytes,
+        }
 
     def store(self, layer: int, kv: Tensor, slots: Slots) -> None:
         """Write keys and values kv [T, 2K, D]."""
@@ -216,16 +239,22 @@ class KVStore:
         for layer in self.layers_of(is_window=is_window):
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
-    def purge(self, blocks: Sequence[int], window_blocks: Sequence[int] = ()) -> None:
-        """Set values that are not finite to 0, so that the next request that gets the block cannot read them."""
+    def purge(self, piece: SeqSlice) -> None:
+        """Set values that a slice wrote and that are not finite to 0, so that no other request reads them.
+
+        Blocks behind its window are left as they are: other requests may use these already.
+        """
         pools = self.scale_pools if self.is_fp8 else self.pools  # codes are always finite
         for shape, pool in pools.items():
-            some = window_blocks if shape.window else blocks
-            whole = torch.tensor(sorted(set(some)), dtype=torch.int64, device=self.device)
             for layer in pool:
-                for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
-                    clean = layer.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-                    layer.index_copy_(0, index, clean)
+                _purge(layer, piece.window_table if shape.window else piece.block_table)
+        for pool in self.state_pools():
+            _purge(pool, [slot for slot in (*(one.slot for one in piece.snapshots), piece.state_target) if slot])
+
+    def state_pools(self) -> list[Tensor]:
+        """Return the pools [slots, ...] of recurrent states, layer by layer."""
+        found = [(self.conv[index], self.matrices.get(index)) for index in self.conv]
+        return [pool for pools in found for pool in pools if pool is not None]
 
     def layers_of(self, *, is_window: bool) -> list[Tensor]:
         """Return the tensors [blocks, ..] of all layers that store something in one kind of blocks."""
@@ -264,3 +293,10 @@ def _divide_pools(
     unused = {shape: iter(pool) for shape, pool in pools.items()}
     layers = {index: next(unused[shape]) for index, shape in owners.items() if shape in unused}
     return layers | {index: layers[owner] for index, owner in sharers.items() if owner in layers}
+
+
+def _purge(pool: Tensor, rows: Sequence[int]) -> None:
+    whole = torch.tensor(sorted(set(rows)), dtype=torch.int64, device=pool.device)
+    for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
+        clean = pool.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        pool.index_copy_(0, index, clean)

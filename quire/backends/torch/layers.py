@@ -99,18 +99,18 @@ class Linear:
         self.bias = bias  # [O]
 
     @property
-    def num_outputs(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def shape(self) -> torch.Size:
+        return self.weight.shape
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map x [T, I] to [T, O], into `out` if given, which only a matrix without a bias can do."""
         if out is None:
             return product(x, self.weight, self.bias)
         return torch.mm(x, self.weight.t(), out=out)
+
+    def has_kernel(self, num_rows: int) -> bool:  # noqa: ARG002
+        """Return whether there is a kernel for so many rows of a graph, beside the library's product."""
+        return False
 
     def fp8_inputs(self, num_rows: int) -> Fp8Inputs | None:  # noqa: ARG002
         """Return how inputs of so many rows are rounded to FP8. None: they are not."""
@@ -152,6 +152,9 @@ class RMSNorm:
         return torch.mul(x, self._scaled).div_(torch.hypot(norm, self._floor))
 
 
+Angles = tuple[Tensor, Tensor]  # cosines and sines of a batch, of queries, keys and values [T, H + 2K, rotary size]
+
+
 class Rotary:
     """Rotates the leading `rotary_size` dimensions of every head by its position.
 
@@ -175,28 +178,13 @@ class Rotary:
         cosines[:, :num_rotated] = torch.cat((half_cosines, half_cosines), -1)[:, None]
         sines = torch.zeros(shape, dtype=dtype, device=positions.device)  # signed, so a rolled half needs no negation
         sines[:, :num_rotated] = torch.cat((-half_sines, half_sines), -1)[:, None]
-        return Angles(self, cosines, sines)
+        return cosines, sines
 
-
-class Angles:
-    """Cosines and sines for the positions of one batch, for queries, keys and values side by side."""
-
-    __slots__ = ("_cosines", "_rotary", "_sines")
-
-    def __init__(self, rotary: Rotary, cosines: Tensor, sines: Tensor) -> None:
-        self._rotary = rotary
-        self._cosines = cosines  # [T, H + 2K, rotary size]
-        self._sines = sines
-
-    def rotate(self, qkv: Tensor) -> Tensor:
+    def rotate(self, qkv: Tensor, angles: Angles) -> Tensor:
         """Rotate qkv [T, H + 2K, D]: one tensor in and out, so that keys and values can be stored in one operation."""
-        if self._rotary.is_partial:
-            head, rest = qkv[..., : self._rotary.size], qkv[..., self._rotary.size :]
-            return torch.cat((self._rotate(head), rest), -1)
-        return self._rotate(qkv)
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        return torch.addcmul(x * self._cosines, torch.roll(x, self._rotary.half, -1), self._sines)
+        head, rest = qkv[..., : self.size], qkv[..., self.size :]
+        rotated = torch.addcmul(head * angles[0], torch.roll(head, self.half, -1), angles[1])
+        return torch.cat((rotated, rest), -1) if self.is_partial else rotated
 
 
 class HeadNorm:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,13 +110,7 @@ class WeightLoader:
 
     def linear(self, prefix: str, *roles: str, has_bias: bool = False) -> Linear:
         """Load matrices with the same input, stacked along their outputs."""
-        names = [f"{prefix}{role}" for role in roles]
-        bias = self._stack([f"{name}.bias" for name in names]) if has_bias else None
-        parts, first = [], 0
-        for run in self._runs(names):
-            last = first + sum(self._checkpoint.tensors[f"{name}.weight"].shape[0] for name in run.names)
-            parts.append(self._part(run, None if bias is None else bias[first:last]))
-            first = last
+        parts = [self._part(run, has_bias=has_bias) for run in self._runs([f"{prefix}{role}" for role in roles])]
         return parts[0] if len(parts) == 1 else JoinedLinear(parts)
 
     def _runs(self, names: list[str]) -> list[_Run]:
@@ -137,18 +131,18 @@ class WeightLoader:
         format = format_of(matrices) if matrices else None
         return _Run(names, matrices, format if format and self._packed_linear.holds(format) else None)
 
-    def _part(self, run: _Run, bias: Tensor | None) -> Linear:
+    def _part(self, run: _Run, *, has_bias: bool) -> Linear:
         """Load matrices of one format. Keep them packed, or decode them if the kernels do not know their format."""
+        bias = self._stack([f"{name}.bias" for name in run.names]) if has_bias else None
         if not run.matrices:
             weight = self._stack([f"{name}.weight" for name in run.names])
             if self._quantized is not None and is_quantized(run.names[0]) and self._quantized.fits(weight.shape[1]):
                 self._check_held(self._quantized)
-                return self._kept_packed(self._packed_linear(quantize(weight, self._quantized), bias))
+                return self._pack_linear(quantize(weight, self._quantized), bias)
             return self.linear_class(weight, bias)
         self._report(sum(self._checkpoint.tensors[f"{name}.weight"].num_bytes for name in run.names))
         if run.format is not None:
-            packed = pack(run.matrices, run.format, self._dtype, self.device)
-            return self._kept_packed(self._packed_linear(packed, bias))
+            return self._pack_linear(pack(run.matrices, run.format, self._dtype, self.device), bias)
         return self.linear_class(self._decode(run.matrices), bias)
 
     def _decode(self, matrices: list[PackedMatrix]) -> Tensor:
@@ -167,13 +161,14 @@ class WeightLoader:
             self._decoded.add(kinds)
             log.info("weights of %s are decoded to %s: no kernel computes with them", kinds, self._dtype)
 
-    def _kept_packed(self, linear: PackedLinear) -> Linear:
-        self._count_saved(linear.packed)
-        self.packed_types.add(linear.packed.format.type)
-        return linear
+    def _pack_linear(self, packed: PackedWeight, bias: Tensor | None) -> Linear:
+        self._count(packed)
+        return self._packed_linear(packed, bias)
 
-    def _count_saved(self, packed: PackedWeight | PackedStack | Mxfp4Stack) -> None:
+    def _count(self, packed: PackedWeight | PackedStack | Mxfp4Stack) -> None:
         self.num_saved += math.prod(packed.shape) * self._dtype.itemsize - packed.nbytes
+        if not isinstance(packed, Mxfp4Stack):
+            self.packed_types.add(packed.format.type)
 
     def matrix(self, name: str) -> Tensor:
         return self._stack([name])
@@ -188,9 +183,7 @@ class WeightLoader:
             )
         for one in (first, second):
             if not isinstance(one, Tensor):
-                self._count_saved(one)
-            if isinstance(one, PackedStack):
-                self.packed_types.add(one.format.type)
+                self._count(one)
         return first, second
 
     def _expert_matrices(self, groups: list[list[str]], *, may_pack: bool) -> Stack:
@@ -218,21 +211,27 @@ class WeightLoader:
     def _packed(self, groups: list[list[str]]) -> PackedStack | None:
         """Load matrices that are packed in the file, or return None if they have no common format with kernels."""
         stack: PackedStack | None = None
-        for expert, group in enumerate(groups):
+        for expert, first, name in self._places(groups):
+            if (matrix := self._checkpoint.read_packed(name)) is None:
+                return None
+            format = stack_format(matrix)
+            is_other = format and stack and stack.format.without_zeros != format.without_zeros
+            if format is None or is_other or not self._packed_linear.holds(format):
+                self._log_decoded(f"experts in {matrix.type} in groups of {matrix.group}")
+                return None
+            if stack is None:
+                stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self.device)
+            stack.set_rows(expert, first, matrix)
+            self._report(self._checkpoint.tensors[name].num_bytes)
+        return stack
+
+    def _places(self, groups: list[list[str]]) -> Iterator[tuple[int, int, str]]:
+        """Yield the number of the group of each tensor, its first row in the group, and its name."""
+        for number, group in enumerate(groups):
             first = 0
             for name in group:
-                if (matrix := self._checkpoint.read_packed(name)) is None:
-                    return None
-                format = stack_format(matrix)
-                if format is None or not self._packed_linear.holds(format) or not _is_in(stack, format):
-                    self._log_decoded(f"experts in {matrix.type} in groups of {matrix.group}")
-                    return None
-                if stack is None:
-                    stack = PackedStack.empty(*self._stack_shape(groups), format, self._dtype, self.device)
-                stack.set_rows(expert, first, matrix)
-                first += matrix.shape[0]
-                self._report(self._checkpoint.tensors[name].num_bytes)
-        return stack
+                yield number, first, name
+                first += self._checkpoint.tensors[name].shape[0]
 
     def _check_held(self, format: PackedFormat) -> None:
         if not self._packed_linear.holds(format):
@@ -247,7 +246,7 @@ class WeightLoader:
         self._check_held(format)
         stack = PackedStack.empty(*shape, format, self._dtype, self.device)
         if isinstance(self._checkpoint, DummyCheckpoint):
-            stack.invent(self._random, DUMMY_STD)
+            stack.whole.invent(self._random, DUMMY_STD)
             self._report(sum(self._checkpoint.tensors[name].num_bytes for group in groups for name in group))
             return stack
         for expert, group in enumerate(groups):
@@ -263,18 +262,12 @@ class WeightLoader:
         stack = Mxfp4Stack.empty(*self._stack_shape(groups), self._dtype, self.device)
         if isinstance(self._checkpoint, DummyCheckpoint):
             stack.invent(self._random, DUMMY_STD)
-        num_bytes = 0
-        for expert, group in enumerate(groups):
-            first = 0
-            for name in group:
-                info = self._checkpoint.tensors[name]
-                if not isinstance(self._checkpoint, DummyCheckpoint):
-                    stack.set_rows(expert, first, self._checkpoint.read(name))
-                first += info.shape[0]
-                num_bytes += info.num_bytes
+        else:
+            for expert, first, name in self._places(groups):
+                stack.set_rows(expert, first, self._checkpoint.read(name))
         if int(stack.exponents.max()) > MAX_EXPONENT:
             return None
-        self._report(num_bytes)
+        self._report(sum(self._checkpoint.tensors[name].num_bytes for group in groups for name in group))
         return stack
 
     def norm(self, name: str) -> Tensor:
@@ -288,13 +281,11 @@ class WeightLoader:
         shapes = [self._checkpoint.tensors[name].shape for name in names]
         num_rows = sum(shape[0] for shape in shapes)
         out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self.device)
-        first = 0
-        for name, shape in zip(names, shapes, strict=True):
+        for (_, first, name), shape in zip(self._places([names]), shapes, strict=True):
             if (packed := self._checkpoint.read_packed(name)) is not None:  # a matrix that has no packed product
                 out[first : first + shape[0]].copy_(decoded(packed))
             elif not isinstance(self._checkpoint, DummyCheckpoint):
                 out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
-            first += shape[0]
             self._report(self._checkpoint.tensors[name].num_bytes)
         if isinstance(self._checkpoint, DummyCheckpoint):
             self._invent(out, names[0])
@@ -330,11 +321,7 @@ def packed_format(checkpoint: Checkpoint, quantize_bits: int | None) -> PackedFo
     return None
 
 
-class ExpertFormats(NamedTuple):
-    """The formats of the matrices of packed experts."""
-
-    gate_up: PackedFormat
-    down: PackedFormat
+ExpertFormats = tuple[PackedFormat, PackedFormat]  # of gates and ups, and of downs
 
 
 def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> tuple[ExpertFormats, ...]:
@@ -342,18 +329,15 @@ def expert_formats(checkpoint: Checkpoint, quantize_bits: int | None) -> tuple[E
 
     Layers may differ: Q4_K_M files store some down projections in Q6_K. One layer is read for each pair of types.
     """
-    found: dict[tuple[object, ...], ExpertFormats | None] = {}
+    found: dict[tuple[object, ...], tuple[PackedFormat | None, ...]] = {}
     for i, layer in enumerate(checkpoint.spec.layers):
-        if layer.experts is None or not has_expert_kernels(layer.experts):
-            continue
-        names = [f"layers.{i}.experts.0.{name}.weight" for name in ("gate_proj", "down_proj")]
-        kind = (layer.experts, *(checkpoint.tensors[name].type for name in names))
-        if kind not in found:
-            gate_up, down = (_stack_format(checkpoint, name, quantize_bits) for name in names)
-            found[kind] = None
-            if gate_up is not None and down is not None and have_common_kernels(gate_up, down):
-                found[kind] = ExpertFormats(gate_up, down)
-    return tuple(dict.fromkeys(one for one in found.values() if one is not None))
+        if layer.experts is not None and has_expert_kernels(layer.experts):
+            names = [f"layers.{i}.experts.0.{name}.weight" for name in ("gate_proj", "down_proj")]
+            kind = (layer.experts, *(checkpoint.tensors[name].type for name in names))
+            if kind not in found:
+                found[kind] = tuple(_stack_format(checkpoint, name, quantize_bits) for name in names)
+    pairs = ((gate_up, down) for gate_up, down in found.values() if gate_up is not None and down is not None)
+    return tuple(dict.fromkeys(pair for pair in pairs if have_common_kernels(*pair)))
 
 
 def _stack_format(checkpoint: Checkpoint, name: str, quantize_bits: int | None) -> PackedFormat | None:
@@ -362,11 +346,6 @@ def _stack_format(checkpoint: Checkpoint, name: str, quantize_bits: int | None) 
         return stack_format(matrix)
     num_inputs = checkpoint.tensors[name].shape[1]
     return None if quantize_bits is None else fitting_format(QUANTIZED[quantize_bits], num_inputs)
-
-
-def _is_in(stack: PackedStack | None, format: PackedFormat) -> bool:
-    """Return whether a matrix may be in a stack that was made for the matrices before it. None: there were none."""
-    return stack is None or stack.format.without_zeros == format.without_zeros
 
 
 def has_expert_kernels(spec: ExpertsSpec) -> bool:

@@ -108,9 +108,6 @@ class PackedWeight:
     ) -> None:
         num_outputs, num_bytes = codes.shape
         self.shape = torch.Size((num_outputs, num_bytes * format.codes_per_byte))
-        expected = (-(-num_outputs // format.group_rows), format.num_groups(self.shape[1]))
-        if scales.shape != expected:
-            raise ValueError(f"scales of {tuple(scales.shape) = } do not match {tuple(self.shape) = } in {format}")
         self.codes = codes  # [O, I] uint8, or [O, I / 2] in blocks of PAIRED weights
         self.scales = scales  # [ceil(O / group rows), G] fp16 or fp32
         self.zeros = zeros  # the same shape, uint8 or fp16
@@ -149,17 +146,6 @@ class PackedWeight:
         else:
             values -= self.format.default_zero
         return values.mul_(scales).to(self.dtype)
-
-    def dense(self) -> Tensor:
-        """Return the matrix [O, I] in `dtype`, with its columns in the order of the inputs."""
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        for first, last in self.chunks():
-            rows = self.decode(first, last)
-            if self.order is None:
-                out[first:last] = rows
-            else:
-                out[first:last, self.order] = rows
-        return out
 
     def rows(self, first: int, last: int) -> PackedWeight:
         """Return outputs [first, last), which share the memory. `first` begins a row of scales."""
@@ -339,16 +325,12 @@ class PackedLinear(Linear):
         return not format.has_half_zeros
 
     @property
-    def num_outputs(self) -> int:
-        return len(self.packed)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def shape(self) -> torch.Size:
+        return self.packed.shape
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         x = self._ordered(x)
-        whole = x.new_empty((len(x), self.num_outputs)) if out is None else out
+        whole = x.new_empty((len(x), len(self.packed))) if out is None else out
         for first, last in self.packed.chunks():
             bias = None if self.bias is None else self.bias[first:last]
             whole[:, first:last] = product(x, self.packed.decode(first, last), bias)
@@ -370,14 +352,6 @@ class JoinedLinear(Linear):
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = tuple(parts)
         self.bias = None  # the parts have their own
-
-    @property
-    def num_outputs(self) -> int:
-        return sum(part.num_outputs for part in self.parts)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         whole = torch.cat([part(x) for part in self.parts], 1)
@@ -409,8 +383,6 @@ class Mxfp4Stack:
 
     def __init__(self, codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
         num_experts, num_outputs, num_groups = exponents.shape
-        if codes.shape != (num_experts, num_outputs, num_groups * GROUP // 2):
-            raise ValueError(f"codes of {tuple(codes.shape) = } do not match {tuple(exponents.shape) = }")
         self.codes = codes  # [N, O, I / 2] uint8
         self.exponents = exponents  # [N, O, I / 32] uint8
         self.dtype = dtype  # of decoded weights
@@ -425,11 +397,6 @@ class Mxfp4Stack:
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a decoded weight."""
-        return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -469,13 +436,8 @@ class PackedStack:
     __slots__ = ("shape", "whole")
 
     def __init__(self, whole: PackedWeight, num_experts: int) -> None:
-        num_outputs, rest = divmod(len(whole), num_experts)
-        if rest or num_outputs % whole.format.group_rows:
-            raise ValueError(f"{tuple(whole.shape) = } in {whole.format} do not hold matrices of {num_experts = }")
-        if not has_kernels(whole.format):
-            raise ValueError(f"experts in {whole.format} have no kernels")
         self.whole = whole  # [N * O, I]: the matrices one below the other
-        self.shape = torch.Size((num_experts, num_outputs, whole.shape[1]))
+        self.shape = torch.Size((num_experts, len(whole) // num_experts, whole.shape[1]))
 
     @classmethod
     def empty(cls, num_experts: int, num_outputs: int, num_inputs: int, format: PackedFormat, dtype: torch.dtype,
@@ -493,11 +455,6 @@ class PackedStack:
     def dtype(self) -> torch.dtype:
         """Type of decoded weights."""
         return self.whole.dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a decoded weight."""
-        return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -534,10 +491,6 @@ class PackedStack:
             whole.format = replace(whole.format, has_half_zeros=True)
         if whole.zeros is not None:
             whole.zeros[scale_rows] = self.format.default_zero if part.zeros is None else part.zeros
-
-    def invent(self, random: torch.Generator, std: float) -> None:
-        """Fill with random weights of about this standard deviation."""
-        self.whole.invent(random, std)
 
 
 Stack = Tensor | Mxfp4Stack | PackedStack  # one matrix of every expert
@@ -576,8 +529,3 @@ def multiplies_in_fp8(format: PackedFormat) -> bool:
 def have_common_kernels(gate_up: PackedFormat, down: PackedFormat) -> bool:
     """Return whether the kernels compute with two matrices of an expert in these formats."""
     return multiplies_in_fp8(gate_up) == multiplies_in_fp8(down)
-
-
-def dense(stack: PackedStack) -> Tensor:
-    """Return the decoded matrices [N, O, I]."""
-    return stack.whole.dense().view(stack.shape)

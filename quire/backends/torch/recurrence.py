@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import RMSNorm
-from quire.backends.torch.state_store import Segment, StateStore
+from quire.backends.torch.state_work import Segment
 from quire.weights.spec import DeltaNetSpec
 
 # T rows of the batch, B segments of one row, C channels, P taps of the convolution, E hidden size
@@ -96,10 +97,10 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, se
     return out if bias is None else out.add_(bias)
 
 
-def short_conv(bcx: Tensor, conv: ShortConv, states: StateStore, segments: Sequence[Segment]) -> Tensor:
+def short_conv(bcx: Tensor, conv: ShortConv, store: KVStore, segments: Sequence[Segment]) -> Tensor:
     """Return c * conv(b * x) [T, E], from b, c and x side by side in one tensor [T, 3 * E]."""
     b, c, x = bcx.chunk(3, -1)
-    mixed = causal_conv(b * x, conv.weight, conv.bias, states.conv[conv.index], segments)
+    mixed = causal_conv(b * x, conv.weight, conv.bias, store.conv[conv.index], segments)
     return (c.float() * mixed).to(bcx.dtype)
 
 
@@ -136,14 +137,14 @@ class Rows(NamedTuple):
         return Rows(*(one[first:last] for one in self))
 
 
-def delta_net(mixed: Tensor, net: DeltaNet, states: StateStore, segments: Sequence[Segment]) -> Tensor:
+def delta_net(mixed: Tensor, net: DeltaNet, store: KVStore, segments: Sequence[Segment]) -> Tensor:
     """Return the output [T, H * V] before its projection, from queries, keys, values, z, b and a side by side."""
     spec = net.spec
     sizes = [spec.num_channels, spec.value_size, spec.num_value_heads, spec.num_value_heads]
     qkv, z, b, a = mixed.split(sizes, -1)  # type: ignore[no-untyped-call]
-    qkv = F.silu(causal_conv(qkv, net.conv, None, states.conv[net.index], segments))
+    qkv = F.silu(causal_conv(qkv, net.conv, None, store.conv[net.index], segments))
     rows = _prepare(qkv, a.float(), b.float(), net)
-    out = recur(rows, states.matrices[net.index], segments)  # [T, H, V]
+    out = recur(rows, store.matrices[net.index], segments)  # [T, H, V]
     gates = F.silu(z.float()).view(out.shape)
     return (net.norm(out) * gates).view(len(mixed), -1).to(mixed.dtype)
 

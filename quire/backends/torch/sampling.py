@@ -18,7 +18,6 @@ from quire.backends.base import TokenMasks
 from quire.backends.sampling import (
     NEVER,
     Ranks,
-    TokenCounter,
     draw_of,
     edits_of,
     is_changed,
@@ -41,66 +40,30 @@ class Sampled:
     logprobs: Ranks | None
 
 
-class Penalties:
-    """Token counts of the request at each batch index, computed once and then updated with each token."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
-        self._counter = TokenCounter()
-        self._counts: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def release(self, batch_index: int) -> None:
-        self._counter.release(batch_index)
-        self._counts.pop(batch_index, None)
-
-    def apply(self, logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
-        """Change logits in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
-        chosen = [index for index, piece in enumerate(rows) if piece.sampling.has_penalty]
-        if not chosen:
-            return
-        counts = [self._count(rows[index], last_tokens[index]) for index in chosen]
-        num_answered, seen = (torch.stack(parts) for parts in zip(*counts, strict=True))  # [rows, V]
-        params = [
-            (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-            for sampling in (rows[index].sampling for index in chosen)
-        ]
-        repetition, frequency, presence = torch.tensor(params, device=self._device)[:, :, None].unbind(
-            1
-        )  # [rows, 1] each
-        picked = logits[chosen]
-        repeated = torch.where(picked > 0, picked / repetition, picked * repetition)
-        picked = torch.where(seen, repeated, picked)
-        logits[chosen] = picked - frequency * num_answered - presence * (num_answered > 0)
-
-    def _count(self, piece: SeqSlice, last_token: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of occurrences of each token in the answer [V], and whether it is in the context [V]."""
-        new = self._counter.count(piece)
-        if new.is_first:
-            num_answered = torch.zeros(self._vocab_size, device=self._device)
-            seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            self._counts[piece.batch_index] = num_answered, seen
-        num_answered, seen = self._counts[piece.batch_index]
-        if new.tokens:
-            tokens = torch.tensor(new.tokens, device=self._device)
-            seen[tokens] = True
-            answered = tokens[new.num_prompt :]
-            num_answered.index_add_(0, answered, torch.ones_like(answered, dtype=num_answered.dtype))
-        if new.has_last:
-            seen[last_token] = True
-            num_answered[last_token] += 1
-        return num_answered, seen
+def penalize(logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
+    """Apply penalties in place. `last_tokens` [S]: last token of each row's context, even if not in the plan."""
+    for row, piece in enumerate(rows):
+        params = piece.sampling
+        if not params.has_penalty:
+            continue
+        end = piece.start + piece.length
+        context = torch.tensor(piece.history[:end], dtype=torch.int64, device=logits.device)
+        context = torch.cat((context, last_tokens[row : row + 1].long()))[:end]
+        seen = torch.bincount(context, minlength=logits.shape[1]) > 0
+        num_answered = torch.bincount(context[piece.num_prompt_tokens :], minlength=logits.shape[1]).float()
+        own, repetition = logits[row], params.repetition_penalty
+        picked = torch.where(seen, torch.where(own > 0, own / repetition, own * repetition), own)
+        logits[row] = picked - params.frequency_penalty * num_answered - params.presence_penalty * (num_answered > 0)
 
 
-def sample(
-    logits: Tensor, rows: Sequence[SeqSlice], penalties: Penalties, last_tokens: Tensor, masks: TokenMasks | None
-) -> Sampled:
+def sample(logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor, masks: TokenMasks | None) -> Sampled:
     """Choose one token for each row of logits [S, V], which are changed in place."""
     best = logits.max(-1)
     is_broken = ~torch.isfinite(best.values)
-    raw = _wanted_logits(logits, rows)
+    reported = [index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None]
+    raw = logits[reported]  # the model's own, before sampling changes them
     if masks or any(map(is_changed, rows)):
-        penalties.apply(logits, rows, last_tokens)
+        penalize(logits, rows, last_tokens)
         _edit(logits, rows, masks_by_row(rows, masks, logits.shape[1]))
         best = logits.max(-1)
     tokens = best.indices
@@ -110,7 +73,11 @@ def sample(
     elif drawn:
         tokens[drawn] = _draw(logits[drawn], [rows[index] for index in drawn])
     is_blocked = ~(torch.isfinite(best.values) | is_broken)
-    return Sampled(tokens, is_broken, is_blocked, None if raw is None else _logprobs(*raw, rows, tokens))
+    ranks = None
+    if reported:
+        counts = tuple(rows[index].sampling.logprobs or 0 for index in reported)
+        ranks = rank(raw, tokens[reported], tuple(reported), counts)
+    return Sampled(tokens, is_broken, is_blocked, ranks)
 
 
 def _edit(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, bytes]) -> None:
@@ -172,17 +139,6 @@ def _top_p_floor(logits: Tensor, peak: Tensor, floor: Tensor, top_p: Tensor) -> 
     threshold = largest.gather(1, last.clamp_(min=0)).to(logits.dtype)  # a weight; compared below to find the logit
     result = torch.where(kept >= threshold, logits, float("inf")).amin(-1, keepdim=True)
     return torch.where(top_p[:, None] < 1, result, NEVER)
-
-
-def _wanted_logits(logits: Tensor, rows: Sequence[SeqSlice]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return the model's own logits of rows that report logprobs, saved before sampling changes them."""
-    wanted = tuple(index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None)
-    return (logits[list(wanted)], wanted) if wanted else None
-
-
-def _logprobs(raw: Tensor, wanted: tuple[int, ...], rows: Sequence[SeqSlice], tokens: Tensor) -> Ranks:
-    counts = tuple(rows[index].sampling.logprobs or 0 for index in wanted)
-    return rank(raw, tokens[list(wanted)], wanted, counts)
 
 
 def rank(raw: Tensor, chosen: Tensor, rows: tuple[int, ...], counts: tuple[int, ...]) -> Ranks:

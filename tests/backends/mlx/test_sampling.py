@@ -32,8 +32,7 @@ def run(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = None) ->
 
 def reference(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = None) -> definition.Sampled:
     last = torch.tensor([piece.history[-1] for piece in rows])
-    penalties = definition.Penalties(logits.shape[1], torch.device("cpu"))
-    return definition.sample(torch.from_numpy(logits.copy()), rows, penalties, last, masks)
+    return definition.sample(torch.from_numpy(logits.copy()), rows, last, masks)
 
 
 def numbers(array: mx.array) -> Any:

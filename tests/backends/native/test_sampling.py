@@ -46,8 +46,7 @@ def run(sampler: NativeSampler, logits: Floats, rows: Sequence[SeqSlice], masks:
 
 def reference(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = None) -> definition.Sampled:
     last = torch.tensor([piece.history[-1] for piece in rows])
-    penalties = definition.Penalties(logits.shape[1], CPU)
-    return definition.sample(torch.from_numpy(logits.copy()), rows, penalties, last, masks)
+    return definition.sample(torch.from_numpy(logits.copy()), rows, last, masks)
 
 
 def is_settled(logits: Floats, piece: SeqSlice, margin: float = MARGIN) -> bool:
@@ -254,7 +253,7 @@ def test_only_broken_and_blocked_rows_are_marked(sampler: NativeSampler) -> None
 def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSampler) -> None:
     """Also if the history is one token short because a step is in flight, and if batch indices are reused."""
     vocab_size = 300
-    ours, theirs = Penalties(vocab_size), definition.Penalties(vocab_size, CPU)
+    ours = Penalties(vocab_size)
     rng = Random(3)
     logits = normal(rng, 1, vocab_size, 0.5)  # the same in every step: only the counts make the tokens differ
     fields: list[dict[str, float]] = [
@@ -271,7 +270,6 @@ def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSample
     for step in range(12):
         if step == 5:
             ours.release(0)
-            theirs.release(0)
             owners[0], owners[1], owners[3] = (9, 0), (2, 1), (10, 0)  # 0 and 3 are reused; 1 was preempted
             answers[0], answers[3] = [], []
         rows, last = [], []
@@ -288,9 +286,7 @@ def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSample
             )
             last.append(tokens[-1])
         many = logits.repeat(len(rows), 0)
-        wanted = definition.sample(
-            torch.from_numpy(many.copy()), rows, theirs, torch.tensor(last), None
-        ).tokens.tolist()
+        wanted = definition.sample(torch.from_numpy(many.copy()), rows, torch.tensor(last), None).tokens.tolist()
         assert sampler.sample(many, rows, ours, np.array(last, np.int32), None).tokens.tolist() == wanted, step
         for piece, token in zip(rows, wanted, strict=True):
             answers[piece.batch_index].append(token)

@@ -25,7 +25,7 @@ from quire.backends.torch.kernel_compilation import (
     routed_calls,
     state_calls,
 )
-from quire.backends.torch.kernels.blocks import PieceTable, gather_pieces, scatter_pieces
+from quire.backends.torch.kernels.blocks import PieceTable, move_pieces
 from quire.backends.torch.kernels.convolution import short_conv_calls
 from quire.backends.torch.kernels.delta_net import delta_net_calls
 from quire.backends.torch.kernels.elementwise import gate_output
@@ -118,7 +118,7 @@ def of_pieces() -> Calls:
     for word in (torch.int64, torch.int16):
         table = PieceTable(torch.empty(2, 3, dtype=torch.int64, device="meta"), 2048, 1024, word)
         staging = torch.empty(8192, dtype=word, device="meta")
-        calls += [partial(gather_pieces, table, ints, staging), partial(scatter_pieces, table, ints, staging)]
+        calls += [partial(move_pieces, table, ints, staging, is_gather=is_gather) for is_gather in (False, True)]
     return calls
 
 

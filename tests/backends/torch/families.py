@@ -40,44 +40,6 @@ LONG_ROPE = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
 
-def _llama(**settings: Any) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**{**SIZES, **settings})
-
-
-def _mistral(**settings: Any) -> Any:
-    from transformers import MistralConfig
-
-    return MistralConfig(**{**SIZES, **settings})
-
-
-def _qwen2(**settings: Any) -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**{**SIZES, **settings})
-
-
-def _qwen3(**settings: Any) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**{**SIZES, "head_dim": 32, **settings})
-
-
-def _gemma3(**settings: Any) -> Any:
-    from transformers import Gemma3TextConfig
-
-    layers = ["sliding_attention", "sliding_attention", "full_attention"]
-    window = {"sliding_window": 24, "layer_types": layers, "query_pre_attn_scalar": 24}
-    return Gemma3TextConfig(**{**SIZES, "head_dim": 32, **window, **settings})
-
-
-def _phi3(**settings: Any) -> Any:
-    from transformers import Phi3Config
-
-    return Phi3Config(**{**SIZES, **settings})
-
-
 def _config(model_type: str, **settings: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
@@ -167,19 +129,21 @@ MORE_FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": _llama,
-    "llama tied": lambda: _llama(tie_word_embeddings=True),
-    "llama with biases": lambda: _llama(attention_bias=True, mlp_bias=True),
-    "llama 3 rope": lambda: _llama(rope_parameters=LLAMA3_ROPE),
-    "llama yarn": lambda: _llama(rope_parameters=YARN),
-    "llama linear rope": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
-    "mistral": lambda: _mistral(sliding_window=None),
-    "mistral with a window": lambda: _mistral(sliding_window=24),
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "phi3 long rope": lambda: _phi3(rope_parameters=LONG_ROPE),
+    "llama": lambda: _config("llama"),
+    "llama tied": lambda: _config("llama", tie_word_embeddings=True),
+    "llama with biases": lambda: _config("llama", attention_bias=True, mlp_bias=True),
+    "llama 3 rope": lambda: _config("llama", rope_parameters=LLAMA3_ROPE),
+    "llama yarn": lambda: _config("llama", rope_parameters=YARN),
+    "llama linear rope": lambda: _config(
+        "llama", rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "mistral": lambda: _config("mistral", sliding_window=None),
+    "mistral with a window": lambda: _config("mistral", sliding_window=24),
+    "qwen2": lambda: _config("qwen2"),
+    "qwen3": lambda: _config("qwen3", head_dim=32),
+    "gemma3": lambda: _config("gemma3_text", head_dim=32, query_pre_attn_scalar=24, **WINDOWS),
+    "phi3": lambda: _config("phi3"),
+    "phi3 long rope": lambda: _config("phi3", rope_parameters=LONG_ROPE),
     **MORE_FAMILIES,
 }
 

@@ -14,7 +14,6 @@ from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
-from quire.backends.torch.state_store import StateStore
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.weights.opening import open_checkpoint
@@ -42,12 +41,11 @@ def fused_runner(
         loader = WeightLoader(checkpoint, dtype, device, None, FusedLinear, FusedPackedLinear, quantize_bits)
         model = DecoderModel(loader, checkpoint.spec.max_model_len)
         kv_spec = replace(model.kv_spec, is_fp8=is_fp8)
-        store = KVStore(kv_spec, num_blocks, block_size, dtype, device, num_blocks if kv_spec.window else 0)
-        states = StateStore(kv_spec, 1 + 4 * max_num_seqs, dtype, device) if kv_spec.has_states else None
+        numbers = num_blocks if kv_spec.window else 0, 1 + 4 * max_num_seqs
+        store = KVStore(kv_spec, num_blocks, block_size, dtype, device, *numbers)
         return CudaRunner(
             model,
             store,
-            states=states,
             max_num_seqs=max_num_seqs,
             max_model_len=checkpoint.spec.max_model_len,
             max_graph_tokens=max_graph_tokens,
@@ -56,11 +54,6 @@ def fused_runner(
 
 class FusedRig(Rig):
     def __init__(self, path: Path, **settings: Any) -> None:
-        runner = fused_runner(path, **settings)
-        self.config = EngineConfig()
-        self.runner = runner
-        self.engine = Engine(runner, make_scheduler(runner, self.config))
-        self.vocab_size = self.engine.capacity.vocab_size
-        self.num_copies = self.num_computed = 0
-        self.engine.on_plan = self._count
-        self._num_requests = 0
+        self.runner = fused_runner(path, **settings)
+        config = EngineConfig()
+        self.use(Engine(self.runner, make_scheduler(self.runner, config)), config)

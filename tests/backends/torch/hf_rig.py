@@ -14,12 +14,7 @@ class ModelRig(Rig):
     def __init__(
         self, model: TransformersModel, *, max_model_len: int = 256, num_blocks: int = 64, block_size: int = 16
     ) -> None:
-        self.config = EngineConfig(
-            backend="torch", num_blocks=num_blocks, max_num_seqs=8, threads=1, block_size=block_size
-        )
+        config = EngineConfig(backend="torch", num_blocks=num_blocks, max_num_seqs=8, threads=1, block_size=block_size)
         store = KVStore(model.kv_spec, num_blocks, block_size, model.dtype, model.device)
         runner = TorchRunner(model, store, max_num_seqs=8, max_model_len=max_model_len)
-        self.engine = Engine(runner, make_scheduler(runner, self.config), on_plan=self._count)
-        self.vocab_size = self.engine.capacity.vocab_size
-        self.num_copies = self.num_computed = 0
-        self._num_requests = 0
+        self.use(Engine(runner, make_scheduler(runner, config)), config)

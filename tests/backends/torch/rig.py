@@ -33,10 +33,11 @@ class Rig:
     """An engine that counts the operations of its plans."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
-        self.config = EngineConfig(
-            **{"backend": "torch", "num_blocks": 64, "max_num_seqs": 8, "threads": 1, **settings}
-        )
-        self.engine: Engine = make_engine(path, self.config)
+        config = EngineConfig(**{"backend": "torch", "num_blocks": 64, "max_num_seqs": 8, "threads": 1, **settings})
+        self.use(make_engine(path, config), config)
+
+    def use(self, engine: Engine, config: EngineConfig) -> None:
+        self.engine, self.config = engine, config
         self.vocab_size = self.engine.capacity.vocab_size
         self.num_copies = 0
         self.num_computed = 0

@@ -9,9 +9,11 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from quire.backends.torch import cuda_block_io
 from quire.backends.torch.cuda_block_io import CudaBlockIO
@@ -60,9 +62,6 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         self._waits.append((self._num_done + len(self.queue), stream.mark()))
 
-    def synchronize(self) -> None:
-        raise AssertionError("the host waits")
-
     @property
     def can_run(self) -> bool:
         while self._waits and self._waits[0][0] == self._num_done and self._waits[0][1].has_passed:
@@ -85,16 +84,15 @@ class Device:
         self._rng = rng
         self.streams: list[Stream] = []
         self._current: Stream | None = None
-        patch.setattr(cuda_block_io, "make_event", lambda _device: Event())
-        patch.setattr(cuda_block_io, "make_stream", self._make_stream)
-        patch.setattr(CudaBlockIO, "_on", self._on)
-        for name in ("gather_pieces", "scatter_pieces", "_copy"):
+        lib = SimpleNamespace(Event=Event, Stream=self._make_stream, stream=self._on)
+        patch.setattr(torch, "get_device_module", lambda _device: lib)
+        for name in ("move_pieces", "_copy"):
             patch.setattr(cuda_block_io, name, self._late(getattr(cuda_block_io, name)))
         patch.setattr(CudaBlockIO, "_load_kernels", lambda _io: None)
         self.io = make()
-        self.steps = self.io._steps = self._make_stream(None)
+        self.steps = self.io.steps
 
-    def _make_stream(self, _device: object) -> Stream:
+    def _make_stream(self, _device: object = None) -> Stream:
         made = Stream()
         self.streams.append(made)
         return made
@@ -106,9 +104,9 @@ class Device:
         self._current = before
 
     def _late(self, function: Callable[..., None]) -> Callable[..., None]:
-        def enqueue(*args: Any) -> None:
+        def enqueue(*args: Any, **options: Any) -> None:
             assert self._current is not None
-            self._current.enqueue(lambda: function(*args))
+            self._current.enqueue(lambda: function(*args, **options))
 
         return enqueue
 

@@ -17,7 +17,6 @@ from quire.backends.torch import cuda_block_io
 from quire.backends.torch.cuda_block_io import CudaBlockIO, PinnedMemory
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.runner import TorchRunner
-from quire.backends.torch.state_store import StateStore
 from quire.core.step import MemoryKind, MemoryRef
 from quire.engine.composition import EngineConfig, make_runner
 from quire.errors import InvariantViolation
@@ -93,15 +92,7 @@ def test_both_runners_have_the_same_order(name: str, is_fp8: bool, tmp_path: Pat
 
 def pools_of(runner: Any) -> list[torch.Tensor]:
     layers = [layer for _, pool in runner.store.all_pools() for layer in pool]
-    return layers if runner.states is None else [*layers, *runner.states.pools()]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_types(tmp_path: Path, dtype: str) -> None:
-    small("qwen3_5", tmp_path)
-    runner = open_runner(tmp_path, dtype=dtype)
-    BlockIOContract().test_a_context_goes_on_elsewhere(runner)
-    runner.close()
+    return [*layers, *runner.store.state_pools()]
 
 
 def test_layouts(tmp_path: Path) -> None:
@@ -136,11 +127,10 @@ class Stores:
 
     def __init__(self) -> None:
         device = torch.device(DEVICE)
-        self.store = KVStore(SPEC, COUNTS[0], 8, torch.float32, device, COUNTS[1])
-        self.states = StateStore(SPEC, COUNTS[2], torch.float32, device)
+        self.store = KVStore(SPEC, COUNTS[0], 8, torch.float32, device, *COUNTS[1:])
 
     def io(self) -> CudaBlockIO:
-        return CudaBlockIO(self.store, self.states, COUNTS, "layout", None)
+        return CudaBlockIO(self.store, COUNTS, "layout", torch.get_device_module(DEVICE).Stream())
 
 
 @pytest.fixture
@@ -164,33 +154,6 @@ class Copies:
             original(source, target)
 
         patch.setattr(cuda_block_io, "_copy", copy)
-
-
-@pytest.mark.usefixtures("small_staging")
-def test_more_pieces_than_staging_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = Stores()
-    io = stores.io()
-    assert (io.sizes.block, io.sizes.window, io.sizes.state) == (BLOCK, WINDOW, STATE)
-    assert io.pieces_per_step == 3  # window blocks
-    pieces = [
-        MemoryRef(kind, index) for kind, count in zip(MemoryKind, COUNTS, strict=True) for index in range(1, count)
-    ]
-    Random(0).shuffle(pieces)
-    contents = [Random(number).randbytes(io.sizes.of(ref.kind)) for number, ref in enumerate(pieces)]
-    buffers = allocate(io, pieces)
-    for buffer, content in zip(buffers, contents, strict=True):
-        buffer[:] = content
-    copies = Copies(monkeypatch)
-    wait(io.import_(pieces, buffers))
-    assert sum(copies.sizes) == sum(map(len, contents))
-    assert max(copies.sizes) <= 1200
-    assert [stores.store.layers[3][ref.index].cpu().numpy().tobytes() for ref in pieces if ref.kind == 0] == [
-        content for ref, content in zip(pieces, contents, strict=True) if ref.kind == 0
-    ]
-    for buffer in buffers:
-        buffer[:] = bytes(len(buffer))
-    wait(io.export(pieces, buffers))
-    assert [bytes(buffer) for buffer in buffers] == contents
 
 
 @pytest.mark.usefixtures("small_staging")
@@ -247,7 +210,7 @@ class World:
         self.pools: list[list[torch.Tensor]] = [
             stores.store.layers_of(is_window=False),
             stores.store.layers_of(is_window=True),
-            stores.states.pools(),
+            stores.store.state_pools(),
         ]
         everything = zip(MemoryKind, COUNTS, strict=True)
         self.pieces = [MemoryRef(kind, index) for kind, count in everything for index in range(1, count)]
@@ -265,7 +228,7 @@ class World:
         for ref in self.choose(num_pieces):
             value = self.rng.randrange(256)
             self.contents[ref] = bytes([value]) * len(self.contents[ref])
-            self.device.steps.enqueue(lambda ref=ref, value=value: self.fill(ref, value))  # type: ignore[misc]
+            self.device.steps.enqueue(lambda ref=ref, value=value: self.fill(ref, value))
 
     def choose(self, num_pieces: int) -> list[MemoryRef]:
         """Return pieces that are not being imported."""

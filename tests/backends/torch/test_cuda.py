@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,12 @@ import pytest
 import torch
 
 from quire.backends.sampling import BROKEN
-from quire.backends.torch import attention_work, cuda, fused_linear, graphs, inputs
+from quire.backends.torch import attention_work, cuda, graphs, inputs
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.core.step import SeqSlice, StepPlan
 from tests.backends.torch.families import EVERY_FAMILY, MORE_FAMILIES, STATE_FAMILIES, Reference
 from tests.backends.torch.fused_rig import FusedRig
-from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig, same_rows
-from tests.selection import mostly_nightly
 
 TOLERANCE = 2e-4  # of log-probabilities, fp32
 
@@ -171,47 +167,6 @@ def test_graphs_pad_without_touching_anything(llama: Reference) -> None:
     assert int((rig.runner.store.layers[0].flatten(1).abs().sum(1) > 0).sum()) <= 5
 
 
-PRODUCTS = ["row_product", "gated_row_product", "tile_product", "product_in_parts", "gated_tile_product"]
-
-
-@pytest.mark.parametrize("name", mostly_nightly(["llama with biases", "gemma3"], 1))
-def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of one and three rows, in a model wide enough for them. Gemma norms the parts before they are added."""
-    sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1}
-    products = PRODUCTS
-    if name == "gemma3":
-        sizes |= {"intermediate_size": 512, "layer_types": ["full_attention"]}
-    else:  # narrow: no parts
-        products = [product for product in PRODUCTS if product != "product_in_parts"]
-    reference = small(name, tmp_path, **sizes)
-    rig = FusedRig(tmp_path, max_num_seqs=3)
-    used: Counter[str] = Counter()
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            used[function.__name__] += 1
-            return function(*args)
-
-        return call
-
-    for product in PRODUCTS:
-        monkeypatch.setattr(fused_linear, product, counted(getattr(fused_linear, product)))
-    prompts = [prompt(4, 1), prompt(5, 2), prompt(6, 3)]
-    ids = [rig.start(tokens, 2) for tokens in prompts]
-    rig.run(*ids)
-    assert not used  # without a graph the library's products are used
-    prepare(rig)
-    assert set(used) == set(products)
-    rig.reset()
-    before = used.copy()
-    ids = [rig.start(prompts[0], 2), rig.start(prompts[1], 2), rig.start(prompts[2], 3)]  # three rows, then one
-    answers = rig.run(*ids)
-    if DEVICE == "cpu":  # a graph is replayed by calling; on a GPU no function is called
-        assert all(used[product] > before[product] for product in products)
-    for request_id, tokens in zip(ids, prompts, strict=True):
-        check(reference, tokens, answers[request_id])
-
-
 # Sampling options, compared with the CPU runner
 
 WISHES: list[dict[str, Any]] = [
@@ -256,22 +211,6 @@ def test_samples_equal_those_of_the_reference(llama: Reference, has_graphs: bool
     judge.engine.close()
 
 
-def test_prompt_logprobs_in_chunks(llama: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.backends.sampling.PROMPT_ROWS", 7)  # positions at a time: a chunk needs several
-    rig = FusedRig(llama.path)
-    rig.reset(overlap=True, max_chunk_tokens=16)
-    tokens = prompt(40, 3)
-    asked, other = rig.start(tokens, 2, prompt_logprobs=160), rig.start(prompt(20, 4), 3)
-    answers = rig.run(asked, other)
-    assert sorted(answers[asked].prompt_rows) == list(range(1, 40))
-    assert not answers[other].prompt_rows
-    expected = llama.logprobs(tokens)
-    for position, row in answers[asked].prompt_rows.items():
-        assert float((row - expected[position - 1]).abs().max()) < TOLERANCE
-    check(llama, tokens, answers[asked])
-    check(llama, prompt(20, 4), answers[other])
-
-
 def test_a_step_that_does_not_fit_runs_in_halves(llama: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = FusedRig(llama.path)
     whole = cuda.CudaRunner._pass
@@ -292,9 +231,13 @@ def test_a_step_that_does_not_fit_runs_in_halves(llama: Reference, monkeypatch: 
     for request_id, tokens in zip(ids, prompts, strict=True):
         answer = answers[request_id]
         assert same_rows(answer, llama.logprobs(tokens + answer.tokens), len(tokens)) < TOLERANCE
+    monkeypatch.setattr("quire.backends.sampling.PROMPT_ROWS", 7)  # positions at a time: a prompt needs several
     alone = rig.answer(tokens := prompt(55, 7), 2, prompt_logprobs=160)  # a single prompt is cut along its length
-    assert same_rows(alone, llama.logprobs(tokens + alone.tokens), len(tokens)) < TOLERANCE
+    expected = llama.logprobs(tokens + alone.tokens)
+    assert same_rows(alone, expected, len(tokens)) < TOLERANCE
     assert sorted(alone.prompt_rows) == list(range(1, 55))
+    for position, row in alone.prompt_rows.items():
+        assert float((row - expected[position - 1]).abs().max()) < TOLERANCE
     ids = [rig.start(prompt(65, 8), 2), rig.start(prompt(10, 9), 2)]  # the first does not fit at all; the second does
     answers = rig.run(*ids)
     assert answers[ids[0]].error == cuda.NO_MEMORY

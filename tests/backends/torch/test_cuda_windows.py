@@ -18,17 +18,12 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
-from quire.core.kv_cache import KVCacheManager
 from quire.core.step import StateSnapshot
-from quire.engine import composition
-from quire.engine.composition import EngineConfig, make_scheduler
-from quire.engine.engine import Engine
 from quire.weights.opening import open_checkpoint
 from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
-from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
-from tests.backends.torch.window_rig import VOCAB, Driver, difference, random_tokens
+from tests.backends.torch.window_rig import Driver, difference, random_tokens
 
 BOUND = 2e-5  # of log-probabilities in fp32
 TWO = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -95,35 +90,6 @@ def test_only_blocks_within_the_window_are_read(
     assert 0 < facts.window_bytes <= facts.kv_bytes
 
 
-def test_siblings_do_not_share_window_blocks(make_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four requests share the blocks of their prefix in layers with whole contexts, and no window blocks."""
-    monkeypatch.setattr(attention_work, "MIN_SHARED", 16)
-    head = random_tokens(40, 0)
-    tokens = [head + random_tokens(20, seed) for seed in range(4)]
-    whole = Driver(make_runner(is_reference=True), tokens)
-    runner = make_runner(num_window_blocks=40)
-    windows = Driver(runner, tokens)
-    for driver in (whole, windows):
-        for request in range(4):
-            if request and driver is windows:
-                driver.blocks.tables[request] = driver.blocks.tables[0][:5]
-            driver.step((request, 43), kv_start=40 if request and driver is windows else 0)
-    found: list[int] = []
-    arranged = runner._tables.group
-
-    def group(*args: Any) -> Any:
-        grouping = arranged(*args)
-        found.append(0 if grouping is None else len(grouping.siblings))
-        return grouping
-
-    monkeypatch.setattr(runner._tables, "group", group)
-    for _ in range(3):
-        for driver in (whole, windows):
-            driver.step(*((request, 1) for request in range(4)))
-    assert min(found) == 1
-    assert difference(whole, windows) <= BOUND
-
-
 def test_shared_keys_are_read_and_not_written(make_runner: Make) -> None:
     tokens = [random_tokens(60, 1)] * 2
     alone = Driver(make_runner(is_reference=True), tokens)
@@ -146,51 +112,6 @@ def test_shared_keys_are_read_and_not_written(make_runner: Make) -> None:
         assert torch.equal(old[:, :2], runner.store.pools[shape][:, shared[:2]])
         assert torch.equal(old[:, 2, :, :, :4], runner.store.pools[shape][:, shared[2], :, :, :4])
         assert not runner.store.pools[shape][:, 0].any()
-
-
-class WindowRig(FusedRig):
-    """The GPU runner with window blocks on the real scheduler."""
-
-    def __init__(self, runner: CudaRunner, patch: pytest.MonkeyPatch) -> None:
-        capacity = runner.capacity()
-        sizes = {"window": capacity.window, "num_window_blocks": capacity.num_window_blocks}
-
-        def make_cache(*args: Any, **settings: Any) -> KVCacheManager:
-            return KVCacheManager(*args, **{**sizes, **settings})
-
-        patch.setattr(composition, "KVCacheManager", make_cache)
-        self.config = EngineConfig(max_chunk_tokens=64)
-        self.runner = runner
-        self.engine = Engine(runner, make_scheduler(runner, self.config))
-        self.vocab_size = VOCAB
-        self.num_copies = self.num_computed = 0
-        self.engine.on_plan = self._count
-        self._num_requests = 0
-
-
-@pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.kept("gemma3-False")
-def test_on_the_real_scheduler(make_runner: Make, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared prefixes, whose windows are cached or computed again, samples of one prompt, and steps in flight."""
-    monkeypatch.setattr(graphs, "MAX_MISSES", 1 if has_graphs else 1000)
-    whole = random_tokens(70, 3)
-    prompts = [whole, [*whole[:50], *random_tokens(9, 1)], [*whole[:33], 5, 6], whole]
-    alone = Driver(make_runner(is_reference=True), prompts)
-    rig = WindowRig(make_runner(num_window_blocks=40, max_graph_tokens=64 if has_graphs else 0), monkeypatch)
-    rig.reset(overlap=True, max_chunk_tokens=24)
-    for number, tokens in enumerate(prompts):
-        answer = rig.answer(tokens, 3)
-        assert answer.error is None
-        assert (answer.num_cached_tokens > 0) == (number > 0)
-        alone.tokens = [*prompts[:number], tokens + answer.tokens, *prompts[number + 1 :]]
-        alone.step((number, len(tokens)))
-        alone.step((number, 1))
-        for row, position in zip(answer.rows, (len(tokens) - 1, len(tokens)), strict=False):
-            assert float((row - alone.rows[number, position]).abs().max()) < BOUND
-    first = rig.start(whole, 3, temperature=1.0, seed=1)
-    second = rig.start(whole, 3, parent=first, temperature=1.0, seed=2, sample_index=1)
-    answers = rig.run(first, second)
-    assert float((answers[first].rows[0] - answers[second].rows[0]).abs().max()) < BOUND
 
 
 def test_a_slice_is_cut_between_its_states() -> None:

@@ -17,13 +17,12 @@ from torch import Tensor
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.fused_linear import FusedPackedLinear
 from quire.backends.torch.loading import (
-    ExpertFormats,
     WeightLoader,
     expert_formats,
     weight_bytes,
 )
 from quire.backends.torch.models.decoder import DecoderModel, RoutedMlp
-from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear, PackedStack, dense
+from quire.backends.torch.packed import FP8_PER_OUTPUT, INT4_IN_GROUPS, PackedFormat, PackedLinear, PackedStack, decoded
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
@@ -31,6 +30,7 @@ from quire.weights.packed import CodeType, PackedMatrix
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.rig import Rig
 from tests.backends.torch.test_compiling import write_config
+from tests.backends.torch.test_experts import dense
 from tests.backends.torch.test_packed_linear import PackedDummy, random_matrix
 from tests.selection import mostly_nightly
 from tests.weights.layouts import (
@@ -106,7 +106,7 @@ def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
     layout, format = KEPT[name]
     meant = write_quantized(tmp_path, layout, moe_config(), moe_arrays())
     checkpoint = open_checkpoint(tmp_path)
-    assert expert_formats(checkpoint, None) == (ExpertFormats(format, format),)
+    assert expert_formats(checkpoint, None) == ((format, format),)
     reports: list[tuple[int, int]] = []
     weights = load(checkpoint, progress=lambda *report: reports.append(report), packed_linear=FusedPackedLinear)
     stacks = stacks_of(weights)
@@ -147,7 +147,8 @@ def test_blocks_of_128(tmp_path: Path) -> None:
     assert isinstance(experts.gate_up, Tensor)
     assert isinstance(experts.down, Tensor)
     want = checkpoint.read_packed("layers.0.experts.5.up_proj.weight")
-    assert torch.equal(experts.gate_up[5, 192:], torch.from_numpy(decoded_rows(want)))
+    assert want is not None
+    assert torch.equal(experts.gate_up[5, 192:], decoded(want))
 
 
 def mixture(folder: Path, **changes: Any) -> Checkpoint:
@@ -156,30 +157,6 @@ def mixture(folder: Path, **changes: Any) -> Checkpoint:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, **changes}))
     return open_checkpoint(path, "dummy")
-
-
-def test_stacks_of_a_file_stay_packed(tmp_path: Path) -> None:
-    """transformers 5 saves the experts of FP8 models as stacks, with a stack of scales."""
-    arrays = moe_arrays()
-    meant = write_quantized(tmp_path, SMALL_BLOCKS, moe_config(), arrays)
-    tensors, _ = quantize_arrays(SMALL_BLOCKS, arrays)
-    stacked = {name: one for name, one in tensors.items() if ".experts." not in name}
-    for i in range(LAYERS):
-        prefix = f"model.layers.{i}.mlp.experts."
-        for ending, suffix in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
-            parts = {
-                part: [tensors[f"{prefix}{expert}.{part}_proj.{ending}"] for expert in range(EXPERTS)]
-                for part in ("gate", "up", "down")
-            }
-            pairs = zip(parts["gate"], parts["up"], strict=True)
-            both = np.stack([np.concatenate((gate.array, up.array)) for gate, up in pairs])
-            stacked[f"{prefix}gate_up_proj{suffix}"] = Stored(parts["up"][0].dtype, both)
-            down = np.stack([one.array for one in parts["down"]])
-            stacked[f"{prefix}down_proj{suffix}"] = Stored(parts["down"][0].dtype, down)
-    (tmp_path / "model.safetensors").write_bytes(mixed_safetensors(stacked))
-    for stack, want in zip(stacks_of(load(open_checkpoint(tmp_path))), file_stacks(meant), strict=True):
-        assert stack.format == PackedFormat(CodeType.FP8, 32, 32)
-        torch.testing.assert_close(dense(stack), want)
 
 
 Q4_K = PackedFormat(CodeType.INT4, 1, 32, has_zeros=True, has_half_zeros=True)
@@ -209,13 +186,6 @@ def test_experts_with_minima_stay_packed_on_a_gpu(name: str, tmp_path: Path) -> 
             torch.testing.assert_close(dense(stack), whole, rtol=2e-3, atol=2e-4)  # rounded to fp16
     saved = sum(4 * stack.shape.numel() - stack.nbytes for stack in stacks_of(packed))
     assert packed.num_bytes == weight_bytes(checkpoint.spec, FP32) - saved
-
-
-def decoded_rows(matrix: PackedMatrix | None) -> NDArray[np.float32]:
-    from quire.weights.packed import dequantize
-
-    assert matrix is not None
-    return dequantize(matrix)
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "ct w4 act-order", "fp8 small blocks"])

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.kernels import experts as kernels
-from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, Tiling, is_alone, max_tiles, tiling
+from quire.backends.torch.kernels.experts import LONG, MAX_ALONE, Tiling, max_tiles, tiling
+from quire.backends.torch.kernels.routed_experts import experts_in_tiles
+from quire.backends.torch.packed import Stack
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE, unit
 
@@ -52,6 +54,11 @@ def make_experts(
         down_bias=torch.randn(num_experts, size).to(DEVICE, dtype) if has_bias else None,
         expert_scales=(0.5 + torch.rand(num_experts)).to(DEVICE) if has_expert_scales else None,
     )
+
+
+def dense(stack: Stack) -> Tensor:
+    """Return the decoded matrices [N, O, I]."""
+    return torch.stack([stack[expert] for expert in range(len(stack))])
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -133,21 +140,6 @@ def test_many_rows(num_rows: int, num_experts: int, num_chosen: int, size: int, 
     assert_near(experts.fused(x, logits), want, dtype)
 
 
-def test_the_plain_version() -> None:
-    experts = make_experts(6, 3, 24, 20, scale=0.5)
-    x, logits = make_rows(experts, 9)
-    assert_near(experts.reference(x, logits), exact(experts, x, logits), FP32)
-
-
-@pytest.mark.parametrize("num_rows", [1, 9])
-@pytest.mark.parametrize("activation", list(Activation))
-@pytest.mark.parametrize("renormalizes", [False, True])
-def test_options(num_rows: int, activation: Activation, renormalizes: bool) -> None:
-    experts = make_experts(5, 2, 32, 16, activation=activation, renormalizes=renormalizes, scale=2.5)
-    x, logits = make_rows(experts, num_rows)
-    assert_near(experts.fused(x, logits), exact(experts, x, logits), FP32)
-
-
 @pytest.mark.parametrize("num_rows", [1, 9])
 @pytest.mark.parametrize("activation", list(Activation))
 def test_biases_and_factors(num_rows: int, activation: Activation) -> None:
@@ -215,15 +207,6 @@ def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dt
     assert torch.equal(experts.fused(x, logits)[0], whole[0])
 
 
-@pytest.mark.parametrize("num_rows", [3, 50])
-def test_all_rows_choose_the_same_experts(num_rows: int) -> None:
-    """The other experts have no rows."""
-    experts = make_experts(6, 2, 32, 16)
-    x, logits = make_rows(experts, num_rows)
-    logits[:, 2], logits[:, 5] = 10, 11
-    assert_near(experts.fused(x, logits), experts.reference(x, logits), FP32)
-
-
 def check_sorted(ids: Tensor, num_experts: int, tile_rows: int) -> None:
     """Check that tiles cover every slot once, in order, each in a tile of its expert."""
     num_rows, num_chosen = ids.shape
@@ -257,26 +240,6 @@ def test_many_slots_are_sorted_in_chunks() -> None:
     check_sorted(ids, 4, 128)
 
 
-def test_the_number_of_tiles_is_bounded_tightly() -> None:
-    assert max_tiles(2, 128, 8, 16) == 16
-    assert max_tiles(16, 128, 8, 16) == 128
-    assert max_tiles(17, 128, 8, 16) == 128
-    assert max_tiles(18, 128, 8, 16) == 129
-    assert max_tiles(8192, 8, 2, 128) == 8 + (16384 - 8) // 128
-
-
-def test_larger_batches_have_larger_tiles() -> None:
-    assert [tiling(num_rows, 128, 8, 2).rows for num_rows in (8, 64, 128, 256, 512, 8192)] == [16, 16, 32, 32, 128, 128]
-
-
-def test_which_rows_are_not_sorted() -> None:
-    assert is_alone(1, 2, 2)  # a single row never is
-    assert is_alone(4, 128, 8)
-    assert not is_alone(5, 1000, 1)
-    assert is_alone(2, 64, 8)
-    assert not is_alone(3, 64, 8)  # some would share an expert
-
-
 SHAPES = [
     (shape, dtype)
     for dtype in (FP32, BF16)
@@ -294,9 +257,7 @@ def test_every_tiling(shape: Tiling, dtype: torch.dtype, padding: int) -> None:
     logits[:, 0] += 0.5  # full tiles, and at least one that is not half full
     routing = kernels.route(logits, 1, renormalizes=False, scale=1.0)
     experts.renormalizes = False
-    assert isinstance(experts.gate_up, Tensor)
-    assert isinstance(experts.down, Tensor)
-    got = kernels.experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
+    got = experts_in_tiles(x, experts.gate_up, experts.down, routing, experts.activation, shape)
     assert_near(got, experts.reference(x, logits), dtype)
 
 
@@ -305,11 +266,3 @@ def test_addresses_are_aligned(num_rows: int) -> None:
     """Triton compiles a kernel again for an address that is not a multiple of 16 bytes."""
     slots = kernels.sort_slots(torch.zeros(num_rows, 3, dtype=torch.int32, device=DEVICE), 5, 16)
     assert slots.order.data_ptr() % 16 == slots.tiles.data_ptr() % 16 == 0
-
-
-def test_shapes_must_match() -> None:
-    with pytest.raises(ValueError, match="do not match"):
-        Experts(torch.zeros(2, 6, 4), torch.zeros(2, 4, 4), num_chosen=1, activation=Activation.SILU,
-                renormalizes=True, scale=1.0)  # fmt: skip
-    with pytest.raises(ValueError, match="num_chosen"):
-        make_experts(2, 3, 4, 4)

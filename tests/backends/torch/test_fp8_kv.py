@@ -15,6 +15,7 @@ from quire.backends.torch.kv_store import KVStore
 from quire.core.step import BlockCopy
 from quire.engine.composition import EngineConfig, make_engine
 from quire.errors import InvalidRequest
+from tests.backends.plans import piece
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.hf_architectures import write_model
 from tests.backends.torch.rig import Answer, Rig
@@ -115,8 +116,8 @@ def test_bytes() -> None:
     assert SPEC.context_bytes(100, 2) == 100 * full + 16 * window + 2 * 12 * 2
     assert SPEC.within(10).is_fp8
     store = KVStore(SPEC, 10, 8, torch.float32, CPU, 6)
-    assert store.num_window_bytes == 6 * SPEC.window_block_bytes(8, 4)
-    assert store.num_bytes == 10 * SPEC.full_block_bytes(8, 4) + store.num_window_bytes
+    assert store.facts()["window_bytes"] == 6 * SPEC.window_block_bytes(8, 4)
+    assert store.facts()["kv_bytes"] == 10 * SPEC.full_block_bytes(8, 4) + store.facts()["window_bytes"]
     assert store.layers[3] is store.layers[0]
     assert store.scales[3] is store.scales[0]
 
@@ -148,7 +149,7 @@ def test_a_purge_removes_what_is_not_finite() -> None:
     assert int(store.scales[0].isnan().sum()) == 1
     context.read(0)
     assert context.keys[0, 0, 8].isnan().all()
-    store.purge([3, 4])
+    store.purge(piece(block_table=[3, 4], window_table=[]))
     context.read(0)
     assert not context.keys[0, 0, 8].any()
     assert float((context.values[0, 0, 8] - 1).abs().max()) < 0.01

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from quire.backends.torch import attention_work, inputs
-from quire.backends.torch.attention_work import Grouping, Sizes, find_siblings
+from quire.backends.torch.attention_work import ITEM_FIELDS, Grouping, Sizes, find_siblings
 from quire.backends.torch.graphs import (
     FEW_DECODES,
     MAX_MISSES,
@@ -20,23 +19,17 @@ from quire.backends.torch.graphs import (
     WHOLE_SIZE,
     Kind,
     StepGraphs,
-    graph_sizes,
-    mixed_sizes,
 )
 from quire.backends.torch.inputs import (
-    ITEM_FIELDS,
     BlockTables,
     Division,
     Layout,
     Staging,
-    StateLayout,
     Step,
     StepInputs,
-    WindowLayout,
     arrange,
 )
 from quire.backends.torch.kernels import attention
-from quire.backends.torch.state_store import CHUNK_FIELDS, DECODE_FIELDS, SEQUENCE_FIELDS
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 
@@ -46,9 +39,9 @@ LAYOUTS = [
     Layout(16, 17, 3),
     Layout(33, 0, 5),
     Layout(5, 7, 1),
-    Layout(5, 7, 1, WindowLayout(3, 0)),
-    Layout(5, 7, 1, WindowLayout(3, 2), StateLayout(2, 3, 1)),
-    Layout(5, 7, 1, None, StateLayout(5, 0, 0)),
+    Layout(5, 7, 1, 6, 3, 0, num_kept=5),
+    Layout(5, 7, 1, 6, 3, 2, 2, 3, 1, 5),
+    Layout(5, 7, 1, num_decodes=5, num_kept=5),
 ]
 SIZES = Sizes(num_kv_heads=2, block_size=4, rows_per_item=8, target=40, wide_target=20, max_parts=4096)
 
@@ -77,20 +70,6 @@ class Device:
         self.flat[places] = blocks
         assert np.array_equal(self.flat.reshape(self.tables.host.shape), self.tables.host)
         return blocks
-
-
-def test_only_new_table_entries_are_sent() -> None:
-    device = Device(BlockTables(4, 8, 4, CPU))
-    table = [11, 12]
-    assert device.update(piece(2, table, 0, 5)) == [11, 12]
-    assert device.tables.host[2, :3].tolist() == [11, 12, 0]
-    assert device.update(piece(2, table, 5, 2)) == []
-    table += [13, 14, 15]  # beyond the computed tokens: not needed yet
-    assert device.update(piece(2, table, 7)) == []
-    assert device.update(piece(2, table, 8)) == [13]
-    assert device.update(piece(2, table, 9, 8)) == [14, 15]
-    assert device.tables.host[2, :6].tolist() == [11, 12, 13, 14, 15, 0]
-    assert not device.tables.host[[0, 1, 3]].any()
 
 
 def test_tables_follow_random_requests() -> None:
@@ -127,7 +106,7 @@ def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
     flat = np.zeros(layout.size, np.int32)
     carved = layout.carve(flat)
     end = 0
-    for number, array in enumerate(carved.arrays(), 1):
+    for number, array in enumerate(carved, 1):
         if not array.size:
             continue
         offset = (array.__array_interface__["data"][0] - flat.__array_interface__["data"][0]) // 4
@@ -136,21 +115,13 @@ def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
         end = offset + array.size
         array[...] = number
     assert end <= layout.size
-    for number, array in enumerate(carved.arrays(), 1):
+    for number, array in enumerate(carved, 1):
         assert (array == number).all()
     rows = layout.num_rows
-    shapes = [array.shape for array in carved.arrays()]
-    items: list[tuple[int, ...]] = [(layout.num_narrow, ITEM_FIELDS), (layout.num_wide, ITEM_FIELDS)]
-    if layout.window is not None:
-        items += [(rows + 1,), (layout.window.num_narrow, ITEM_FIELDS), (layout.window.num_wide, ITEM_FIELDS)]
-    if layout.states is not None:
-        fields = DECODE_FIELDS, CHUNK_FIELDS, SEQUENCE_FIELDS
-        items += list(zip(layout.states, fields, strict=True))
-    if layout.window is not None or layout.states is not None:
-        items += [(rows,)]
-    assert shapes == [(rows,), (rows,), (rows,), (rows + 1,), *items]
+    assert list(map(len, carved)) == [rows, rows, rows, rows + 1, *layout[1:]]
+    assert {array.shape[1:] for array in (carved.narrow, carved.wide, carved.window_wide)} == {(ITEM_FIELDS,)}
     tensor = torch.from_numpy(flat)
-    for array, piece_ in zip(carved.arrays(), layout.carve(tensor).arrays(), strict=True):
+    for array, piece_ in zip(carved, layout.carve(tensor), strict=True):
         assert np.array_equal(array, piece_.numpy())
         assert not piece_.numel() or piece_.data_ptr() == array.__array_interface__["data"][0]
 
@@ -161,12 +132,12 @@ def test_a_layout_holds_layouts_that_are_smaller_in_every_size() -> None:
     assert layout.holds(Layout(1, 10, 0))
     for larger in (Layout(5, 1, 0), Layout(1, 11, 0), Layout(1, 1, 3)):
         assert not layout.holds(larger)
-    layout = Layout(4, 10, 2, WindowLayout(6, 1), StateLayout(3, 4, 2))
+    layout = Layout(*range(4, 14))
     assert layout.holds(layout)
-    for number in range(5):
-        sizes = [6, 1, 3, 4, 2]
+    for number in range(10):
+        sizes = list(layout)
         sizes[number] += 1
-        assert not layout.holds(Layout(4, 10, 2, WindowLayout(*sizes[:2]), StateLayout(*sizes[2:])))
+        assert not layout.holds(Layout(*sizes))
 
 
 # Steps
@@ -217,23 +188,19 @@ def test_windows_states_and_shared_keys() -> None:
     tables.update(slices)
     step = arrange(slices, tables, WINDOW)
     assert any(item[2] == 0 and item[1] == 4 for item in step.work.wide.tolist())  # all siblings read one table
-    assert step.window_work is not None
     narrow = [[row, 1, row, 152, 162, 0] for row in range(4)]  # the first key within the window is 154
     assert sorted(step.window_work.narrow.tolist()) == narrow
     wide = [[4, 4, 5, 12, 24, 0], [8, 4, 5, 16, 28, 0], [12, 2, 5, 20, 30, 0]]  # from keys 13, 17 and 21 on
     assert sorted(step.window_work.wide.tolist()) == wide
-    layout = Layout(20, 60, 9, WindowLayout(7, 5), StateLayout(6, 4, 2))
-    inputs = written(step, layout)
-    assert inputs.window is not None
-    assert inputs.states is not None
-    assert inputs.window.narrow[:, 1].tolist() == [1, 1, 1, 1, 0, 0, 0]
-    assert inputs.window.wide[:, 1].tolist() == [4, 4, 2, 0, 0]
+    inputs = written(step, Layout(20, 60, 9, 21, 7, 5, 6, 4, 2, 20))
+    assert inputs.window_narrow[:, 1].tolist() == [1, 1, 1, 1, 0, 0, 0]
+    assert inputs.window_wide[:, 1].tolist() == [4, 4, 2, 0, 0]
     assert inputs.batch_indices.tolist() == [0, 1, 2, 3, *[5] * 10, *[-1] * 6]
     assert inputs.kept.tolist() == [0, 1, 2, 3, *[-1] * 3, *[5] * 7, *[-1] * 6]
-    assert inputs.states.decodes.tolist() == [[0, 9], [1, 9], [2, 9], [3, 9], [0, 0], [0, 0]]
-    assert inputs.states.chunks[0, :5].tolist() == [4, 10, 0, 7, 8]
-    assert not inputs.states.chunks[1:].any()
-    assert inputs.states.sequences.tolist() == [[0, 1], [0, 0]]
+    assert inputs.decodes.tolist() == [[0, 9], [1, 9], [2, 9], [3, 9], [0, 0], [0, 0]]
+    assert inputs.chunks[0, :5].tolist() == [4, 10, 0, 7, 8]
+    assert not inputs.chunks[1:].any()
+    assert inputs.sequences.tolist() == [[0, 1], [0, 0]]
 
 
 def test_padding_rows_have_no_sequence_and_no_effect() -> None:
@@ -364,17 +331,6 @@ def test_staging_takes_turns_and_grows() -> None:
 # Graphs
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 15, 16, 17, 64, 65, 96, 100, 128, 256, 1000, 4096])
-def test_sizes_of_graphs(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
-    assert list(sizes) == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert sizes[-1] == max_num_seqs
-    for count in range(1, max_num_seqs + 1):
-        size = next(size for size in sizes if size >= count)
-        assert size - count < max(count, 32)  # little padding
-
-
 class Graphs(StepGraphs):
     """Graphs over a pass that returns the tokens it saw."""
 
@@ -477,18 +433,6 @@ def test_a_graph_of_few_rows_is_captured_again_once_its_kernels_are_compiled() -
     assert not graphs.prepare()
 
 
-def test_a_graph_is_captured_again_under_constant_load() -> None:
-    graphs = Graphs([8])
-    graphs.is_compiled = False
-    early = [graphs.find(Layout(3, 4, 0), has_parts=True) for _ in range(MAX_MISSES)][-1]
-    assert early is not None
-    assert graphs.find(Layout(3, 4, 0), has_parts=True) is early
-    graphs.is_compiled = True
-    later = graphs.find(Layout(3, 4, 0), has_parts=True)
-    assert later is not early
-    assert graphs.find(Layout(3, 4, 0), has_parts=True) is later
-
-
 def test_a_failed_second_capture_keeps_the_first_graph() -> None:
     graphs = Graphs([8])
     graphs.is_compiled = False
@@ -519,15 +463,6 @@ def test_a_step_with_prompts_uses_the_smallest_mixed_graph_that_holds_it() -> No
     assert Graphs([4], mixed=[]).find_mixed(Layout(3, 3, 1), 1) is None
 
 
-@pytest.mark.parametrize("max_rows", [0, 31, 32, 100, 512, 2048, 10_000])
-def test_sizes_of_mixed_graphs(max_rows: int) -> None:
-    sizes = mixed_sizes(max_rows)
-    assert list(sizes) == sorted(set(sizes))
-    assert max(sizes, default=0) <= max_rows
-    for low, high in itertools.pairwise(sizes):
-        assert high <= 2 * low  # little padding
-
-
 def test_a_failed_capture_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
     graphs = Graphs([1, 4])
     graphs.is_short_of_memory = True
@@ -539,21 +474,6 @@ def test_a_failed_capture_is_not_repeated(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2 * MAX_MISSES):
         assert graphs.find(Layout(3, 4, 0), has_parts=True) is None
     assert graphs.find(Layout(1, 1, 0), has_parts=True) is not None
-
-
-def test_a_replay_reads_the_current_inputs() -> None:
-    graphs = Graphs([2, 4])
-    graphs.inputs.fill_(77)  # left from the previous step
-    while graphs.prepare():
-        pass
-    graph = graphs.find(Layout(3, 3, 0), has_parts=True)
-    assert graph is not None
-    inputs = graph.layout.carve(graphs.inputs)
-    assert inputs.batch_indices.tolist() == [-1] * 4  # captured on padding
-    assert not inputs.narrow[:, 1].any()
-    inputs.tokens.copy_(torch.tensor([5, 6, 7, 0]))
-    graph.recording.replay()
-    assert graphs.seen == [5, 6, 7, 0]
 
 
 def test_inputs_of_sampling_fit_after_the_inputs_of_every_graph() -> None:

@@ -65,20 +65,6 @@ def test_other_block_sizes(block_size: int, tmp_path: Path) -> None:
     rig.engine.close()
 
 
-def test_penalties_see_the_whole_answer_in_steps_planned_before_it_is_known(tmp_path: Path) -> None:
-    Reference("llama", tmp_path)
-    rig = Rig(tmp_path)
-    prompt = random_prompt(10, 20)
-    penalties = {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 1.3}
-    answers = []
-    for overlap in (False, True):
-        rig.reset(overlap=overlap)
-        answers.append(rig.answer(prompt, 30, **penalties).tokens)
-    assert answers[0] == answers[1]
-    assert len(set(answers[0])) > len(set(rig.answer(prompt, 30).tokens))
-    rig.engine.close()
-
-
 def test_nan_fails_only_its_own_request(tmp_path: Path) -> None:
     """With a poisoned embedding, every context with that token fails, complete or not, and no other does."""
     reference = Reference("llama", tmp_path)

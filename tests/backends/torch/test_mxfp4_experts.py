@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.kernels import experts as kernels
-from quire.backends.torch.kernels import mxfp4_experts
-from quire.backends.torch.kernels.mxfp4_experts import Mxfp4Tiling, mxfp4_tiling
-from quire.backends.torch.kernels.routed_experts import expert_calls, mxfp4_in_tiles
-from quire.backends.torch.packed import MAX_EXPONENT, Mxfp4Stack, Stack
+from quire.backends.torch.kernels import routed_experts
+from quire.backends.torch.kernels.experts import Tiling
+from quire.backends.torch.kernels.mxfp4_experts import mxfp4_tiling
+from quire.backends.torch.kernels.routed_experts import expert_calls, experts_in_tiles
+from quire.backends.torch.packed import MAX_EXPONENT, Mxfp4Stack
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.quants import to_float32
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.test_compiling import Launches
-from tests.backends.torch.test_experts import BF16, DOT_DTYPES, FP32, assert_near, exact, make_rows
+from tests.backends.torch.test_experts import BF16, DOT_DTYPES, FP32, assert_near, dense, exact, make_rows
 from tests.selection import mostly_nightly
 
 # N experts, E hidden size, F width of an expert
@@ -49,9 +49,6 @@ def make_packed(
 
 
 def decoded(experts: Experts) -> Experts:
-    def dense(stack: Stack) -> Tensor:
-        return torch.stack([stack[n] for n in range(len(stack))])
-
     return Experts(
         dense(experts.gate_up),
         dense(experts.down),
@@ -131,17 +128,15 @@ SHAPES = [
 
 @pytest.mark.parametrize("padding", [0, 32])
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
-def test_every_tiling(shape: Mxfp4Tiling, dtype: torch.dtype, padding: int) -> None:
+def test_every_tiling(shape: Tiling, dtype: torch.dtype, padding: int) -> None:
     """Test tiles for large batches on small matrices, with inputs that are whole tiles and that are not."""
     dtype = dtype if DEVICE == "cuda" else FP32
-    size, width = 2 * shape.gate_up.num_bytes + padding, 2 * shape.down.num_bytes + padding
+    size, width = shape.gate_up.inputs + padding, shape.down.inputs + padding
     packed = make_packed(2, 1, size, width, dtype)
     x, logits = make_rows(packed, 6 if padding else 150)
     routing = kernels.route(logits, 1, renormalizes=True, scale=1.0)
-    assert isinstance(packed.gate_up, Mxfp4Stack)
-    assert isinstance(packed.down, Mxfp4Stack)
     biases = kernels.Biases(packed.gate_up_bias, packed.down_bias)
-    got = mxfp4_in_tiles(x, packed.gate_up, packed.down, routing, packed.activation, shape, biases)
+    got = experts_in_tiles(x, packed.gate_up, packed.down, routing, packed.activation, shape, biases)
     want = decoded(packed).reference(x, logits)
     scale = max(float(want.abs().max()), 1.0)
     assert_near(got / scale, want / scale, dtype)
@@ -152,22 +147,11 @@ def test_experts_of_many_rows_are_decoded_first(size: int, monkeypatch: pytest.M
     experts = make_packed(3, 2, size, 32)
     x, logits = make_rows(experts, 40)
     packed = experts.fused(x, logits)
-    monkeypatch.setattr(mxfp4_experts, "EXPANDED_ROWS", 1)
-    assert mxfp4_experts.is_expanded(40, 3, 2)
+    monkeypatch.setattr(routed_experts, "EXPANDED_ROWS", 1)
     for stack in (experts.gate_up, experts.down):
-        assert isinstance(stack, Mxfp4Stack)
-        decoded_all = mxfp4_experts.expanded(stack)
-        assert all(torch.equal(decoded_all[expert], stack[expert]) for expert in range(3))
+        assert routed_experts.is_expanded(stack, 40, 2)
+        assert torch.equal(routed_experts._expanded(stack), dense(stack))
     torch.testing.assert_close(experts.fused(x, logits), packed, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
-def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dtype) -> None:
-    experts = make_packed(8, 2, 32, 64, dtype)
-    x, logits = make_rows(experts, 24)
-    whole = experts.fused(x, logits)
-    assert torch.equal(experts.fused(x[7:17].clone(), logits[7:17].clone()), whole[7:17])
-    assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
@@ -187,8 +171,3 @@ def test_kernels_are_compiled_in_advance(dtype: torch.dtype, monkeypatch: pytest
             torch.empty(num_rows, 32, dtype=dtype, device="meta"),
         )
     assert launches.forms == ahead
-
-
-def test_shapes_must_match() -> None:
-    with pytest.raises(ValueError, match="do not match"):
-        Mxfp4Stack(torch.zeros(1, 2, 17, dtype=torch.uint8), torch.zeros(1, 2, 1, dtype=torch.uint8), FP32)

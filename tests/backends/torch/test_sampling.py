@@ -14,12 +14,11 @@ from torch import Tensor
 
 from quire.backends.sampling import uniform
 from quire.backends.torch import sampling as module
-from quire.backends.torch.sampling import Penalties, rank_tokens, sample
+from quire.backends.torch.sampling import penalize, rank_tokens, sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 
 VOCAB = 50
-CPU = torch.device("cpu")
 
 
 def row(params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (), batch_index: int = 0) -> SeqSlice:
@@ -31,7 +30,7 @@ def row(params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (
 
 def run(logits: Tensor, rows: Sequence[SeqSlice], masks: dict[int, bytes] | None = None) -> list[int]:
     last = torch.tensor([piece.history[-1] for piece in rows])
-    return [int(token) for token in sample(logits.clone(), rows, Penalties(logits.shape[1], CPU), last, masks).tokens]
+    return [int(token) for token in sample(logits.clone(), rows, last, masks).tokens]
 
 
 def adjusted(logits: Sequence[float], piece: SeqSlice, mask: bytes | None = None) -> list[float]:
@@ -86,23 +85,23 @@ def expected(logits: Sequence[float], piece: SeqSlice, mask: bytes | None = None
     raise AssertionError("no token")
 
 
-def random_params(rng: Random) -> SamplingParams:
+def random_params(rng: Random, vocab_size: int = VOCAB) -> SamplingParams:
     fields: dict[str, Any] = {"seed": rng.randrange(2**63), "sample_index": rng.randrange(3)}
     options: dict[str, Callable[[], Any]] = {
         "temperature": lambda: rng.choice([0.0, 0.3, 0.9, 2.5]),
-        "top_k": lambda: rng.choice([1, 3, 20, 60]),
-        "top_p": lambda: rng.choice([0.05, 0.5, 0.9, 0.999]),
+        "top_k": lambda: rng.choice([1, 2, 3, 20, 60, 10**6]),
+        "top_p": lambda: rng.choice([1e-6, 0.05, 0.5, 0.9, 0.999]),
         "min_p": lambda: rng.choice([0.01, 0.2, 1.0]),
         "repetition_penalty": lambda: rng.choice([0.5, 1.3]),
         "presence_penalty": lambda: rng.choice([-1.0, 1.5]),
         "frequency_penalty": lambda: rng.choice([-0.5, 2.0]),
-        "logit_bias": lambda: {rng.randrange(VOCAB): rng.choice([-100.0, 3.0]) for _ in range(3)},
+        "logit_bias": lambda: {rng.randrange(vocab_size): rng.choice([-100.0, 3.0]) for _ in range(3)},
     }
     for name, choose in options.items():
-        if rng.random() < 0.4:
+        if rng.random() < 0.3:
             fields[name] = choose()
     if rng.random() < 0.3:
-        fields |= {"min_tokens": 5, "stop_token_ids": (1, 2)}
+        fields |= {"min_tokens": 5, "stop_token_ids": (1, 2, 2)}
     return SamplingParams(**fields)
 
 
@@ -132,18 +131,6 @@ def test_a_wide_top_p_sorts_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch
     assert run(logits, rows) == [expected(logits[i].tolist(), piece) for i, piece in enumerate(rows)]
 
 
-def test_draws_follow_the_probabilities() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    shares = torch.softmax(logits[0], -1).tolist()
-    counts: Counter[int] = Counter()
-    for position in range(1, 4001):
-        params = SamplingParams(seed=11)
-        piece = SeqSlice(1, 0, 0, [0], position - 1, 1, [1], [0] * position, True, params, 1)
-        counts[run(logits, [piece])[0]] += 1
-    for token, share in enumerate(shares):
-        assert abs(counts[token] / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
-
-
 def test_random_numbers_are_spread_and_depend_on_all_three() -> None:
     values = [uniform(seed, index, position) for seed in range(20) for index in range(5) for position in range(20)]
     assert len(set(values)) == len(values) == 2000
@@ -154,25 +141,18 @@ def test_random_numbers_are_spread_and_depend_on_all_three() -> None:
 
 def test_penalties_count_samples_the_scheduler_has_not_seen() -> None:
     """With a step in flight, the history is one token short: the runner counts its own last sample."""
-    penalties = Penalties(VOCAB, CPU)
     params = SamplingParams(temperature=0, frequency_penalty=2.0, presence_penalty=1.0)
     logits = torch.zeros(1, VOCAB)
     late = SeqSlice(1, 0, 0, (), 3, 1, [1], [4, 5, 6], True, params, 2)
     first = logits.clone()
-    penalties.apply(first, [late], torch.tensor([9]))
+    penalize(first, [late], torch.tensor([9]))
     assert first[0, 6] == -3
     assert first[0, 9] == -3
     assert first[0, 4] == 0  # in the prompt
     later = SeqSlice(1, 0, 0, (9,), 4, 1, [1], [4, 5, 6, 9, 9], True, params, 2)
     second = logits.clone()
-    penalties.apply(second, [later], torch.tensor([9]))
+    penalize(second, [later], torch.tensor([9]))
     assert second[0, 9] == -5
-    penalties.release(0)
-    other = SeqSlice(2, 0, 0, (7,), 1, 1, [1], [3, 7], True, params, 1)
-    third = logits.clone()
-    penalties.apply(third, [other], torch.tensor([7]))
-    assert third[0, 9] == 0
-    assert third[0, 7] == -3
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -183,7 +163,7 @@ def test_logprobs_are_the_models_own() -> None:
         row(SamplingParams(temperature=0), [1, 2], batch_index=1),
         row(SamplingParams(temperature=0, logprobs=0), [1, 2], batch_index=2),
     ]
-    sampled = sample(logits.clone(), rows, Penalties(VOCAB, CPU), torch.tensor([2, 2, 2]), None)
+    sampled = sample(logits.clone(), rows, torch.tensor([2, 2, 2]), None)
     assert sampled.logprobs is not None
     found = sampled.logprobs.read(sampled.tokens.tolist())
     assert set(found) == {0, 2}
@@ -202,7 +182,7 @@ def test_only_broken_and_blocked_rows_are_marked() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[1, 5] = float("nan")
     rows = [row(SamplingParams(seed=1), [1, 2], batch_index=batch_index) for batch_index in range(3)]
-    sampled = sample(logits, rows, Penalties(VOCAB, CPU), torch.tensor([2, 2, 2]), {2: bytes(7)})
+    sampled = sample(logits, rows, torch.tensor([2, 2, 2]), {2: bytes(7)})
     assert sampled.is_broken.tolist() == [False, True, False]
     assert sampled.is_blocked.tolist() == [False, False, True]
     assert all(0 <= token < VOCAB for token in sampled.tokens.tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from quire.backends.torch.state_store import CHUNK_ROWS, StateWork, max_chunks, plan_states
+from quire.backends.torch.state_work import CHUNK_ROWS, StateWork, max_chunks, plan_states
 from tests.backends.torch.kernels.states import piece
 
 
@@ -23,10 +23,6 @@ def test_chunks_end_where_states_are_stored() -> None:
         [102, 2, 0, 0, 9, 4],
     ]
     assert sequences == [[0, 3], [3, 4]]
-
-
-def test_an_empty_step_has_empty_arrays() -> None:
-    assert [array.shape for array in plan_states([], 0)] == [(0, 2), (0, 6), (0, 2)]
 
 
 def test_no_step_exceeds_the_largest_number_of_chunks() -> None:

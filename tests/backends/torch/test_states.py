@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.recurrence import Rows, Singles, by_kind, causal_conv, recur
+from quire.backends.torch.recurrence import causal_conv
 from quire.backends.torch.runner import TorchRunner
-from quire.backends.torch.state_store import Segment, find_segments
+from quire.backends.torch.state_work import Segment
 from quire.core.step import SeqSlice, StateSnapshot, StepPlan, StepResult
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_runner
@@ -101,9 +100,7 @@ class Driver:
         return row
 
     def state(self, slot: int) -> list[Tensor]:
-        states = self.runner.states
-        assert states is not None
-        return [pool[slot].clone() for pool in (*states.conv.values(), *states.matrices.values())]
+        return [pool[slot].clone() for pool in self.runner.store.state_pools()]
 
 
 def piece(
@@ -169,67 +166,6 @@ def test_the_empty_state_is_never_written(driven: tuple[Reference, Driver]) -> N
     driver.run(piece(prompt, 0, 20, 0, 0))
     driver.run(piece(prompt, 0, 1, 0, 0), piece(prompt, 0, 1, 0, 5, batch_index=1, first_block=9))
     assert not any(pool.any() for pool in driver.state(0))
-
-
-# Segments
-
-
-def test_a_slice_is_a_chain_of_segments() -> None:
-    tokens = list(range(100))
-    slices = (piece(tokens, 5, 6, 3, 4), piece(tokens, 10, 60, 1, 2, (11, 7), (40, 8)), piece(tokens, 0, 2, 0, 9))
-    assert find_segments(slices) == (
-        Segment(0, 1, 3, 4),
-        Segment(1, 1, 1, 7),
-        Segment(2, 29, 7, 8),
-        Segment(31, 20, 8, 2),
-        Segment(51, 2, 0, 9),
-    )
-
-
-def test_single_rows_are_joined_unless_one_reads_what_another_writes() -> None:
-    chain = (Segment(0, 1, 3, 3), Segment(1, 1, 0, 4), Segment(2, 1, 4, 5), Segment(3, 1, 5, 6), Segment(4, 7, 6, 6))
-    assert list(by_kind(chain)) == [Singles(0, 2, [3, 0], [3, 4]), *chain[2:]]
-    dropped = (Segment(0, 1, 0, 0), Segment(1, 1, 0, 0))
-    assert list(by_kind(dropped)) == [Singles(0, 2, [0, 0], [0, 0])]
-
-
-def random_segments(rng: Random, num_slots: int) -> list[Segment]:
-    """Return chains over distinct slots: each segment of a chain continues the last one."""
-    slots = rng.sample(range(1, num_slots), num_slots - 1)
-    found, row = [], 0
-    while len(slots) > 4:
-        source = rng.choice((0, slots.pop()))
-        for _ in range(rng.randint(1, 3)):
-            target = slots.pop()
-            num_rows = rng.choice((1, 1, 2, 3, 64, 65, 130))
-            found.append(Segment(row, num_rows, source, target))
-            row, source = row + num_rows, target
-    return found
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_chunks_equal_the_recurrence_of_single_tokens(seed: int) -> None:
-    rng = Random(seed)
-    torch.manual_seed(seed)
-    num_slots, heads, key_size, value_size = 16, 3, 8, 5
-    segments = random_segments(rng, num_slots)
-    num_rows = segments[-1].first_row + segments[-1].num_rows
-    keys = torch.nn.functional.normalize(torch.randn(num_rows, heads, key_size), dim=-1)
-    decays = -torch.rand(num_rows, heads) * rng.choice((0.01, 1.0, 30.0))  # 64 strong ones underflow
-    rows = Rows(torch.randn_like(keys), keys, torch.randn(num_rows, heads, value_size), decays, torch.rand_like(decays))
-    pool = torch.randn(num_slots, heads, key_size, value_size)
-    pool[0] = 0
-    expected_pool = pool.clone()
-    out = recur(rows, pool, segments)
-    for first, count, source, target in segments:
-        state = expected_pool[source].clone()
-        for row in range(first, first + count):
-            state *= rows.g[row].exp()[:, None, None]
-            read = torch.einsum("hkv,hk->hv", state, rows.k[row])
-            state += torch.einsum("hk,hv->hkv", rows.k[row], (rows.v[row] - read) * rows.beta[row][:, None])
-            assert torch.allclose(out[row], torch.einsum("hkv,hk->hv", state, rows.q[row]), atol=2e-4, rtol=1e-4)
-        expected_pool[target] = state
-    assert torch.allclose(pool, expected_pool, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("taps", [2, 3, 4])

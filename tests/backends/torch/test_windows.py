@@ -14,8 +14,7 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import WeightLoader
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
-from quire.backends.torch.state_store import StateStore, purge
-from quire.core.step import BlockCopy, StateSnapshot
+from quire.core.step import StateSnapshot
 from quire.weights.opening import open_checkpoint
 from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
@@ -75,10 +74,10 @@ def test_a_long_prompt_is_attended_in_parts(make_runner: Make, monkeypatch: pyte
 
 def test_the_size_of_both_pools(make_runner: Make) -> None:
     runner = make_runner(num_window_blocks=24)
-    store, facts, capacity = runner.store, runner.facts(), runner.capacity()
+    facts, capacity = runner.facts(), runner.capacity()
     spec = runner.model.kv_spec
-    assert facts.kv_bytes == store.num_bytes == 64 * spec.full_block_bytes(8, 4) + 24 * spec.window_block_bytes(8, 4)
-    assert facts.window_bytes == store.num_window_bytes == 24 * spec.window_block_bytes(8, 4) > 0
+    assert facts.kv_bytes == 64 * spec.full_block_bytes(8, 4) + 24 * spec.window_block_bytes(8, 4)
+    assert facts.window_bytes == 24 * spec.window_block_bytes(8, 4) > 0
     assert (facts.state_bytes, capacity.num_states) == (0, 0)
     assert (capacity.window, capacity.num_window_blocks, capacity.num_blocks) == (24, 24, 64)
 
@@ -112,27 +111,6 @@ def test_shared_keys_are_read_and_not_written(make_runner: Make, num_shared: int
     assert not any(pool[:, 0].any() for shape, pool in corrupted.pools.items() if not shape.window)  # the null block
 
 
-def test_copies_of_both_pools(make_runner: Make) -> None:
-    store = make_runner(num_window_blocks=24).store
-    for pool in store.pools.values():
-        pool[:, 3], pool[:, 5] = 3.0, 5.0
-    store.copy([BlockCopy(3, 4)])
-    store.copy([BlockCopy(5, 4)], is_window=True)
-    for shape, pool in store.pools.items():
-        assert (pool[:, 4] == (5.0 if shape.window else 3.0)).all()
-
-
-@pytest.mark.parametrize("is_window", [False, True])
-def test_values_that_are_not_finite_are_purged(make_runner: Make, is_window: bool) -> None:
-    store = make_runner(num_window_blocks=24).store
-    for pool in store.pools.values():
-        pool[:, 1:9] = float("inf")
-    store.purge(*(((), [0, 2, 3, 3]) if is_window else ([0, 2, 3], ())))
-    for shape, pool in store.pools.items():
-        assert bool((pool[:, 2:4] == 0).all()) == (bool(shape.window) == is_window)
-        assert pool[:, 4:9].isinf().all()
-
-
 # Layers of several kinds
 
 
@@ -153,8 +131,8 @@ def test_layers_that_share_keys_have_no_storage() -> None:
     assert sorted(store.layers) == [1, 2, 4, 5]
     assert store.layers[4] is store.layers[2]
     assert store.layers[5] is store.layers[1]
-    assert store.num_bytes == 10 * MIXED.full_block_bytes(8, 4) + 6 * MIXED.window_block_bytes(8, 4)
-    assert KVStore(MIXED, 10, 8, torch.float32, CPU).num_bytes == 10 * MIXED.block_bytes(8, 4)
+    assert store.facts()["kv_bytes"] == 10 * MIXED.full_block_bytes(8, 4) + 6 * MIXED.window_block_bytes(8, 4)
+    assert KVStore(MIXED, 10, 8, torch.float32, CPU).facts()["kv_bytes"] == 10 * MIXED.block_bytes(8, 4)
 
 
 def state_piece(**changes: Any) -> Any:
@@ -162,14 +140,13 @@ def state_piece(**changes: Any) -> Any:
 
 
 def test_pools_of_states() -> None:
-    states = StateStore(MIXED, 9, torch.bfloat16, CPU)
-    assert {index: tuple(pool.shape) for index, pool in states.conv.items()} == {0: (9, 3, 10), 3: (9, 2, 6)}
-    assert {index: tuple(pool.shape) for index, pool in states.matrices.items()} == {0: (9, 2, 4, 5)}
-    assert (states.conv[0].dtype, states.matrices[0].dtype) == (torch.bfloat16, torch.float32)
-    assert states.num_bytes == 9 * MIXED.state_bytes(2)
-    for pool in (*states.conv.values(), *states.matrices.values()):
+    store = KVStore(MIXED, 10, 8, torch.bfloat16, CPU, 6, 9)
+    assert {index: tuple(pool.shape) for index, pool in store.conv.items()} == {0: (9, 3, 10), 3: (9, 2, 6)}
+    assert {index: tuple(pool.shape) for index, pool in store.matrices.items()} == {0: (9, 2, 4, 5)}
+    assert (store.conv[0].dtype, store.matrices[0].dtype) == (torch.bfloat16, torch.float32)
+    assert store.facts()["state_bytes"] == 9 * MIXED.state_bytes(2)
+    for pool in store.state_pools():
         pool[1:] = float("nan")
-    store = KVStore(MIXED, 10, 8, torch.float32, CPU, 6)
-    purge(state_piece(state_source=1, state_target=3, snapshots=(StateSnapshot(2, 7),)), store, states)
-    for pool in (*states.conv.values(), *states.matrices.values()):
+    store.purge(state_piece(state_source=1, state_target=3, snapshots=(StateSnapshot(2, 7),)))
+    for pool in store.state_pools():
         assert [bool(slot.isnan().any()) for slot in pool] == [n not in (0, 3, 7) for n in range(9)]

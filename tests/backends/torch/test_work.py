@@ -278,20 +278,6 @@ def test_a_graph_has_room_for_any_decodes() -> None:
     assert num_full > 150  # the bound is tight, not generous
 
 
-@pytest.mark.parametrize("has_prompt", [False, True])
-def test_few_parts_make_longer_pieces(has_prompt: bool) -> None:
-    starts, batch_indices = np.full(20, 99_999, np.int32), np.arange(20, dtype=np.int32)
-    sizes = Sizes(1, 32, 128, 4096, 2048, 4096)
-    prompts = [Prompt(20, 300, 50_000, 20)] if has_prompt else []
-    num_rows = 320 if has_prompt else 20
-    parts = [
-        int(plan_work(starts, batch_indices, [], prompts, num_rows, sizes._replace(max_parts=most)).first_parts[-1])
-        for most in (100_000, 2000, 700, 40)
-    ]
-    assert parts == sorted(parts, reverse=True)
-    assert 40 >= parts[3] < parts[2] <= 700 < parts[1] <= 2000 < parts[0]
-
-
 def test_the_card_is_shared_evenly() -> None:
     """A single long context is divided among all programs, but never into pieces below the minimum."""
     sizes = Sizes(8, 32, 64, 528, 264, 4096)
@@ -373,41 +359,3 @@ def test_groups_are_those_that_pay() -> None:
         num_found += len(found)
         num_nested += any(low for _, low, _ in found)
     assert min(num_found, num_nested, num_none) > 50
-
-
-def make_tables(*prefixes: Sequence[int], length: int = 300) -> Ints:
-    """Make one table per row: these blocks, and then blocks of its own."""
-    own = itertools.count(10_000)
-    return np.array([[*blocks, *itertools.islice(own, length - len(blocks))] for blocks in prefixes], np.int32)
-
-
-def family(num_rows: int) -> Ints:
-    return np.arange(num_rows, dtype=np.int32)
-
-
-@pytest.mark.parametrize("num_common", [1, 3, 5])
-def test_a_stranger_does_not_disturb_siblings(num_common: int) -> None:
-    """A short request shares the first blocks of 63 siblings of 8,192 keys. It reads its keys alone."""
-    head = range(1, 257)
-    tables = make_tables(*[head] * 40, head[:num_common], *[head] * 23)
-    starts = np.array([8192 + 7 * row % 50 for row in range(64)], np.int32)
-    starts[40] = 32 * num_common + 8
-    sizes = Sizes(8, 32, 32, 528, 264, 4096)
-
-    def plan(rows: Ints) -> tuple[Ints, Work]:
-        grouping = find_siblings(tables, rows, starts[rows], sizes)
-        assert grouping is not None
-        rows = rows[grouping.order]
-        return rows, plan_work(starts[rows], rows, grouping.siblings, [], len(rows), sizes)
-
-    def of_siblings(rows: Ints, work: Work) -> list[list[int]]:
-        """Return the items with batch indices for rows."""
-        items = [*work.narrow.tolist(), *work.wide.tolist()]
-        return sorted([*rows[row : row + count].tolist(), *item] for row, count, *item in items if rows[row] != 40)
-
-    rows, work = plan(family(64))
-    without = plan(np.delete(family(64), 40))
-    assert of_siblings(rows, work) == of_siblings(*without)
-    row = rows.tolist().index(40)
-    assert int((work.narrow[:, 4] - work.narrow[:, 3])[work.narrow[:, 0] == row].sum()) == starts[40] + 1
-    assert int((work.wide[:, 1] * (work.wide[:, 4] - work.wide[:, 3])).sum()) == 63 * 8192

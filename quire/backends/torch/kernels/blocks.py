@@ -77,6 +77,11 @@ class PieceTable(NamedTuple):
     longest: int  # words of the longest row
     word: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a piece."""
+        return self.num_words * self.word.itemsize
+
 
 # No argument is specialised: there is one kernel for all kinds of memory and all places in a staging buffer.
 @triton.jit(do_not_specialize=["rows", "indices", "staging", "piece_words"])
@@ -108,17 +113,8 @@ def piece_table(pools: Sequence[Tensor], device: torch.device) -> PieceTable:
     return PieceTable(table, at, max(sizes, default=0) // word.itemsize, word)
 
 
-def gather_pieces(table: PieceTable, indices: Tensor, staging: Tensor) -> None:
-    """Copy the pieces `indices` [P] int32 to staging [P * words]."""
-    _launch(table, indices, staging, is_gather=True)
-
-
-def scatter_pieces(table: PieceTable, indices: Tensor, staging: Tensor) -> None:
-    """Copy staging [P * words] to the pieces `indices` [P] int32, which are distinct."""
-    _launch(table, indices, staging, is_gather=False)
-
-
-def _launch(table: PieceTable, indices: Tensor, staging: Tensor, *, is_gather: bool) -> None:
+def move_pieces(table: PieceTable, indices: Tensor, staging: Tensor, *, is_gather: bool) -> None:
+    """Copy the pieces `indices` [P] int32 to staging [P * words], or staging to the pieces, which are distinct then."""
     grid = (-(-table.longest // WORDS), len(indices), len(table.rows))
     _move_pieces[grid](
         table.rows, indices, staging, table.num_words, IS_GATHER=is_gather, BLOCK=WORDS, num_warps=4

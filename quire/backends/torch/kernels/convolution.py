@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.state_store import CHUNK_FIELDS, CHUNK_ROWS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork
+from quire.backends.torch.state_work import CHUNK_FIELDS, CHUNK_ROWS, DECODE_FIELDS, SEQUENCE_FIELDS, StateWork
 
 # T rows of the batch, C channels, E hidden size, S slots
 

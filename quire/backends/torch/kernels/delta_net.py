@@ -39,7 +39,7 @@ from quire.backends.torch.kernels.convolution import (
     store_row,
     weighted,
 )
-from quire.backends.torch.state_store import CHUNK_ROWS, StateWork
+from quire.backends.torch.state_work import CHUNK_ROWS, StateWork
 from quire.weights.spec import DeltaNetSpec
 
 # T rows of the batch, C channels, HK key heads, HV value heads, K and V sizes of a key and a value, M rows of a chunk

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.backends.torch.kernels.chaining import is_early, let_next_start, wait_for_inputs
 from quire.backends.torch.kernels.fp8_rows import empty_rows, row_shape, store_in_fp8
+from quire.backends.torch.kernels.linear import _activated
 from quire.backends.torch.layers import Fp8Product, Fp8Rows, Outputs
 from quire.backends.torch.packed import E4M3_MAX
 from quire.weights.spec import Activation
@@ -99,10 +100,7 @@ def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.const
     is_in = column < F
     gate = tl.load(gate_up + row * 2 * F + column, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + column, mask=is_in, other=0.0).to(tl.float32)
-    inner = gate
-    if not IS_SILU:  # gelu with tanh: (1 + tanh(a)) / 2 is the sigmoid of 2a; 1.5957... is 2 * sqrt(2 / pi)
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + row * F + column, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=is_in)
+    tl.store(out + row * F + column, (_activated(gate, IS_SILU) * up).to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit

@@ -24,8 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.backends.torch.kernels.linear import KINDS, _gated_value
-from quire.weights.spec import Activation
+from quire.backends.torch.kernels.linear import _gated_value
 
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
 
@@ -46,11 +45,12 @@ class Tile(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The shapes of both grouped products."""
+    """The shapes of both grouped products, and whether they multiply in FP8."""
 
     rows: int
     gate_up: Tile
     down: Tile
+    is_fp8: bool = False
 
 
 class Routing(NamedTuple):
@@ -363,22 +363,16 @@ def sort_slots(ids: Tensor, num_experts: int, tile_rows: int) -> SortedSlots:
 
 
 def grouped_product(
-    x: Tensor,
-    weight: Tensor,
-    slots: SortedSlots,
-    num_chosen: int,
-    rows: int,
-    tile: Tile,
-    activation: Activation | None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Multiply each slot's row by its expert's matrix.
+    x: Tensor, weight: Tensor, bias: Tensor | None, slots: SortedSlots, num_chosen: int, shape: Tiling, tile: Tile,
+    kind: int | None,
+) -> Tensor:  # fmt: skip
+    """Multiply each slot's row by its expert's matrix. `kind`: of the activation of a gated product, see `KINDS`.
 
-    With an activation: x [T, E] and weight [N, 2F, E] give [S, F], in the order of the experts. Without: x is that, and
-    weight [N, E, F] gives [S, E] in the order of the slots. The bias [N, 2F] or [N, E] is added.
+    With a kind: x [T, E] and weight [N, 2F, E] give [S, F], in the order of the experts. Without: x is that, and weight
+    [N, E, F] gives [S, E] in the order of the slots. The bias [N, 2F] or [N, E] is added.
     """
     num_outputs, num_inputs = weight.shape[1:]
-    if activation is not None:
+    if kind is not None:
         num_outputs //= 2
     out = x.new_empty((len(slots.order), num_outputs))
     num_programs = -(-slots.max_tiles // GROUP) * GROUP * -(-num_outputs // tile.outputs)
@@ -386,8 +380,8 @@ def grouped_product(
     matrix = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.outputs, tile.inputs]) if is_bulk else weight
     _grouped_product[(num_programs,)](
         x, matrix, bias, slots.order, slots.tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
-        ROWS=rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, GROUP=GROUP,
-        IS_GATED=activation is not None, KIND=KINDS[activation] if activation else 0, IS_BULK=is_bulk,
+        ROWS=shape.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, GROUP=GROUP,
+        IS_GATED=kind is not None, KIND=kind or 0, IS_BULK=is_bulk,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
@@ -410,43 +404,22 @@ class Biases(NamedTuple):
     down: Tensor | None = None  # [N, E]
 
 
-def experts_alone(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    routing: Routing,
-    activation: Activation,
-    biases: Biases = Biases(),  # noqa: B008
-) -> Tensor:
-    """Return the experts' output [T, E] of a few rows x [T, E], which read their experts independently."""
-    num_rows, size = x.shape
-    num_chosen, width = routing.ids.shape[1], down.shape[2]
-    gated = x.new_empty((num_rows * num_chosen, width))
+def gated_alone(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
+    """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
+    size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
+    out = x.new_empty((num_rows * num_chosen, width))
     _gated_alone[(width, num_rows * num_chosen)](
-        x, gate_up, biases.gate_up, routing.ids, gated, E=size, F=width, K=num_chosen, INPUTS=1024,
-        KIND=KINDS[activation], num_warps=2,
-    )  # fmt: skip
-    out = torch.empty_like(x)
-    slots = _padded(num_chosen)
-    _down_alone[(size, num_rows)](
-        gated, down, biases.down, routing.ids, routing.weights, out, E=size, F=width, K=num_chosen, SLOTS=slots,
-        INPUTS=min(max(1024 // slots, 128), 512), num_warps=2 if width <= 4096 else 4,
-    )  # fmt: skip
+        x, weight, bias, ids, out, E=size, F=width, K=num_chosen, INPUTS=1024, KIND=kind, num_warps=2
+    )
     return out
 
 
-def experts_in_tiles(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    routing: Routing,
-    activation: Activation,
-    shape: Tiling,
-    biases: Biases = Biases(),  # noqa: B008
-) -> Tensor:
-    """Return the experts' output [T, E] of rows x [T, E], sorted by expert."""
-    num_chosen = routing.ids.shape[1]
-    slots = sort_slots(routing.ids, len(gate_up), shape.rows)
-    gated = grouped_product(x, gate_up, slots, num_chosen, shape.rows, shape.gate_up, activation, biases.gate_up)
-    y = grouped_product(gated, down, slots, num_chosen, shape.rows, shape.down, None, biases.down)
-    return weighted_sum(y, routing.weights)
+def down_alone(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int) -> Tensor:
+    """Return the weighted sums [T, E] of the products of x [S, F]. `num_slots`: a power of two from K on."""
+    size, width, (num_rows, num_chosen) = weight.shape[1], x.shape[1], ids.shape
+    out = x.new_empty((num_rows, size))
+    _down_alone[(size, num_rows)](
+        x, weight, bias, ids, weights, out, E=size, F=width, K=num_chosen, SLOTS=num_slots,
+        INPUTS=min(max(1024 // num_slots, 128), 512), num_warps=2 if width <= 4096 else 4,
+    )  # fmt: skip
+    return out

@@ -43,7 +43,7 @@ class Strip(NamedTuple):
 @triton.jit
 def _activated(gate, IS_SILU: tl.constexpr):
     inner = gate
-    if not IS_SILU:  # gelu with tanh, see elementwise.py
+    if not IS_SILU:  # gelu with tanh: (1 + tanh(a)) / 2 is the sigmoid of 2a; 1.5957... is 2 * sqrt(2 / pi)
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate * tl.sigmoid(inner)
 
@@ -190,30 +190,22 @@ def _strip(num_outputs: int, num_inputs: int) -> Strip:
     return Strip(outputs=4 if num_outputs > 2048 else 2, inputs=1024, num_warps=4)
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [1, 2 or 4, I] by weight [O, I] transposed: [T, O]."""
-    out = x.new_empty((len(x), len(weight)))
-    _launch_rows(x, weight, bias, out, _strip(*weight.shape), activation=None)
-    return out
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:
+    """Multiply x [1, 2 or 4, I] by weight [O, I] transposed: [T, O].
 
-
-def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """Return activation(gate) * up [T, F] of the product with weight [2F, I], gates first. T is 1, 2 or 4."""
-    out = x.new_empty((len(x), len(weight) // 2))
-    strip = _strip(*weight.shape)
-    _launch_rows(x, weight, bias, out, strip._replace(outputs=max(strip.outputs, 2)), activation=activation)
-    return out
-
-
-def _launch_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, strip: Strip, *, activation: Activation | None
-) -> None:
+    With an activation, return activation(gate) * up [T, F] of the product with weight [2F, I], gates first.
+    """
     num_outputs, num_inputs = weight.shape
-    _row_product[(-(-num_outputs // strip.outputs),)](
-        x, weight, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x), OUTPUTS=strip.outputs, INPUTS=strip.inputs,
-        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU,
+    is_gated = activation is not None
+    out = x.new_empty((len(x), num_outputs // 2 if is_gated else num_outputs))
+    strip = _strip(num_outputs, num_inputs)
+    outputs = max(strip.outputs, 2) if is_gated else strip.outputs
+    _row_product[(-(-num_outputs // outputs),)](
+        x, weight, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x), OUTPUTS=outputs, INPUTS=strip.inputs,
+        IS_GATED=is_gated, IS_SILU=activation is Activation.SILU,
         num_warps=strip.num_warps, launch_pdl=can_launch_early(),
     )  # fmt: skip
+    return out
 
 
 def is_single(num_rows: int, weight: Tensor) -> bool:
@@ -228,43 +220,26 @@ def is_small(num_rows: int, weight: Tensor) -> bool:
     return weight.numel() <= MAX_WEIGHTS and weight.shape[1] % (PARTS * 128) == 0
 
 
-def tile_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [T, I] by weight [O, I] transposed: [T, O]."""
-    out = x.new_empty((len(x), len(weight)))
-    _launch_tiles(x, weight, bias, out, num_parts=1, outputs=32)
-    return out
+def tile_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None, *, num_parts: int = 1
+) -> Tensor:
+    """Like `row_product`, of any number of rows.
 
-
-def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Like `tile_product` for a matrix of few outputs, but return fp32 partial sums [PARTS, T, O]."""
-    out = x.new_empty((PARTS, len(x), len(weight)), dtype=torch.float32)
-    _launch_tiles(x, weight, bias, out, num_parts=PARTS, outputs=32)
-    return out
-
-
-def gated_tile_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """Return activation(gate) * up [T, F] of the product with weight [2F, I], gates first."""
-    out = x.new_empty((len(x), len(weight) // 2))
-    _launch_tiles(x, weight, bias, out, num_parts=1, outputs=64, activation=activation)
-    return out
-
-
-def _launch_tiles(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    num_parts: int,
-    outputs: int,
-    activation: Activation | None = None,
-) -> None:
+    `num_parts`: PARTS for a matrix of few outputs. Returns fp32 partial sums [PARTS, T, O].
+    """
     num_rows, num_inputs = x.shape
+    is_gated = activation is not None
+    if num_parts > 1:
+        out = x.new_empty((num_parts, num_rows, len(weight)), dtype=torch.float32)
+    else:
+        out = x.new_empty((num_rows, len(weight) // 2 if is_gated else len(weight)))
+    outputs = 64 if is_gated else 32
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     num_tiles = -(-num_rows // rows) * -(-len(weight) // outputs)
     _tile_product[(num_tiles, num_parts)](
         x, weight, bias, out, num_rows, IN=num_inputs, OUT=len(weight), ROWS=rows, OUTPUTS=outputs,
         INPUTS=64 if rows == outputs == 64 else 128, SPAN=num_inputs // num_parts,
-        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU, num_warps=4, num_stages=4,
+        IS_GATED=is_gated, IS_SILU=activation is Activation.SILU, num_warps=4, num_stages=4,
         launch_pdl=is_early(rows),
     )  # fmt: skip
+    return out

@@ -11,13 +11,13 @@ Sorting, tiles and results are as in `experts.py`, which calls this module.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.kernels.experts import SortedSlots, Tile, Tiling
 from quire.backends.torch.kernels.linear import _gated_value
 from quire.backends.torch.packed import Mxfp4Stack
 
@@ -25,20 +25,10 @@ from quire.backends.torch.packed import Mxfp4Stack
 
 HAS_PAIRS = not triton.knobs.runtime.interpret  # the interpreter has no assembler
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
-EXPANDED_ROWS = 160  # rows per expert from which on the experts of a layer are decoded before the products
 EXPANDED_GROUPS = 256  # per program
 ALONE_BYTES = 512  # of an output, per step of a program for few rows of the batch
 ALONE_PAIRS = 2  # gates and their ups per program
 ALONE_WARPS = (2, 2)  # of the two kernels for few rows
-
-
-class Mxfp4Tile(NamedTuple):
-    """The shape of a program of a grouped product. A gated product has `outputs` gates and as many ups."""
-
-    outputs: int
-    num_bytes: int  # of each output per step: two inputs each
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -285,46 +275,33 @@ def expanded(stack: Mxfp4Stack) -> Tensor:
     return out
 
 
-def is_expanded(num_rows: int, num_experts: int, num_chosen: int) -> bool:
-    """Return whether to decode all experts before the products: with many rows, that costs less than in every tile."""
-    return num_rows * num_chosen >= EXPANDED_ROWS * num_experts
-
-
-class Mxfp4Tiling(NamedTuple):
-    """The shapes of both grouped products."""
-
-    rows: int
-    gate_up: Mxfp4Tile
-    down: Mxfp4Tile
-
-
 @cache  # every layer of a step calls this
-def mxfp4_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> Mxfp4Tiling:
+def mxfp4_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> Tiling:
     """Return the tiles for this number of rows of the batch. Measured in docs/performance.md."""
     mean = num_rows * num_chosen / num_experts  # rows per expert
     if itemsize > 2:  # fp32, without tensor cores
-        tile = Mxfp4Tile(outputs=32, num_bytes=16, num_warps=4, num_stages=3)
-        return Mxfp4Tiling(16 if mean <= 12 else 64, tile, tile)
+        tile = Tile(outputs=32, inputs=32, num_warps=4, num_stages=3)
+        return Tiling(16 if mean <= 12 else 64, tile, tile)
     if mean <= 12:
-        return Mxfp4Tiling(16, Mxfp4Tile(64, 32, 4, 3), Mxfp4Tile(64, 32, 4, 3))
+        return Tiling(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
     if mean <= 24:
-        return Mxfp4Tiling(32, Mxfp4Tile(128, 32, 4, 4), Mxfp4Tile(128, 32, 4, 4))
-    return Mxfp4Tiling(64, Mxfp4Tile(128, 32, 8, 3), Mxfp4Tile(128, 32, 8, 3))
+        return Tiling(32, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4))
+    return Tiling(64, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))
 
 
-def mxfp4_product(
-    x: Tensor, weight: Mxfp4Stack, bias: Tensor | None, order: Tensor, tiles: Tensor, max_tiles: int, *,
-    num_chosen: int, rows: int, tile: Mxfp4Tile, kind: int | None,
+def grouped_product(
+    x: Tensor, weight: Mxfp4Stack, bias: Tensor | None, slots: SortedSlots, num_chosen: int, shape: Tiling, tile: Tile,
+    kind: int | None,
 ) -> Tensor:  # fmt: skip
-    """Multiply each slot's row by its expert's matrix, as `grouped_product`. `kind`: of a gated product."""
+    """Multiply each slot's row by its expert's matrix, as in `experts.py`."""
     num_outputs, num_inputs = weight.shape[1:]
     if kind is not None:
         num_outputs //= 2
-    out = x.new_empty((len(order), num_outputs))
-    num_programs = -(-max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
+    out = x.new_empty((len(slots.order), num_outputs))
+    num_programs = -(-slots.max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
     _mxfp4_product[(num_programs,)](
-        x, weight.codes, weight.exponents, bias, order, tiles, out, IN=num_inputs, OUT=num_outputs, K=num_chosen,
-        ROWS=rows, OUTPUTS=tile.outputs, BYTES=tile.num_bytes, TOGETHER=TILES_TOGETHER,
+        x, weight.codes, weight.exponents, bias, slots.order, slots.tiles, out, IN=num_inputs, OUT=num_outputs,
+        K=num_chosen, ROWS=shape.rows, OUTPUTS=tile.outputs, BYTES=tile.inputs // 2, TOGETHER=TILES_TOGETHER,
         IS_GATED=kind is not None, KIND=kind or 0, IN_PAIRS=HAS_PAIRS and x.dtype == torch.bfloat16,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

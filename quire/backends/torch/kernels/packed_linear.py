@@ -535,84 +535,50 @@ def has_row_product(num_rows: int, format: PackedFormat) -> bool:
     return num_rows == 1 or (num_rows in ROW_COUNTS and format.type not in NIBBLES and not format.has_half_zeros)
 
 
-def packed_row_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply x [T, I] of few rows by weight [O, I] transposed: [T, O]."""
-    out = x.new_empty((len(x), len(weight)))
-    _launch_rows(x, weight, bias, out, activation=None)
-    return out
+def packed_row_product(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: Activation | None = None
+) -> Tensor:
+    """Multiply x [T, I] of few rows by weight [O, I] transposed: [T, O].
 
-
-def packed_gated_row_product(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: Activation) -> Tensor:
-    """Return activation(gate) * up [T, F] of the product of few rows with weight [2F, I], gates first."""
-    out = x.new_empty((len(x), len(weight) // 2))
-    _launch_rows(x, weight, bias, out, activation=activation)
-    return out
-
-
-def _launch_rows(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    activation: Activation | None,
-    strip: Strip | None = None,
-) -> None:
+    With an activation, return activation(gate) * up [T, F] of the product with weight [2F, I], gates first.
+    """
     num_outputs, num_inputs = weight.shape
-    format = weight.format
-    strip = strip or row_strip(num_outputs, weight.codes.shape[1])
+    is_gated, format = activation is not None, weight.format
+    out = x.new_empty((len(x), num_outputs // 2 if is_gated else num_outputs))
+    strip = row_strip(num_outputs, weight.codes.shape[1])
     _packed_rows[(-(-num_outputs // strip.outputs),)](
         x, weight.codes, weight.scales, weight.zeros, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x),
         OUTPUTS=strip.outputs, BYTES=strip.num_bytes, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows,
-        GROUP=format.group_columns, IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU,
+        GROUP=format.group_columns, IS_GATED=is_gated, IS_SILU=activation is Activation.SILU,
         HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=strip.num_warps, launch_pdl=can_launch_early(),
     )  # fmt: skip
-
-
-def packed_tile_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply x [T, I] by weight [O, I] transposed: [T, O]."""
-    out = x.new_empty((len(x), len(weight)))
-    _launch_tiles(x, weight, bias, out, num_parts=1)
     return out
 
 
-def packed_product_in_parts(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Like `packed_tile_product` for a matrix of few outputs, but return fp32 partial sums [PARTS, T, O]."""
-    out = x.new_empty((PARTS, len(x), len(weight)), dtype=torch.float32)
-    _launch_tiles(x, weight, bias, out, num_parts=PARTS)
-    return out
+def packed_tile_product(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: Activation | None = None, *, num_parts: int = 1
+) -> Tensor:
+    """Like `packed_row_product`, of any number of rows.
 
-
-def packed_gated_tile_product(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: Activation) -> Tensor:
-    """Return activation(gate) * up [T, F] of the product with weight [2F, I], gates first."""
-    out = x.new_empty((len(x), len(weight) // 2))
-    _launch_tiles(x, weight, bias, out, num_parts=1, activation=activation)
-    return out
-
-
-def _launch_tiles(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    num_parts: int,
-    activation: Activation | None = None,
-    tile: Tile | None = None,
-) -> None:
+    `num_parts`: PARTS for a matrix of few outputs. Returns fp32 partial sums [PARTS, T, O].
+    """
     num_rows, num_inputs = x.shape
-    format = weight.format
+    is_gated, format = activation is not None, weight.format
+    if num_parts > 1:
+        out = x.new_empty((num_parts, num_rows, len(weight)), dtype=torch.float32)
+    else:
+        out = x.new_empty((num_rows, len(weight) // 2 if is_gated else len(weight)))
     rows = next((size for size in TILE_ROWS if num_rows <= size), TILE_ROWS[-1])
-    is_wide = num_parts > 1 or activation is not None or len(weight) > 8192
-    tile = tile or tile_shape(rows, format.type, is_wide=is_wide)
+    tile = tile_shape(rows, format.type, is_wide=num_parts > 1 or is_gated or len(weight) > 8192)
     num_tiles = -(-num_rows // rows) * -(-len(weight) // tile.outputs)
     _packed_tiles[(num_tiles, num_parts)](
         x, weight.codes, weight.scales, weight.zeros, bias, out, num_rows, IN=num_inputs, OUT=len(weight), ROWS=rows,
         OUTPUTS=tile.outputs, SPAN=-(-num_inputs // (STEP * num_parts)) * STEP, KIND=KINDS[format.type],
-        GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=activation is not None,
+        GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=is_gated,
         IS_SILU=activation is Activation.SILU, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early(rows),
     )  # fmt: skip
+    return out
 
 
 def can_split(num_outputs: int, num_inputs: int) -> bool:

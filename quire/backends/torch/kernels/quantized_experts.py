@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.backends.torch.kernels.experts import SortedSlots, Tile, Tiling
 from quire.backends.torch.kernels.fp8_rows import quantize_rows
 from quire.backends.torch.kernels.linear import _gated_value
 from quire.backends.torch.kernels.packed_linear import (
@@ -37,34 +38,14 @@ from quire.backends.torch.kernels.packed_linear import (
     _load_tile,
     _wide_nibbles,
 )
-from quire.backends.torch.kernels.packed_products import expanded
 from quire.backends.torch.packed import PackedFormat, PackedStack, multiplies_in_fp8
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
 FP8_ROWS = 65  # rows of the batch from which on FP8 experts are multiplied by rows in FP8, as dense matrices are
-EXPANDED_ROWS = 160  # rows per expert from which on other experts are decoded before the products
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
 
 _INT4 = tl.constexpr(2)  # 4 bits; see KINDS
-
-
-class QuantizedTile(NamedTuple):
-    """The shape of a program of a grouped product. A gated product has `outputs` gates and as many ups."""
-
-    outputs: int
-    num_warps: int
-    num_stages: int
-    is_bulk: bool = False  # reads FP8 weights with the bulk copy engine, which needs whole steps along the inputs
-
-
-class QuantizedTiling(NamedTuple):
-    """The shapes of both grouped products, and whether they multiply in FP8."""
-
-    rows: int
-    gate_up: QuantizedTile
-    down: QuantizedTile
-    is_fp8: bool = False
 
 
 class AloneShape(NamedTuple):
@@ -376,41 +357,34 @@ def _quantized_product(
 # Shapes of programs, by the most rows per expert: measured with `benchmarks/gpu_formats.py --experts --sweep`, last in
 # commit 0126243d.
 
-_SMALL, _WIDE, _BULK = QuantizedTile(64, 4, 4), QuantizedTile(128, 4, 4), QuantizedTile(128, 8, 4, is_bulk=True)
-Tilings = tuple[tuple[float, QuantizedTiling], ...]
+_SMALL, _WIDE, _BULK = Tile(64, STEP, 4, 4), Tile(128, STEP, 4, 4), Tile(128, STEP, 8, 4, is_bulk=True)
+Tilings = tuple[tuple[float, Tiling], ...]
 FP8_TILINGS: Tilings = (  # weights with a scale per output
-    (12, QuantizedTiling(16, _SMALL, _WIDE, is_fp8=True)),
-    (24, QuantizedTiling(32, _SMALL, _WIDE, is_fp8=True)),
-    (48, QuantizedTiling(64, _SMALL, QuantizedTile(128, 8, 4), is_fp8=True)),
-    (math.inf, QuantizedTiling(128, _BULK, _BULK, is_fp8=True)),
+    (12, Tiling(16, _SMALL, _WIDE, is_fp8=True)),
+    (24, Tiling(32, _SMALL, _WIDE, is_fp8=True)),
+    (48, Tiling(64, _SMALL, Tile(128, STEP, 8, 4), is_fp8=True)),
+    (math.inf, Tiling(128, _BULK, _BULK, is_fp8=True)),
 )
 FP8_BLOCK_TILINGS: Tilings = (  # weights in blocks: the sums of a step are in registers beside the total
     *FP8_TILINGS[:-1],
-    (
-        math.inf,
-        QuantizedTiling(
-            128, QuantizedTile(64, 4, 3, is_bulk=True), QuantizedTile(128, 4, 3, is_bulk=True), is_fp8=True
-        ),
-    ),
+    (math.inf, Tiling(128, Tile(64, STEP, 4, 3, is_bulk=True), Tile(128, STEP, 4, 3, is_bulk=True), is_fp8=True)),
 )
 DECODING_TILINGS: Tilings = (
-    (12, QuantizedTiling(16, _SMALL, _SMALL)),
-    (24, QuantizedTiling(32, QuantizedTile(64, 4, 3), QuantizedTile(128, 8, 3))),
-    (math.inf, QuantizedTiling(64, QuantizedTile(128, 8, 3), QuantizedTile(128, 4, 3))),
+    (12, Tiling(16, _SMALL, _SMALL)),
+    (24, Tiling(32, Tile(64, STEP, 4, 3), Tile(128, STEP, 8, 3))),
+    (math.inf, Tiling(64, Tile(128, STEP, 8, 3), Tile(128, STEP, 4, 3))),
 )
 
 
 @cache  # every layer of a step calls this
-def quantized_tiling(
-    num_rows: int, num_experts: int, num_chosen: int, itemsize: int, format: PackedFormat
-) -> QuantizedTiling:
+def quantized_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int, format: PackedFormat) -> Tiling:
     """Return the tiles for this number of rows of the batch."""
     mean = num_rows * num_chosen / num_experts  # rows per expert
     if multiplies_in_fp8(format) and num_rows >= FP8_ROWS:
         tilings = FP8_BLOCK_TILINGS if format.group_columns else FP8_TILINGS
     elif itemsize > 2:  # fp32, without tensor cores
-        tile = QuantizedTile(outputs=32, num_warps=4, num_stages=2)
-        return QuantizedTiling(16 if mean <= 12 else 64, tile, tile)
+        tile = Tile(32, STEP, num_warps=4, num_stages=2)
+        return Tiling(16 if mean <= 12 else 64, tile, tile)
     else:
         tilings = DECODING_TILINGS
     return next(shape for most, shape in tilings if mean <= most)
@@ -427,35 +401,30 @@ def alone_shape(num_bytes: int, *, is_gated: bool) -> AloneShape:
     return AloneShape(2 if is_gated else 1, width, 2)
 
 
-def is_expanded(stack: PackedStack, num_rows: int, num_chosen: int) -> bool:
-    """Return whether to decode all experts before the products: with many rows, that costs less than in every tile."""
-    return not multiplies_in_fp8(stack.format) and num_rows * num_chosen >= EXPANDED_ROWS * len(stack)
-
-
 # Launches
 
 
-def quantized_product(
-    x: Tensor, weight: PackedStack, bias: Tensor | None, order: Tensor, tiles: Tensor, max_tiles: int, *,
-    num_chosen: int, rows: int, tile: QuantizedTile, kind: int | None, is_fp8: bool,
+def grouped_product(
+    x: Tensor, weight: PackedStack, bias: Tensor | None, slots: SortedSlots, num_chosen: int, shape: Tiling, tile: Tile,
+    kind: int | None,
 ) -> Tensor:  # fmt: skip
-    """Multiply each slot's row by its expert's matrix, as `grouped_product`. `kind`: of a gated product."""
+    """Multiply each slot's row by its expert's matrix, as in `experts.py`."""
     num_outputs, num_inputs = weight.shape[1:]
     whole, format = weight.whole, weight.format
     if kind is not None:
         num_outputs //= 2
-    out = x.new_empty((len(order), num_outputs))
+    out = x.new_empty((len(slots.order), num_outputs))
     x_scales, x_stride, codes, is_bulk = None, 0, whole.codes, False
-    if is_fp8:
+    if shape.is_fp8:
         given = quantize_rows(x, has_groups=format.group_columns > 0)
         x, x_scales, x_stride = given.codes, given.scales, given.scales.stride(1)
         codes = codes.view(torch.float8_e4m3fn)  # as bytes they would pass through registers on their way to the cores
         is_bulk = tile.is_bulk and num_inputs % STEP == 0
     matrix = TensorDescriptor.from_tensor(codes, [tile.outputs, STEP]) if is_bulk else codes
-    num_programs = -(-max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
+    num_programs = -(-slots.max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
     _quantized_product[(num_programs,)](
-        x, x_scales, x_stride, matrix, whole.scales, whole.zeros, bias, order, tiles, out, IN=num_inputs,
-        OUT=num_outputs, K=num_chosen, ROWS=rows, OUTPUTS=tile.outputs, TOGETHER=TILES_TOGETHER,
+        x, x_scales, x_stride, matrix, whole.scales, whole.zeros, bias, slots.order, slots.tiles, out, IN=num_inputs,
+        OUT=num_outputs, K=num_chosen, ROWS=shape.rows, OUTPUTS=tile.outputs, TOGETHER=TILES_TOGETHER,
         KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=kind is not None,
         ACTIVATION=kind or 0, HAS_ASSEMBLER=HAS_ASSEMBLER, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
         IS_BULK=is_bulk, num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -491,8 +460,3 @@ def down_alone(
         GROUP=format.group_columns, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out
-
-
-def expanded_stack(stack: PackedStack) -> Tensor:
-    """Return the decoded matrices [N, O, I] of all experts."""
-    return expanded(stack.whole).view(stack.shape)

@@ -21,6 +21,7 @@ from quire.backends.torch.layers import (
     Outputs,
     RMSNorm,
     Rotary,
+    plain,
     query_factors,
     softcap,
 )
@@ -51,14 +52,14 @@ class Mixer:
         self.in_proj, self.inner, self.out_proj = in_proj, inner, out_proj
 
     def __call__(self, x: Inputs, step: Pass) -> Outputs:
-        rows = step.project(x, self.in_proj)
+        rows = self.in_proj.project(x, is_graph=step.is_graph)
         if isinstance(self.inner, Heads):
             rows = step.attend(rows, self.inner)
         elif isinstance(self.inner, DeltaNet):
             rows = step.delta_net(rows, self.inner)
         else:
             rows = step.short_conv(rows, self.inner)
-        return step.project_back(rows, self.out_proj)
+        return self.out_proj.project_back(rows, is_graph=step.is_graph)
 
 
 class DenseMlp:
@@ -69,7 +70,8 @@ class DenseMlp:
         self._activation = spec.activation
 
     def __call__(self, x: Inputs, step: Pass) -> Outputs:
-        return step.project_back(step.gated(x, self.gate_up_proj, self._activation, self.down_proj), self.down_proj)
+        hidden = self.gate_up_proj.gated(x, self._activation, is_graph=step.is_graph, reader=self.down_proj)
+        return self.down_proj.project_back(hidden, is_graph=step.is_graph)
 
 
 class RoutedMlp:
@@ -102,8 +104,10 @@ class RoutedMlp:
 
     def __call__(self, x: Inputs, step: Pass, router_input: Tensor | None = None) -> Tensor:
         """Return [T, E]. The router reads x, or `router_input` [T, E] if it is given."""
-        routed = step.route(x, self.router, self.experts, router_input)
-        return routed if self.shared is None else step.add_shared(routed, x, self.shared)
+        x = plain(x)
+        logits = self.router.project(x if router_input is None else router_input, is_graph=step.is_graph)
+        routed = step.route(x, logits, self.experts)
+        return routed if self.shared is None else self.shared.add_to(routed, x, is_graph=step.is_graph)
 
 
 class ParallelExperts:
@@ -138,7 +142,7 @@ class PerLayerEmbeddings:
     def inputs(self, x: Tensor, step: Pass) -> tuple[Tensor, ...]:
         """Return [T, P] for each layer. x [T, E]: the scaled embeddings."""
         embedded = step.embed(self._embedding, self._size**0.5)  # [T, layers * P]
-        projected = step.project(x, self._proj) * self._scale
+        projected = self._proj.project(x, is_graph=step.is_graph) * self._scale
         normed = self._norm(projected.view(-1, self._size)).view(embedded.shape)
         return ((normed + embedded) * 2**-0.5).split(self._size, 1)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -155,8 +159,8 @@ class PleLayer:
     def __call__(self, x: Outputs, residual: Tensor, ple_input: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
         """Return the output and the residual, as `DecoderLayer`, given those of the MLP."""
         total, residual = step.add_norm(x, residual, None, self._scale)
-        gate = F.gelu(step.project(total, self._gate), approximate="tanh") * ple_input
-        return step.norm(step.project_back(gate, self._proj), self._norm), residual
+        gate = F.gelu(self._gate.project(total, is_graph=step.is_graph), approximate="tanh") * ple_input
+        return step.norm(self._proj.project_back(gate, is_graph=step.is_graph), self._norm), residual
 
 
 class DecoderLayer:
@@ -194,11 +198,11 @@ class DecoderLayer:
         self, x: Outputs, residual: Tensor | None, step: Pass, ple_input: Tensor | None = None
     ) -> tuple[Outputs, Tensor]:
         """Return the output, which the next norm adds to the residual, and the residual. x and residual: [T, E]."""
-        normed, residual = step.add_norm_for(self.mixer.in_proj, x, residual, self.input_norm, *self._earlier)
+        normed, residual = step.add_norm(x, residual, self.input_norm, *self._earlier, reader=self.mixer.in_proj)
         x = self.mixer(normed, step)
         if self.post_attention_norm is not None:
             x = step.norm(x, self.post_attention_norm)
-        normed, residual = step.add_norm_for(self.mlp.reader, x, residual, self.mlp_norm, self.scales[0])
+        normed, residual = step.add_norm(x, residual, self.mlp_norm, self.scales[0], reader=self.mlp.reader)
         x = self.mlp(normed, step)
         if self.parallel is not None:
             x = self.parallel(x, residual, step)
@@ -249,7 +253,7 @@ class DecoderModel:
         ple_inputs = None if self.ple is None else self.ple.inputs(embedded, step)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step, None if ple_inputs is None else ple_inputs[index])
-        return step.add_norm(x, residual, self.norm, *self._last_scales)[0]
+        return plain(step.add_norm(x, residual, self.norm, *self._last_scales)[0])
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         if self.spec.logit_scale != 1:

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.backends.base import Progress
 from quire.backends.support import describe_error, find_transformers_problem
-from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
+from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.fields import member, read_json
 from quire.weights.opening import DummyCheckpoint
@@ -31,7 +30,7 @@ class Siblings:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._inputs: dict[nn.Linear, list[Tensor]] = {}  # kept alive: compared by identity
+        self.inputs: dict[nn.Linear, list[Tensor]] = {}  # kept alive: compared by identity
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -48,21 +47,18 @@ class Siblings:
 
     def _record(self, module: Any, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
-            self._inputs.setdefault(module, []).append(args[0])
+            self.inputs.setdefault(module, []).append(args[0])
 
     def groups(self) -> list[list[nn.Linear]]:
         """Return the linears of the same module that were called once, with the same tensor, in the order of calls."""
         found: dict[tuple[int, int, bool, torch.dtype, torch.device], list[nn.Linear]] = {}
         parents = {child: parent for parent in self._model.modules() for child in parent.children()}
-        for linear, inputs in self._inputs.items():
+        for linear, inputs in self.inputs.items():
             if len(inputs) == 1 and linear in parents:
                 weight, has_bias = linear.weight, linear.bias is not None
                 kind = (id(parents[linear]), id(inputs[0]), has_bias, weight.dtype, weight.device)
                 found.setdefault(kind, []).append(linear)
         return [group for group in found.values() if len(group) > 1 and _can_merge(group)]
-
-    def clear(self) -> None:
-        self._inputs.clear()
 
 
 def _can_merge(group: list[nn.Linear]) -> bool:
@@ -112,7 +108,7 @@ def _merge(parts: list[Any]) -> Tensor:
 def merge_siblings(siblings: Siblings) -> int:
     """Merge what was recorded; return the number of merged products."""
     groups = siblings.groups()
-    siblings.clear()
+    siblings.inputs.clear()
     for group in groups:
         MergedLinear(group)
     return len(groups)
@@ -134,12 +130,11 @@ def _refuse_stateful(transformers: Any, config: Any, source: str) -> None:
         raise UnsupportedModel(f"{source}: {problem}")
 
 
-def load_hf_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
-) -> Any:
+def load_hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
     """Load a model and its weights. Raises UnsupportedModel with what is wrong."""
+    import transformers
+
     source = str(checkpoint.path)
-    transformers = _import_transformers()
     if not checkpoint.path.is_dir():
         raise UnsupportedModel(f"{source}: transformers runs folders of safetensors, not GGUF files")
     problem = find_transformers_problem(read_json(member(checkpoint.path, "config.json")))
@@ -152,7 +147,7 @@ def load_hf_model(
         raise UnsupportedModel(f"{source}: transformers does not read its config.json: {problem}") from None
     config = _neutral(config)
     _refuse_stateful(transformers, config, source)
-    with _quiet(progress):
+    with _quiet():
         try:
             if isinstance(checkpoint, DummyCheckpoint):
                 model = _make_dummy(transformers, config, dtype, device)
@@ -164,14 +159,6 @@ def load_hf_model(
             problem = describe_error(error, f"its {type(config).__name__} fails with these settings")
             raise UnsupportedModel(f"{source}: transformers does not load it: {problem}") from error
     return model.eval().requires_grad_(False)
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtra.of("a model that quire has no equations for", "transformers") from None
-    return transformers
 
 
 def silence(model: nn.Module) -> None:
@@ -227,44 +214,16 @@ def _make_dummy(transformers: Any, config: Any, dtype: torch.dtype, device: torc
 
 
 @contextmanager
-def _quiet(progress: Progress | None) -> Iterator[None]:
-    """Report the library's progress bar to `progress` instead of showing it."""
+def _quiet() -> Iterator[None]:
+    """Hide the library's warnings and its progress bar."""
     from transformers.utils import logging
 
-    def report(_: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        return _Bar(args[0] if args else settings.get("iterable", ()), progress)
-
-    hook = getattr(logging, "set_tqdm_hook", None)
-    level = logging.get_verbosity()
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    previous = hook(report) if hook is not None else None
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if hook is not None:
-            hook(previous)
-
-
-class _Bar:
-    """The part of a progress bar that loading uses. Counts tensors, not bytes."""
-
-    def __init__(self, items: Any, progress: Progress | None) -> None:
-        self._items = items
-        self._progress = progress
-
-    def __iter__(self) -> Iterator[Any]:
-        total = len(self._items) if hasattr(self._items, "__len__") else 0
-        for place, item in enumerate(self._items, 1):
-            yield item
-            if self._progress is not None and total:
-                self._progress(place, total)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
+        if has_bar:
+            logging.enable_progress_bar()

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,20 +39,12 @@ _KNOWN = {
 }  # fmt: skip
 
 
-class Visitor(Protocol):
-    """What the attention function does in one forward pass."""
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Mapping[str, Any]
-    ) -> Tensor:
-        """Attend with q [1, H, T, D], k [1, K, T, D] and v [1, K, T, Dv]; return [1, T, H, Dv]."""
-
-
-_visitor: ContextVar[Visitor | None] = ContextVar("visitor", default=None)
+# What the attention function does in this forward pass.
+_visitor: ContextVar[PagedAttention | Recorder | None] = ContextVar("visitor", default=None)
 
 
 @contextmanager
-def visiting(visitor: Visitor) -> Iterator[None]:
+def visiting(visitor: PagedAttention | Recorder) -> Iterator[None]:
     token = _visitor.set(visitor)
     try:
         yield
@@ -99,10 +91,13 @@ class AttentionCall(NamedTuple):
 
 
 class PagedAttention:
-    """Attends to the paged cache in one pass over a step."""
+    """Attends to the paged cache in one pass over a step.
+
+    Attends with q [1, H, T, D], k [1, K, T, D] and v [1, K, T, Dv]; returns [1, T, H, Dv].
+    """
 
     def __init__(self, step: Pass, calls: Sequence[AttentionCall]) -> None:
-        self._step = step
+        self.step = step
         self._calls = iter(calls)
 
     def attend(
@@ -112,7 +107,8 @@ class PagedAttention:
         call = next(self._calls)
         assert call.module is module, "attention is called in another order than in the trial"
         size = call.heads.head_size
-        out = self._step.attend_rotated(_rows(q, size), _rows(k, size), _rows(v, size), call.heads)  # [T, H * D]
+        qkv = torch.cat([_rows(one, size) for one in (q, k, v)], 1)  # [T, H + 2K, D]
+        out = self.step.attend(qkv.view(len(qkv), -1), call.heads)  # [T, H * D]
         return out.view(1, len(out), -1, size)[..., : call.value_size]
 
 
@@ -146,7 +142,7 @@ class Recorder:
         )
         if others:
             raise UnsupportedModel(f"{self._source}: its attention needs {', '.join(others)}: not supported")
-        if "get_seq_length" in _source_code(module):
+        if "get_seq_length" in inspect.getsource(type(module).forward):
             raise UnsupportedModel(f"{self._source}: its attention takes positions from a cache of the library")
         scale = settings.get("scaling")
         window = self._window(module, mask, settings)
@@ -193,13 +189,6 @@ class Recorder:
         except IndexError:  # the mask depends on the tokens of this prompt: images, of which it has none
             seen = find_window(recorded.function, recorded.mask.shape[-1], device, self._source)
             return seen or int(settings.get("sliding_window") or 0)
-
-
-def _source_code(module: nn.Module) -> str:
-    try:
-        return inspect.getsource(type(module).forward)
-    except (OSError, TypeError):  # there is no file
-        return ""
 
 
 def _is_part(mask: Tensor, whole: Tensor) -> bool:
@@ -251,8 +240,6 @@ def _attend_densely(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
 
 MAX_ERROR = 1e-5
 TRIAL_SHAPE = (3, 5)  # leading dimensions of the random input
-
-current_step: ContextVar[Pass | None] = ContextVar("current_step", default=None)
 
 
 def replace_norms(model: nn.Module) -> int:
@@ -310,9 +297,9 @@ def _make_forward(norm: RMSNorm, dtype: torch.dtype, original: Callable[..., Ten
     size = norm.shape[-1]
 
     def forward(x: Tensor) -> Tensor:
-        step = current_step.get()
-        if step is None or x.dtype is not dtype:
+        visitor = _visitor.get()
+        if not isinstance(visitor, PagedAttention) or x.dtype is not dtype:
             return original(x)
-        return step.norm(x.reshape(-1, size).contiguous(), norm).view(x.shape)
+        return visitor.step.norm(x.reshape(-1, size).contiguous(), norm).view(x.shape)
 
     return forward

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.backends import support
-from quire.backends.base import Progress
 from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
-from quire.backends.torch.batch import Batch, build_batch
+from quire.backends.torch.batch import build_batch
 from quire.backends.torch.forward_pass import Pass
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models import hf_modules
@@ -32,7 +31,6 @@ from quire.backends.torch.models.hf_modules import (
     AttentionCall,
     PagedAttention,
     Recorder,
-    current_step,
     replace_norms,
     visiting,
 )
@@ -46,14 +44,10 @@ log = logging.getLogger(__name__)
 
 
 def load_transformers_model(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    progress: Progress | None = None,
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> TransformersModel:
     """Load a model of `transformers` and try it. Raises UnsupportedModel if it does not run, and says why."""
-    model = load_hf_model(checkpoint, dtype, device, progress)
+    model = load_hf_model(checkpoint, dtype, device)
     return adapt_model(model, checkpoint.spec, max_model_len, str(checkpoint.path))
 
 
@@ -110,14 +104,10 @@ class TransformersModel:
 
     def forward(self, step: Pass) -> Tensor:
         """Return the hidden states [T, E] after the last norm."""
-        token = current_step.set(step)
-        try:
-            with visiting(PagedAttention(step, self._calls)):
-                out = self._body.module(
-                    input_ids=step.token_ids()[None], position_ids=step.positions()[None], use_cache=False
-                )
-        finally:
-            current_step.reset(token)
+        with visiting(PagedAttention(step, self._calls)):
+            out = self._body.module(
+                input_ids=step.token_ids()[None], position_ids=step.positions()[None], use_cache=False
+            )
         hidden: Tensor = out[0][0]
         return hidden
 
@@ -314,17 +304,6 @@ def _record(
     return Body(*found[0])
 
 
-class _MovedPass(ReferencePass):
-    """A pass whose requests begin at given positions, without the keys of the positions before."""
-
-    def __init__(self, batch: Batch, store: KVStore, starts: Tensor) -> None:
-        super().__init__(batch, store)
-        self._starts = starts  # of each row
-
-    def positions(self) -> Tensor:
-        return super().positions() + self._starts
-
-
 def _try_model(
     model: TransformersModel, prompts: Sequence[list[int]], expected: Sequence[Tensor], starts: Sequence[int]
 ) -> str:
@@ -336,7 +315,9 @@ def _try_model(
         for slices in support.make_steps(prompts):
             batch = build_batch(slices, store, model.kv_spec.windows, samples)
             rows = [starts[index] for index in batch.order for _ in range(slices[index].length)]
-            step = _MovedPass(batch, store, torch.tensor(rows, device=model.device))
+            # The requests begin at given positions, without the keys of the positions before.
+            moved = batch.positions + torch.tensor(rows, device=model.device)
+            step = ReferencePass(replace(batch, positions=moved), store)
             hidden = model.forward(step)[list(batch.last_rows)]
             model.choose_head(hidden)
             model.is_capturable = model.is_capturable and not _waits_for_device(model, step, hidden)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.kernels.delta_net import DeltaWeights
-from quire.backends.torch.state_store import StateWork, plan_states
+from quire.backends.torch.state_work import StateWork, plan_states
 from quire.core.step import SeqSlice, StateSnapshot
 from quire.core.values import SamplingParams
 from quire.weights.spec import DeltaNetSpec

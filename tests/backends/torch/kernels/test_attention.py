@@ -252,25 +252,6 @@ def test_steps_of_one_kind(mix: StepMix) -> None:
         check(step, window=1000)
 
 
-@pytest.mark.parametrize("seed", range(40 if DEVICE == "cuda" else 8))
-def test_random_steps(seed: int) -> None:
-    rng = Random(seed)
-    num_kv_heads, num_groups = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 5, 8])
-    head_size, block_size = rng.choice([16, 48, 64, 80]), rng.choice([1, 8, 16, 32, 64])
-    num_siblings = rng.choice([1, *range(4, 9)])
-    mix = StepMix(
-        decodes=tuple(rng.randrange(500) for _ in range(rng.randrange(4))),
-        prompts=tuple((rng.choice([0, rng.randrange(200)]), rng.randrange(2, 40)) for _ in range(rng.randrange(3))),
-        siblings=(num_siblings, rng.choice([64, 128, 192, 384])),
-        inner=rng.choice([(0, 0), (1, 64), (4, 128), (4, 192)]) if num_siblings > 1 else (0, 0),
-        target=rng.choice([1, 10, 100, 1000]),
-    )
-    shape = Shape(num_kv_heads * num_groups, num_kv_heads, head_size, block_size)
-    step = make_step(shape, mix, seed, rng.choice(DTYPES))
-    window, cap = rng.choice([0, 0, rng.randrange(1, 300)]), rng.choice([0.0, 0.0, 8.0])
-    check(step, window=window, cap=cap, padding=rng.randrange(3))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fp8(shape: Shape, dtype: torch.dtype) -> None:

@@ -115,31 +115,6 @@ def test_a_request_does_not_depend_on_others() -> None:
             assert torch.equal(alone.conv[slot], layer.conv[slot])
 
 
-def test_the_division_of_a_prompt_does_not_matter() -> None:
-    """One slice, the same with snapshots, and two slices of which the second continues from a snapshot."""
-    layer = Layer(EQUAL)
-    projected = layer.inputs(40)
-    whole = layer.run(projected, [piece(40, 1, 2)])
-    parts = layer.run(projected, [piece(40, 1, 3, (7, 4), (33, 5))])
-    rest = layer.run(projected[33:], [piece(7, 5, 6, start=33)])
-    assert error(parts, whole.double()) < BOUND
-    assert error(rest, whole[33:].double()) < BOUND
-    assert error(layer.matrices[3], layer.matrices[2].double()) < BOUND
-    assert error(layer.matrices[6], layer.matrices[2].double()) < BOUND
-    assert torch.equal(layer.conv[6], layer.conv[2])
-
-
-def test_decodes_continue_a_prompt() -> None:
-    layer = Layer(TILED)
-    projected = layer.inputs(12)
-    whole = layer.run(projected, [piece(12, 0, 1)])
-    layer.run(projected[:8], [piece(8, 0, 2)])
-    slots = [2, 3, 2, 2, 3]  # to another slot, back, in place, to another slot
-    rows = [layer.run(projected[8 + n : 9 + n], [piece(1, slots[n], slots[n + 1])]) for n in range(4)]
-    assert error(torch.cat(rows), whole[8:].double()) < BOUND
-    assert error(layer.matrices[3], layer.matrices[1].double()) < BOUND
-
-
 def test_equal_keys_are_inverted_exactly() -> None:
     """The worst case for the inverse: all keys are the same, nothing decays and every beta is 1."""
     layer = Layer(EQUAL)

@@ -92,14 +92,6 @@ def test_add_norm_without_a_residual_returns_x_itself(dtype: torch.dtype) -> Non
     assert_rounded(normed, exact_norm(x, weight))
 
 
-def test_eps_bounds_the_norm_of_a_tiny_row() -> None:
-    x = torch.full((2, 64), 1e-4, device=DEVICE)
-    x[1] = 0
-    normed = norm(x, torch.ones(64, device=DEVICE), EPS, torch.float32)
-    assert_rounded(normed, exact_norm(x, torch.ones(64, device=DEVICE)))
-    assert not normed[1].any()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize("size", [1, 80, 1024, 1536, 3072])
@@ -124,13 +116,6 @@ def test_gate_output(size: int, dtype: torch.dtype) -> None:
     exact = out.double() * projected[:, 48:].double().sigmoid()
     assert gate_output(out, projected[:, 48:]) is out
     assert_rounded(out, exact)
-
-
-@pytest.mark.parametrize("activation", list(Activation))
-def test_a_gate_far_from_zero_is_shut_or_open(activation: Activation) -> None:
-    gate = torch.tensor([-80.0, -20.0, 0.0, 20.0, 80.0], device=DEVICE)
-    out = gated(torch.cat((gate, torch.full_like(gate, 2.0)))[None], activation)
-    torch.testing.assert_close(out[0], gate.clamp(min=0) * 2, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,9 +13,6 @@ from quire.backends.torch.kernels import packed_linear
 from quire.backends.torch.kernels.linear import PARTS
 from quire.backends.torch.kernels.packed_linear import (
     can_split,
-    packed_gated_row_product,
-    packed_gated_tile_product,
-    packed_product_in_parts,
     packed_row_product,
     packed_tile_product,
 )
@@ -23,7 +20,7 @@ from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
 from tests.backends.torch.kernels.device import DEVICE, unit
-from tests.backends.torch.kernels.test_linear import exact_gated, exact_product, randn
+from tests.backends.torch.kernels.test_linear import exact_product, exact_result, randn
 
 # T rows, I inputs, O outputs
 
@@ -87,43 +84,35 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
 
 
+ACTIVATIONS = (None, Activation.SILU, Activation.GELU_TANH)  # None: not gated
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows(name: str, dtype: torch.dtype) -> None:
-    format = FORMATS[name]
-    for num_outputs, num_inputs in shapes(format):
-        weight = random_weight(num_outputs, num_inputs, format, dtype)
-        x, bias = randn(2, num_inputs, dtype=dtype), randn(num_outputs, dtype=dtype)
-        exact = exact_product(x, exact_weight(weight), bias)
-        whole = packed_row_product(x, weight, bias)
-        near(whole, exact, dtype)
-        assert torch.equal(packed_row_product(x[:1].clone(), weight, bias), whole[:1])
-
-
-@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
-@pytest.mark.parametrize("name", FORMATS)
-def test_gated_rows(name: str, activation: Activation) -> None:
+def test_rows(name: str, activation: Activation | None, dtype: torch.dtype) -> None:
     for size, num_inputs in shapes(FORMATS[name]):
-        weight = random_weight(2 * size, num_inputs, FORMATS[name])
-        x = randn(2, num_inputs)
-        exact = exact_gated(exact_product(x, exact_weight(weight), None), activation)
-        whole = packed_gated_row_product(x, weight, None, activation)
-        near(whole, exact, FP32, roundings=4)
-        assert torch.equal(packed_gated_row_product(x[:1].clone(), weight, None, activation), whole[:1])
+        weight = random_weight(2 * size if activation else size, num_inputs, FORMATS[name], dtype)
+        x, bias = randn(2, num_inputs, dtype=dtype), randn(len(weight), dtype=dtype)
+        whole = packed_row_product(x, weight, bias, activation)
+        near(whole, exact_result(x, exact_weight(weight), bias, activation), dtype, roundings=4 if activation else 1)
+        assert torch.equal(packed_row_product(x[:1].clone(), weight, bias, activation), whole[:1])
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("num_rows", [3, 17, 40])
+@pytest.mark.parametrize(
+    ("num_rows", "activation"), [(3, None), (17, None), (40, None), (9, ACTIVATIONS[1]), (9, ACTIVATIONS[2])]
+)
 @pytest.mark.parametrize("name", FORMATS)
-def test_tiles(name: str, num_rows: int, dtype: torch.dtype) -> None:
-    for num_outputs, num_inputs in shapes(FORMATS[name]):
-        weight = random_weight(num_outputs, num_inputs, FORMATS[name], dtype)
-        x, bias = randn(num_rows, num_inputs, dtype=dtype), randn(num_outputs, dtype=dtype)
-        exact = exact_product(x, exact_weight(weight), bias)
-        near(packed_tile_product(x, weight, bias), exact, dtype)
-        if can_split(num_outputs, num_inputs):
-            parts = packed_product_in_parts(x, weight, bias)
-            assert parts.shape == (PARTS, num_rows, num_outputs)
+def test_tiles(name: str, num_rows: int, activation: Activation | None, dtype: torch.dtype) -> None:
+    for size, num_inputs in shapes(FORMATS[name]):
+        weight = random_weight(2 * size if activation else size, num_inputs, FORMATS[name], dtype)
+        x, bias = randn(num_rows, num_inputs, dtype=dtype), randn(len(weight), dtype=dtype)
+        exact = exact_result(x, exact_weight(weight), bias, activation)
+        near(packed_tile_product(x, weight, bias, activation), exact, dtype, roundings=4 if activation else 1)
+        if activation is None and can_split(size, num_inputs):
+            parts = packed_tile_product(x, weight, bias, num_parts=PARTS)
+            assert parts.shape == (PARTS, num_rows, size)
             assert parts.dtype == FP32
             near(parts.sum(0), exact, dtype)
 
@@ -134,28 +123,10 @@ def test_a_tile_of_fp4_in_16() -> None:
     near(packed_tile_product(x, weight, None), exact_product(x, exact_weight(weight), None), FP32)
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
-@pytest.mark.parametrize("name", FORMATS)
-def test_gated_tiles(name: str, activation: Activation, dtype: torch.dtype) -> None:
-    for size, num_inputs in shapes(FORMATS[name]):
-        weight = random_weight(2 * size, num_inputs, FORMATS[name], dtype)
-        x, bias = randn(9, num_inputs, dtype=dtype), randn(2 * size, dtype=dtype)
-        exact = exact_gated(exact_product(x, exact_weight(weight), bias), activation)
-        near(packed_gated_tile_product(x, weight, bias, activation), exact, dtype, roundings=4)
-
-
 def exact_weight(weight: PackedWeight) -> Tensor:
     """Decode in fp32, without rounding to the model's type."""
     wide = PackedWeight(weight.codes, weight.scales, weight.zeros, weight.order, weight.format, FP32)
-    return wide.dense()
-
-
-def test_which_products_are_split() -> None:
-    assert can_split(4096, 14336)
-    assert can_split(4096, 512)
-    assert not can_split(4096, 256)  # some parts would be empty
-    assert not can_split(28672, 4096)
+    return wide.decode()
 
 
 @pytest.mark.parametrize("multiply", [packed_row_product, packed_tile_product])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.kernels.blocks import gather_pieces, piece_table, scatter_pieces
+from quire.backends.torch.kernels.blocks import move_pieces, piece_table
 from tests.backends.torch.kernels.device import DEVICE
 
 NUM_PIECES = 9
@@ -31,14 +31,14 @@ def test_gathers_and_scatters(shapes: list[tuple[int, ...]], dtype: torch.dtype,
     assert table.word is word
     indices = torch.tensor(INDICES, dtype=torch.int32, device=DEVICE)
     staging = torch.full(((len(INDICES) + 1) * table.num_words,), 17, dtype=word, device=DEVICE)
-    gather_pieces(table, indices, staging)
+    move_pieces(table, indices, staging, is_gather=True)
     pieces = staging.view(torch.uint8).view(len(INDICES) + 1, -1)
     for row, index in zip(pieces, INDICES, strict=False):
         assert torch.equal(row, as_bytes(pools, index))
     assert (staging[len(INDICES) * table.num_words :] == 17).all()
     before = [pool.clone() for pool in pools]
     targets = [7, 0, 4, 2]  # a target may be another piece's source: that was read already
-    scatter_pieces(table, torch.tensor(targets, dtype=torch.int32, device=DEVICE), staging)
+    move_pieces(table, torch.tensor(targets, dtype=torch.int32, device=DEVICE), staging, is_gather=False)
     for now, then in zip(pools, before, strict=True):
         expected = then.clone()
         expected[targets] = then[INDICES]
@@ -54,7 +54,7 @@ def test_beyond_32_bits() -> None:
     table = piece_table([pool], torch.device(DEVICE))
     staging = torch.zeros(table.num_words, dtype=table.word, device=DEVICE)
     last = torch.tensor([len(pool) - 1], dtype=torch.int32, device=DEVICE)
-    gather_pieces(table, last, staging)
+    move_pieces(table, last, staging, is_gather=True)
     assert torch.equal(staging.view(torch.uint8), block.view(-1))
-    scatter_pieces(table, last - 1, staging)
+    move_pieces(table, last - 1, staging, is_gather=False)
     assert torch.equal(pool[-2], block)

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.kernels.rope import rope_store
-from quire.backends.torch.layers import Rotary
-from quire.weights.spec import RopeSpec
 from tests.backends.torch.kernels.device import DEVICE, unit
 
 # T rows, H query heads, K kv heads, D head size, R rotated dimensions
@@ -163,36 +161,6 @@ def test_queries_are_multiplied_by_the_factor_of_their_position() -> None:
     real = case.batch_indices >= 0
     torch.testing.assert_close(q[real], expected[real] * factors[case.positions[real].long()][:, None, None])
     assert torch.equal(case.layer, plain.layer)
-
-
-def test_a_batch_of_padding_writes_nothing() -> None:
-    case = random_case(SHAPES[0], torch.float32, True)
-    before = case.layer.clone()
-    case.batch_indices.fill_(-1)
-    case.run(16)
-    assert torch.equal(case.layer, before)
-
-
-@pytest.mark.parametrize("rotary_size", [64, 24])
-def test_rotation_equals_the_reference(rotary_size: int) -> None:
-    num_heads, num_kv_heads, head_size, block_size = 6, 2, 64, 16
-    case = random_case((num_heads, num_kv_heads, head_size, rotary_size, block_size), torch.float32, False)
-    case.batch_indices, case.positions = case.batch_indices[:4], case.positions[:4]
-    case.qkv = case.qkv[:4]
-    spec = RopeSpec(10_000.0, rotary_size, attention_factor=1.1)
-    max_model_len = MAX_BLOCKS * block_size
-    frequencies = torch.tensor(spec.inverse_frequencies(max_model_len))
-    angles = torch.arange(max_model_len)[:, None] * frequencies
-    case.cosines, case.sines = (angles.cos() * 1.1).to(DEVICE), (angles.sin() * 1.1).to(DEVICE)
-    q = case.run(num_heads)
-
-    rotary = Rotary(spec, max_model_len, head_size, torch.device(DEVICE))
-    heads = (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
-    positions, batch_indices = case.positions.long(), case.batch_indices.long()
-    expected = rotary.angles(positions, torch.float32, *heads).rotate(case.qkv.view(4, -1, head_size))
-    torch.testing.assert_close(q, expected[:, :num_heads], rtol=1e-5, atol=1e-5)
-    stored = case.layer[case.tables[batch_indices, positions // block_size].long(), :, :, positions % block_size]
-    torch.testing.assert_close(stored.flatten(1, 2), expected[:, num_heads:], rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_beyond_32_bits() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from quire.backends.sampling import Ranks, uniform
 from quire.backends.torch import device_sampling
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, _Edits, fill_params
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
-from quire.backends.torch.sampling import Penalties, sample
+from quire.backends.torch.sampling import sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 from tests.backends.torch.kernels.device import DEVICE
-from tests.backends.torch.test_sampling import adjusted, row
+from tests.backends.torch.test_sampling import adjusted, random_params, row
 
 CPU = torch.device("cpu")
 ON_GPU = DEVICE == "cuda"
@@ -77,9 +77,7 @@ def run(
 
 def reference(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, bytes] | None = None) -> list[int]:
     last = torch.tensor([piece.history[-1] for piece in rows])
-    tokens: list[int] = sample(
-        logits.float().clone(), rows, Penalties(logits.shape[1], CPU), last, masks
-    ).tokens.tolist()
+    tokens: list[int] = sample(logits.float().clone(), rows, last, masks).tokens.tolist()
     return tokens
 
 
@@ -115,26 +113,6 @@ def is_settled(logits: Tensor, piece: SeqSlice, mask: bytes | None, margin: floa
     cumulative = weights.cumsum(0)[weights > 0] / weights.sum()
     draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
     return bool(((cumulative[:-1] - draw).abs() > margin).all())
-
-
-def random_params(rng: Random, vocab_size: int) -> SamplingParams:
-    fields: dict[str, Any] = {"seed": rng.randrange(2**63), "sample_index": rng.randrange(3)}
-    options: dict[str, Callable[[], Any]] = {
-        "temperature": lambda: rng.choice([0.0, 0.3, 0.9, 2.5]),
-        "top_k": lambda: rng.choice([1, 2, 3, 20, 60, 10**6]),
-        "top_p": lambda: rng.choice([1e-6, 0.05, 0.5, 0.9, 0.999]),
-        "min_p": lambda: rng.choice([0.01, 0.2, 1.0]),
-        "repetition_penalty": lambda: rng.choice([0.5, 1.3]),
-        "presence_penalty": lambda: rng.choice([-1.0, 1.5]),
-        "frequency_penalty": lambda: rng.choice([-0.5, 2.0]),
-        "logit_bias": lambda: {rng.randrange(vocab_size): rng.choice([-100.0, 3.0]) for _ in range(3)},
-    }
-    for name, choose in options.items():
-        if rng.random() < 0.3:
-            fields[name] = choose()
-    if rng.random() < 0.2:
-        fields |= {"min_tokens": 5, "stop_token_ids": (1, 2, 2)}
-    return SamplingParams(**fields)
 
 
 def random_row(rng: Random, vocab_size: int, batch_index: int) -> SeqSlice:
@@ -269,20 +247,6 @@ def test_only_broken_and_blocked_rows_are_marked() -> None:
         assert found.tokens[0] == run(logits[:1].to(dtype), rows[:1]).tokens[0]
 
 
-def test_masks_allow_exactly_their_tokens() -> None:
-    rng = Random(9)
-    vocab_size = 2061  # the last byte of a mask is not whole
-    torch.manual_seed(9)
-    logits = torch.randn(20, vocab_size).bfloat16()
-    rows = [row(SamplingParams(temperature=0), [1], batch_index=39 - index) for index in range(20)]
-    masks = {39 - index: random_mask(rng, vocab_size) for index in range(0, 20, 2)} | {0: bytes(258)}
-    found = run(logits, rows, masks).tokens
-    for index, token in enumerate(found):
-        mask = masks.get(39 - index)
-        allowed = [t for t in range(vocab_size) if mask is None or mask[t // 8] >> t % 8 & 1]
-        assert token == max(allowed, key=lambda t: (float(logits[index, t]), -t))
-
-
 class LateRequest(NamedTuple):
     """A request whose sampled tokens reach the scheduler late."""
 
@@ -306,7 +270,7 @@ class LateRequest(NamedTuple):
 
 def test_penalties_follow_the_reference_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_size = 2100
-    sampler, penalties = DeviceSampler(vocab_size, MAX_SEQS, torch.device(DEVICE)), Penalties(vocab_size, CPU)
+    sampler = DeviceSampler(vocab_size, MAX_SEQS, torch.device(DEVICE))
     rng = Random(3)
     torch.manual_seed(3)
     logits = torch.randn(1, vocab_size)  # the same in every step: only the counts make the tokens differ
@@ -326,14 +290,13 @@ def test_penalties_follow_the_reference_from_step_to_step(monkeypatch: pytest.Mo
     for step in range(9):
         if step == 4:  # batch indices are reused, one of them without a release, and a request resumes after preemption
             sampler.release([3])
-            penalties.release(3)
             requests[0] = late_request(9, 3, frequency_penalty=0.4)
             requests[3] = late_request(10, 7, repetition_penalty=1.3, frequency_penalty=-0.2)
             requests[1] = requests[1]._replace(epoch=1)
         order = rng.sample(requests, len(requests)) if step % 3 else requests[:2]  # some skip a step
         rows = [one.step(rng.randrange(2)) for one in order]
         last = [[*one.prompt, *one.answer][-1] for one in order]
-        wanted = sample(logits.repeat(len(rows), 1), rows, penalties, torch.tensor(last), None).tokens.tolist()
+        wanted = sample(logits.repeat(len(rows), 1), rows, torch.tensor(last), None).tokens.tolist()
         if step in (0, 6):  # an attempt that runs out of memory is repeated
             with monkeypatch.context() as patch:
                 patch.setattr(device_sampling, "count", out_of_memory)
@@ -352,39 +315,6 @@ def out_of_memory(*_: object) -> None:
     raise MemoryError
 
 
-def test_logprobs_are_the_models_own() -> None:
-    torch.manual_seed(3)
-    logits = torch.randn(4, 2100)
-    rows = [
-        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], batch_index=4),
-        row(SamplingParams(temperature=0), [1, 2], batch_index=1),
-        row(SamplingParams(temperature=0, logprobs=0), [1, 2], batch_index=2),
-        row(SamplingParams(seed=8, logprobs=5, top_k=3), [1, 2], batch_index=0),
-    ]
-    for dtype in (torch.float32, torch.bfloat16):
-        raw = logits.to(dtype)
-        found = run(raw, rows)
-        reported = sample(raw.float(), rows, Penalties(2100, CPU), torch.tensor([2, 2, 2, 2]), None)
-        assert found.logprobs is not None
-        assert reported.logprobs is not None
-        assert found.tokens == reported.tokens.tolist()
-        assert found.tokens[0] == 7
-        assert found.logprobs.chosen.device.type == "cpu"
-        ours = found.logprobs.read(found.tokens)
-        theirs = reported.logprobs.read(found.tokens)
-        assert set(ours) == set(theirs) == {0, 2, 3}
-        for index, one in ours.items():
-            assert_same(one, theirs[index])
-    assert run(logits[1:2], rows[1:2]).logprobs is None
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert (one.token, one.rank) == (other.token, other.rank)
-    assert math.isclose(one.logprob, other.logprob, abs_tol=1e-5)
-    assert [token for token, _ in one.top] == [token for token, _ in other.top]
-    assert all(math.isclose(a, b, abs_tol=1e-5) for (_, a), (_, b) in zip(one.top, other.top, strict=True))
-
-
 def test_fill_params() -> None:
     rows = [
         row(SamplingParams(seed=-3, sample_index=2), [1, 2, 3], [4], batch_index=0),
@@ -401,22 +331,7 @@ def test_fill_params() -> None:
     assert out[1].tolist() == [0, 0, 0, 1, 0]
     assert out[2, :4].tolist() == [0.5, 0.125, 2**32, 0.25]
     assert (out[7:] == 77).all()
-    assert not fill_params(out, rows[:1]).is_changed
-
-
-def test_kernels_are_prepared_once() -> None:
-    sampler = DeviceSampler(3000, MAX_SEQS, torch.device(DEVICE))
-    logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rows = [
-        row(SamplingParams(temperature=0, presence_penalty=1.0), [1], batch_index=0),
-        row(SamplingParams(), [1], batch_index=1),
-    ]
-    before = run(logits, rows).tokens
-    num_prepared = 0
-    while sampler.prepare(torch.bfloat16):
-        num_prepared += 1
-    assert num_prepared == 4
-    assert run(logits, rows, sampler=sampler).tokens == before
+    assert not fill_params(out, rows[:1]).changed
 
 
 def test_biases_belong_to_the_request_at_the_batch_index() -> None:
