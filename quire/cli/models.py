@@ -66,7 +66,7 @@ from quire.weights.hub import (
 from quire.weights.hub import pull as pull_model
 from quire.weights.opening import open_checkpoint
 from quire.weights.other import read_spec
-from quire.weights.quantization import FORMATS, GROUP_SIZES, read_quantization
+from quire.weights.quantization import FORMATS, read_quantization
 from quire.weights.spec import ModelSpec
 
 OWN_BACKENDS = ("native", "torch")  # mlx runs what mlx-lm runs
@@ -159,21 +159,6 @@ def family_rows() -> list[dict[str, Any]]:
         }
         for row in FAMILIES
     ]
-
-
-def family_table() -> str:
-    """Return the rows as a table in Markdown."""
-    heads = ("family", "models", "classes in config.json", "GGUF architecture", "tools", "reasoning")
-    rows = [
-        (
-            *(row["family"], row["models"], ", ".join(f"`{name}`" for name in row["architectures"])),
-            *(f"`{row[field]}`" if row[field] else "" for field in ("gguf", "tools", "reasoning")),
-        )
-        for row in family_rows()
-    ]
-    return "\n".join(
-        [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
-    )
 
 
 def _print_families() -> None:
@@ -440,17 +425,12 @@ def quantize(
 
     Weights are rounded to the nearest code, without calibration. Norms, embeddings, head and routers stay as they are.
     """
-    if form not in FORMATS:
-        raise InvalidRequest(f"--format {form}: not one of {', '.join(FORMATS)}")
-    if group_size is not None and group_size not in GROUP_SIZES:
-        raise InvalidRequest(f"--group-size {group_size}: not one of {', '.join(map(str, GROUP_SIZES))}")
-    if group_size is not None and not FORMATS[form].is_grouped:
+    if group_size is not None and form in FORMATS and not FORMATS[form].is_grouped:
         raise InvalidRequest(f"--group-size {group_size}: the format {form} has no groups")
-    group_size = group_size or DEFAULT_GROUP_SIZE
     from quire.weights.quantizing import quantize_folder  # needs numpy
 
     with terminal.bytes_bar(f"writing {target.name}", "left") as progress:
-        report = quantize_folder(resolve(source), target, form, group_size, progress)
+        report = quantize_folder(resolve(source), target, form, group_size or DEFAULT_GROUP_SIZE, progress)
     before, after = file_size(report.num_source_bytes), file_size(report.num_bytes)
     echo(f"{short_path(target)}: {report.num_matrices:,} matrices quantised to {form}, {before} -> {after}")
 

@@ -24,7 +24,7 @@ Settings = dict[str, Any]  # of a group: name -> value
 # Fields that errors name, in commands that make a GenerationParams or load a model.
 FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "stop", "n", "max_tokens", "logprobs"),
+    *("seed", "stop", "max_tokens"),
     *("backend", "precision", "quantize", "kv_cache_dtype", "dtype", "device", "load_format", "threads"),
     *("max_model_len", "kv_memory"),
 }
@@ -208,7 +208,7 @@ def options_named(
     try:
         yield
     except InvalidRequest as error:
-        message = str(error).removeprefix("prompts[0]: ")
+        message = str(error)
         name = re.split(r"[^a-z_]", message, maxsplit=1)[0]
         rest = message[len(name) :]
         if name in known or (not known and name and rest.startswith(" = ")):

@@ -161,14 +161,23 @@ class LLM:
         ]
         return self._run(asked, on_output, has_bar=progress and len(asked) > 1)
 
-    def stream(self, request: GenerationRequest, chat: ChatRequest | None = None) -> Generator[Delta, None, None]:
-        """Yield the deltas of one request, made of `chat` if given. Closing the generator early cancels it."""
+    def stream(
+        self,
+        request: GenerationRequest,
+        chat: ChatRequest | None = None,
+        on_end: Callable[[GenerationOutput], object] = lambda _output: None,
+    ) -> Generator[Delta, None, None]:
+        """Yield the deltas of one request, made of `chat` if given. Closing the generator early cancels it.
+
+        `on_end` gets the whole output, with its usage.
+        """
         run = _Run(self, [(request, chat)])
         try:
             while not run.is_finished:
                 yield from (delta for _, delta in run.step())
         finally:
             run.close()
+        on_end(run.generations[0].output())
 
     def cache_stats(self) -> CacheStats:
         return self.engine.scheduler.cache.stats()

@@ -103,8 +103,6 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path: Path) -> Non
         (["nowhere.jsonl", "out.jsonl"], "IN = 'nowhere.jsonl' is not a file"),
         ([str(source), str(source)], "is the input itself"),
         ([str(source), "out.jsonl", "--priority", "urgent"], "--priority 'urgent' is not one of"),
-        ([str(source), "out.jsonl", "--max-in-flight", "0"], "--max-in-flight 0"),
-        ([str(source), "out.jsonl", "--retries", "0"], "--retries 0"),
         ([str(source), "out.jsonl", "--backend", "gpu"], "--backend"),
         ([str(source), str(out)], "not the output of an interrupted batch"),
         ([str(source), "out.jsonl", "--server", "http://127.0.0.1:9", "--local"], "choose one"),

@@ -70,11 +70,6 @@ def test_a_malformed_list_of_requests_is_an_error(server: ScriptedServer, reply:
     assert f"{server.url} sent a malformed list of requests: " in str(run(server, "ps").exception)
 
 
-def test_a_server_that_does_not_list_requests(server: ScriptedServer) -> None:
-    server.replies["/v1/requests"] = [refusal(404, "Not Found")]
-    assert NAME in run(server, "ps").stdout
-
-
 def test_models_are_loaded_unloaded_and_pinned(server: ScriptedServer) -> None:
     ready = {"model": NAME, "state": "ready", "is_pinned": True, "max_model_len": 2048, "full_model_len": 8192}
     note = ", with 2,048 tokens of context instead of 8,192: its KV cache is too small for more"

@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.backends import machine
-from quire.cli import chat as chat_model
 from quire.cli import doctor as fit_module
 from quire.cli import main
 from quire.cli.doctor import FILE_BITS, MLX_4BIT, MLX_FILE_BITS, Memory, Weights, fit
@@ -251,17 +250,10 @@ def test_show_prints_the_template(here: Path) -> None:
 # quire run
 
 
-@pytest.fixture
-def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
-    llm = EchoLLM()
-    monkeypatch.setattr(chat_model, "open_llm", lambda _model, _settings: llm)
-    return llm
-
-
 def test_run_answers_a_prompt(echo: EchoLLM) -> None:
     assert run("run", "smollm2", "What", "is", "this?").stdout == "What is this?\n"
     assert run("run", "smollm2", stdin="From a pipe.\n").stdout == "From a pipe.\n"
-    assert [messages[0]["content"] for messages in echo.seen] == ["What is this?", "From a pipe."]
+    assert [messages[0] for messages in echo.seen] == ["What is this?", "From a pipe."]
 
 
 def test_run_without_a_prompt_is_a_chat() -> None:
