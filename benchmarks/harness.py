@@ -24,7 +24,7 @@ from random import Random
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, TypeVar
 
-from quire.cli.server_client import EVENT, HttpStream, RefusedRequest
+from quire.cli.http_stream import EVENT, HttpStream, RefusedRequest
 from quire.errors import RequestFailed
 from quire.version import __version__
 

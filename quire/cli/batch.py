@@ -34,22 +34,8 @@ from quire.batch.runner import (
 )
 from quire.cli import options
 from quire.cli.chat import find_server, locate
-from quire.cli.server_client import (
-    PATIENT,
-    HttpStream,
-    RefusedRequest,
-    ServerClient,
-    ServerError,
-    Timeouts,
-    TooLarge,
-    check_installed,
-    choose_address,
-    chosen_key,
-    note,
-    printable,
-    serving,
-    value_of,
-)
+from quire.cli.http_stream import HttpStream, RefusedRequest, ServerError, Timeouts, TooLarge, printable, value_of
+from quire.cli.server_client import PATIENT, ServerClient, check_installed, choose_address, chosen_key, note, serving
 from quire.cli.terminal import echo, make_bar
 from quire.errors import InvalidRequest, QuireError
 from quire.weights.hub import DEFAULT_MODEL

@@ -18,8 +18,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import typer
 
 from quire.cli import terminal
+from quire.cli.http_stream import printable
 from quire.cli.options import takes
-from quire.cli.server_client import printable
 from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES

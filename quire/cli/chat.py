@@ -21,19 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.cli.http_stream import ServerNotFound, malformed, printable
 from quire.cli.options import FIELDS, Settings, option_name, options_named
-from quire.cli.server_client import (
-    PATIENT,
-    QUICK,
-    Address,
-    ServerClient,
-    ServerNotFound,
-    choose_address,
-    chosen_key,
-    malformed,
-    note,
-    printable,
-)
+from quire.cli.server_client import PATIENT, QUICK, Address, ServerClient, choose_address, chosen_key, note
 from quire.cli.terminal import AnswerWriter, bytes_bar, download_bar, echo
 from quire.engine.generation import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest, ModelNotFound, QuireError, RequestFailed, TemplateError

@@ -20,16 +20,9 @@ import typer
 from rich.text import Text
 
 from quire.cli import options
+from quire.cli.http_stream import malformed, printable
 from quire.cli.options import takes
-from quire.cli.server_client import (
-    PATIENT,
-    ServerClient,
-    chosen_key,
-    malformed,
-    printable,
-    reach_server,
-    require_address,
-)
+from quire.cli.server_client import PATIENT, ServerClient, chosen_key, reach_server, require_address
 from quire.cli.terminal import echo, show, table
 from quire.errors import InvalidRequest, QuireError
 from quire.sizes import reported_size

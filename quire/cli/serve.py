@@ -24,8 +24,9 @@ from typer.main import get_command
 
 from quire.cli import options
 from quire.cli.chat import locate
+from quire.cli.http_stream import printable
 from quire.cli.options import check_memory, option_name, options_named
-from quire.cli.server_client import PATIENT, ServerClient, check_installed, printable
+from quire.cli.server_client import PATIENT, ServerClient, check_installed
 from quire.cli.terminal import bytes_bar, echo, short_path
 from quire.core.policy import POLICIES
 from quire.errors import InvalidRequest, MissingExtra, QuireError

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.server_client import PATIENT, ServerClient, ServerError, serving
+from quire.cli.http_stream import ServerError
+from quire.cli.server_client import PATIENT, ServerClient, serving
 from quire.errors import RequestFailed
 from tests.server.rig import children, command_line
 from tests.waiting import eventually

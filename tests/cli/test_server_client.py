@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from quire.cli import chat as chat_model
 from quire.cli import server_client
 from quire.cli.chat import request_body
+from quire.cli.http_stream import HttpStream, Timeouts
 from quire.cli.main import app
-from quire.cli.server_client import HttpStream, parse_url
+from quire.cli.server_client import parse_url
 from quire.engine.generation import GenerationParams
 from quire.errors import InvalidRequest, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
@@ -57,9 +58,7 @@ def default(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, echo: EchoL
     """A server at the default address, which no option names."""
     monkeypatch.delenv("QUIRE_SERVER")
     monkeypatch.setattr(server_client, "DEFAULT_URL", server.url)
-    monkeypatch.setattr(
-        chat_model, "QUICK", server_client.Timeouts(LIMIT_S, LIMIT_S)
-    )  # a slow machine must not miss it
+    monkeypatch.setattr(chat_model, "QUICK", Timeouts(LIMIT_S, LIMIT_S))  # a slow machine must not miss it
     del echo
     return server
 
@@ -146,8 +145,8 @@ def test_another_program_on_the_port_is_ignored(default: ScriptedServer, strange
 def test_a_port_without_http_is_ignored(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and sends nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setattr(chat_model, "QUICK", server_client.Timeouts(0.3, 0.05))
-        monkeypatch.setattr(chat_model, "PATIENT", server_client.Timeouts(0.3, 0.05))
+        monkeypatch.setattr(chat_model, "QUICK", Timeouts(0.3, 0.05))
+        monkeypatch.setattr(chat_model, "PATIENT", Timeouts(0.3, 0.05))
         monkeypatch.setattr(server_client, "DEFAULT_URL", url)
         monkeypatch.delenv("QUIRE_SERVER")
         assert run("generate", "Hi").stdout == "Hi\n"
@@ -391,7 +390,7 @@ def test_events_are_read_wherever_they_are_cut(server: ScriptedServer) -> None:
 
 
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, server: ScriptedServer) -> None:
-    monkeypatch.setattr(server_client, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr("quire.cli.http_stream.MAX_EVENT_BYTES", 100)
     server.answers(stream(b"data: ", *[b"x" * 20] * 10))
     message = failure("generate", "Hi", "--server", server.url)
     assert message == f"{server.url} sent an event of more than 100 bytes"
