@@ -230,16 +230,7 @@ class Bench:
         # More threads are not always faster for one stream.
         self.thread_choices = (1,) if self.num_threads == 1 else (self.num_threads, 1)
         self.next_id = llm.next_id
-        self._progress = progress
-        self._num_done = 0
-        per_round = len(self.thread_choices) + 2 * len(config.batches)
-        sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1, "drafts": 2 * config.rounds}
-        self._num_stages = len(self.thread_choices) + sum(sizes.get(part, 0) for part in config.parts)
-
-    def begin_stage(self, what: str) -> None:
-        """Report the start of a stage to the progress callback."""
-        self._progress(what, self._num_done, self._num_stages)
-        self._num_done += 1
+        self.begin_stage = progress
 
     def session(self, estimator: StepEstimator | None = None) -> AbstractContextManager[Session]:
         return driven(self.engine, self.next_id, estimator)
@@ -314,7 +305,6 @@ def measure_drafts(bench: Bench) -> DraftsReport | None:
     num_tokens = sum(len(one.tokens) for one in drafted)
     ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, drafted, strict=True)]
     return DraftsReport(
-        rounds=config.rounds,
         num_output_tokens=num_tokens,
         tokens_per_s=median(one.tokens_per_s for one in drafted),
         tokens_per_s_without=median(one.tokens_per_s for one in plain),
@@ -375,7 +365,6 @@ def measure_prefix(bench: Bench) -> PrefixReport:
     is_held = set(counts) == {2} and copies == 0 and shared_blocks == num_full and cached_tokens == config.head_tokens
     return PrefixReport(
         head_tokens=config.head_tokens,
-        repeats=len(repeats),
         ttft_cold_ms=cold_s * 1000,
         ttft_hit_ms=hit_s * 1000,
         ttft_live_ms=median(one.live.ttft_s for one in repeats) * 1000,
@@ -450,7 +439,7 @@ def measure_speedup(bench: Bench) -> SpeedupReport:
         _level([one for one in batches if one.clients == clients], baseline) for clients in bench.config.batches
     )
     num_cached = sum(one.num_cached_tokens for one in (*singles, *batches))
-    return SpeedupReport(baseline, levels, (*singles, *batches), num_cached, num_cached == 0)
+    return SpeedupReport(baseline, levels, (*singles, *batches), num_cached)
 
 
 def _best(singles: Sequence[Measurement]) -> Measurement:
@@ -566,12 +555,12 @@ def measure_fairness(llm: LLM, config: BenchConfig, progress: Progress) -> Fairn
     if longest > llm.max_model_len:
         raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {llm.max_model_len}")
     estimator = StepEstimator()
-    progress("fairness: HIGH alone", 0, 4)
+    progress("fairness: HIGH alone")
     with driven(llm.engine, llm.next_id, estimator) as session:
         traffic = Traffic(llm, session, config.seed)
         traffic.high_requests(lambda number, _: number >= NUM_WARM_UP)
         idle = latency(traffic.high_requests(lambda number, _: number >= NUM_IDLE))
-    progress("fairness: HIGH beside a LOW backlog", 1, 4)
+    progress("fairness: HIGH beside a LOW backlog")
     low = Load(Priority.LOW, low_shape, backlog_size(config, idle))
     with driven(llm.engine, llm.next_id, estimator) as session:
         traffic = Traffic(llm, session, config.seed, low)
@@ -581,7 +570,7 @@ def measure_fairness(llm: LLM, config: BenchConfig, progress: Progress) -> Fairn
         high = traffic.high_requests(lambda _, passed_s: passed_s >= config.seconds, config.seconds + GRACE_S)
         low_rate = (low.num_tokens - before) / (time.perf_counter() - begun_s)
     backlog = backlog_report(config.seconds, low.num_requests, idle, high, low_rate)
-    progress("fairness: both tiers saturated", 2, 4)
+    progress("fairness: both tiers saturated")
     seconds = config.seconds / 2
     loads = [Load(tier, HIGH_SHAPE, 2 * config.max_num_seqs) for tier in (Priority.HIGH, Priority.LOW)]
     with driven(llm.engine, llm.next_id, estimator) as session:

@@ -111,7 +111,6 @@ class SpeedupReport:
     levels: tuple[Level, ...]
     measurements: tuple[Measurement, ...]
     num_cached_tokens: int  # must be 0: the cache must not help
-    is_held: bool
 
     @property
     def ratios(self) -> dict[int, float]:
@@ -139,7 +138,6 @@ class PrefixReport:
     """
 
     head_tokens: int
-    repeats: int
     ttft_cold_ms: float  # with an empty cache
     ttft_hit_ms: float  # after all other requests have ended
     ttft_live_ms: float  # while the first request still decodes
@@ -160,7 +158,6 @@ class DraftsReport:
     Speeds are medians of the rounds, counts are totals.
     """
 
-    rounds: int
     num_output_tokens: int
     tokens_per_s: float  # after the first token
     tokens_per_s_without: float
@@ -271,7 +268,7 @@ class BenchReport:
 
 
 def _problems(report: BenchReport) -> Iterator[str]:
-    if report.speedup is not None and not report.speedup.is_held:
+    if report.speedup is not None and report.speedup.num_cached_tokens:
         yield f"speedup: {report.speedup.num_cached_tokens} tokens came from the cache, expected 0"
     if (prefix := report.prefix) is not None and not prefix.is_held:
         counts = f"{prefix.ref_count_min} to {prefix.ref_count_max}"
@@ -309,7 +306,7 @@ def unfair(fair: FairnessReport) -> Iterator[str]:
         yield f"fairness: {found} under constant HIGH load, expected at least {fair.min_low_share:.1%} for LOW"
 
 
-Progress = Callable[[str, int, int], object]  # the part that begins, the number of those that have ended, and of all
+Progress = Callable[[str], object]  # called with the name of a part when it begins
 
 
 @dataclass(frozen=True, slots=True)

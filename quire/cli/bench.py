@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -39,7 +38,6 @@ from quire.bench.report import (
     FairnessReport,
     Latency,
     PrefixReport,
-    Progress,
     SpeedupReport,
     unfair,
 )
@@ -91,7 +89,7 @@ def bench(
 ) -> None:
     """Measure a model: concurrent clients, a shared prefix, drafts, fairness among priorities."""
     facts = {"quire": __version__, "command": shlex.join(["quire", *sys.argv[1:]]), "machine": machine_facts()}
-    with options.options_named(_FIELDS, is_bare=True):
+    with options.options_named(_FIELDS):
         config = BenchConfig(
             parts=_parts(only),
             clients=_clients(clients),
@@ -104,7 +102,7 @@ def bench(
         )
     if out is not None:
         _prepare(out)
-    with options.options_named(_FIELDS, is_bare=True):
+    with options.options_named(_FIELDS):
         report = _run(model, config, {**compute, "threads": threads})
     document = document_of(report, facts)
     if as_json:
@@ -158,8 +156,12 @@ def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> Be
     EngineConfig(max_num_seqs=config.max_num_seqs, **settings)  # refuses settings that cannot work
     path = locate(model)
     report = None
-    with _progress() as progress:
-        progress("loading the model", 0, 1)
+    with terminal.progress_bar("", "passed") as update:
+
+        def progress(what: str) -> None:
+            update(description=what)
+
+        progress("loading the model")
         if config.parts != ("fairness",):
             with LLM(path, max_num_seqs=max(64, *config.clients), **settings) as llm:
                 report = run_bench(llm, config, progress)
@@ -169,23 +171,13 @@ def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> Be
                 fairness = measure_fairness(llm, config, progress)
             report = report or BenchReport(setup_of(llm), config, 0.0, None, None, None)
             if llm.max_model_len >= POOL_TOKENS:
-                progress("fairness: HIGH behind a resumed LOW", 3, 4)
+                progress("fairness: HIGH behind a resumed LOW")
                 num_blocks = POOL_TOKENS // report.setup.block_size + 1
                 with LLM(path, max_model_len=POOL_TOKENS, num_blocks=num_blocks, **settings) as llm:
                     fairness = replace(fairness, resumed=measure_resumed(llm, config.seed))
             report = replace(report, fairness=fairness)
     assert report is not None  # a configuration has at least one part
     return replace(report, duration_s=time.perf_counter() - begun_s)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    with terminal.progress_bar("", "count", "passed", total=1) as update:
-
-        def show(what: str, num_done: int, num_all: int) -> None:
-            update(completed=num_done, total=num_all, description=what)
-
-        yield show
 
 
 def machine_facts() -> dict[str, Any]:
@@ -268,13 +260,13 @@ def _speedup_text(report: BenchReport, speedup: SpeedupReport) -> str:
     )
 
 
-def _prefix_text(prefix: PrefixReport) -> str:
+def _prefix_text(prefix: PrefixReport, rounds: int) -> str:
     one, least, most = prefix.siblings, prefix.ref_count_min, prefix.ref_count_max
     counts = f"{least}" if least == most else f"{least} to {most}"
     return (
         f"A head of {prefix.head_tokens} tokens: first token after {prefix.ttft_cold_ms:.0f} ms cold,"
         f" {prefix.ttft_hit_ms:.0f} ms when it is cached ({prefix.ratio:.1f} times sooner),"
-        f" {prefix.ttft_live_ms:.0f} ms while the first request still decodes; medians of {prefix.repeats}."
+        f" {prefix.ttft_live_ms:.0f} ms while the first request still decodes; medians of {rounds}."
         f" While both run they share {prefix.shared_blocks} blocks, each with ref count {counts};"
         f" copies: {prefix.copies}. {_held(prefix.is_held)}\n"
         f"{one.num_requests} requests with one new prompt of {one.prompt_tokens} tokens, arriving together, computed"
@@ -284,14 +276,14 @@ def _prefix_text(prefix: PrefixReport) -> str:
     )
 
 
-def _drafts_text(drafts: DraftsReport | None) -> str:
+def _drafts_text(drafts: DraftsReport | None, rounds: int) -> str:
     if drafts is None:
         return "Drafts are off: this backend verifies none for this model."
     share = "-" if drafts.acceptance is None else f"{drafts.acceptance:.0%}"
     return (
         f"An answer that repeats its prompt, one at a time: {drafts.tokens_per_s:.1f} tok/s with drafts,"
         f" {drafts.tokens_per_s_without:.1f} without ({drafts.ratio:.2f} times, {drafts.ratio_min:.2f} to"
-        f" {drafts.ratio_max:.2f}); medians over rounds: {drafts.rounds}."
+        f" {drafts.ratio_max:.2f}); medians over rounds: {rounds}."
         f" Accepted: {drafts.draft_tokens_accepted} of {drafts.draft_tokens} draft tokens ({share}),"
         f" {drafts.tokens_per_step:.2f} tokens per step, {drafts.steps} steps instead of {drafts.steps_without}."
         f" The answers are {'equal' if drafts.is_equal else 'DIFFERENT'}."
@@ -363,9 +355,9 @@ def _sections(report: BenchReport) -> Iterator[_Section]:
         text = _speedup_text(report, speedup)
         yield _Section("Many clients against one at a time", text, SPEEDUP_HEADS, _speedup_rows(speedup))
     if report.prefix is not None:
-        yield _Section("A shared prefix", _prefix_text(report.prefix))
+        yield _Section("A shared prefix", _prefix_text(report.prefix, report.config.rounds))
     if "drafts" in report.config.parts:
-        yield _Section("Drafts", _drafts_text(report.drafts))
+        yield _Section("Drafts", _drafts_text(report.drafts, report.config.rounds))
     if (fairness := report.fairness) is not None:
         text = _fairness_text(report.config, fairness)
         yield _Section("Fairness between priorities", text, HIGH_HEADS, _high_rows(fairness))

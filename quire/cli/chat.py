@@ -497,7 +497,7 @@ class AnswerUsage:
     cache: dict[str, Any] | None  # how much of the prompt was cached and where the match ended, as --json prints it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """New output of an answer."""
 
@@ -508,22 +508,14 @@ class Piece:
     refusal: str = ""
     finish_reason: str | None = None
     stop: str | None = None  # the stop string that ended it
-    usage: AnswerUsage | None = None  # of the whole answer, after its end
+    usage: AnswerUsage | None = None  # of the whole answer, after its end; None: it was stopped, or there is none
 
 
 @dataclass(slots=True)
-class Answer:
-    """An answer as far as it has arrived, and its speed."""
+class Answer(Piece):
+    """All pieces of an answer that have arrived, and their speed."""
 
     started_s: float = field(default_factory=time.perf_counter)
-    text: str = ""
-    thought: str = ""
-    calls: tuple[str, ...] = ()
-    refusal: str = ""
-    finish_reason: str | None = None
-    stop: str | None = None
-    num_tokens: int = 0
-    usage: AnswerUsage | None = None  # None: the answer was stopped, or the server reported none
     _num_first: int = 0
     _first_s: float | None = None
     _last_s: float = 0.0

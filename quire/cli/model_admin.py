@@ -121,7 +121,11 @@ def _context_note(found: dict[str, Any]) -> str:
 def _print_models(entries: list[dict[str, Any]]) -> None:
     """One row for each model, with its aliases."""
     rows = []
-    for name, aliases, entry in _by_model(entries):
+    for entry in entries:
+        if entry.get("alias_of") is not None:
+            continue
+        name = str(entry.get("id"))
+        aliases = [str(other.get("id")) for other in entries if other.get("alias_of") == entry.get("id")]
         state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
         num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
         shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
@@ -144,17 +148,6 @@ def _print_requests(entries: list[dict[str, Any]]) -> None:
 
 def _print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     show(table((*texts, *numbers), (list(map(printable, row)) for row in rows), texts=texts))
-
-
-def _by_model(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], dict[str, Any]]]:
-    found: list[tuple[str, list[str], dict[str, Any]]] = []
-    for entry in entries:
-        name, alias_of = str(entry.get("id")), entry.get("alias_of")
-        if alias_of is None or not found:
-            found.append((name, [], entry))
-        else:
-            found[-1][1].append(name)
-    return found
 
 
 RETRY_S = 1.0

@@ -371,11 +371,10 @@ def find_removal(name: str) -> Removal:
             raise ModelNotFound(f"{known.name} is not on this machine")
         return Removal(known.name, path, [path])
     path = Path(name).expanduser()
+    if "/" not in name and (own := models_dir() / f"{name}.gguf").is_file():
+        path = own
     if is_path(name) or is_model(path):
         raise InvalidRequest(f"{name}: quire did not download this model; delete {path.absolute()} yourself")
-    own = models_dir() / f"{name}.gguf"
-    if "/" not in name and own.is_file() and own.name not in {model.file_name for model in KNOWN_MODELS.values()}:
-        raise InvalidRequest(f"{name}: quire did not download this model; delete {own} yourself")
     hub_name = HubName.parse(name)
     homes = {repo: folder.parent.parent for repo, folder in cached_folders()}
     if hub_name is None or hub_name.repo not in homes:

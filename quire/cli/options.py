@@ -197,13 +197,10 @@ def engine(
 
 
 @contextmanager
-def options_named(
-    known: Collection[str] = (), names: Mapping[str, str] | None = None, *, is_bare: bool = False
-) -> Iterator[None]:
+def options_named(known: Collection[str] = (), names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Replace the field at the start of an error by the name of its option.
 
     `known`: the fields; by default all that are followed by " = ". `names`: fields whose options have another name.
-    `is_bare`: as on a command line, without " = " or ":" after the option.
     """
     try:
         yield
@@ -213,7 +210,6 @@ def options_named(
         rest = message[len(name) :]
         if name in known or (not known and name and rest.startswith(" = ")):
             rest = _OTHER_FIELDS.sub(lambda found: option_name(found[0]), rest)
-            rest = re.sub(r"^(?: =|:) ", " ", rest) if is_bare else rest
             message = option_name((names or {}).get(name, name)) + rest
         raise type(error)(message) from None
 

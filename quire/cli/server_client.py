@@ -242,7 +242,6 @@ _SERVE = "from quire.cli.server_client import run_while_parent_lives as run; run
 class ServerProcess:
     pid: int
     url: str
-    num_threads: int
 
 
 def check_installed(what: str) -> None:
@@ -305,13 +304,9 @@ def run_while_parent_lives() -> None:
 def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
     """Wait for the line with the address. There is no time limit: a large model may load for minutes."""
     assert process.stdout is not None
-    text = ""
     for line in process.stdout:
-        text += line
-        url, computes = re.search(r" at (http://\S+)", text), re.search(r"^  computes .*$", text, re.MULTILINE)
-        if url is not None and computes is not None:
-            threads = re.search(r"(\d+) threads?$", computes[0])  # on a CPU only
-            return ServerProcess(process.pid, url[1], int(threads[1]) if threads else 1)
+        if (url := re.search(r" at (http://\S+)$", line)) is not None:
+            return ServerProcess(process.pid, url[1])
     raise ServerError(f"`quire serve` did not start: it ended with exit code {process.wait()}")
 
 

@@ -146,15 +146,15 @@ def test_a_broken_promise_is_reported_and_fails(model: str, monkeypatch: pytest.
     [
         (("--clients", "2,x"), "--clients 'x' of '2,x' is not a whole number of at least 1"),
         (("--clients", "0,2"), "--clients '0' of '0,2' is not a whole number of at least 1"),
-        (("--clients", "1"), "--clients (1,) has no number above 1"),
+        (("--clients", "1"), "--clients = (1,) has no number above 1"),
         (("--only", "speed"), "--only 'speed' is not one of speedup, prefix, drafts, fairness"),
-        (("--threads", "0"), "--threads 0 is not"),
-        (("--max-num-seqs", "5000"), "--max-num-seqs 5000 is not a whole number from 1 to 4096"),
+        (("--threads", "0"), "--threads = 0 is not"),
+        (("--max-num-seqs", "5000"), "--max-num-seqs = 5000 is not a whole number from 1 to 4096"),
         (
             ("--only", "fairness", "--prompt-tokens", "9999"),
             "fairness needs 10063 tokens of context, and the model has",
         ),
-        (("--device", "tpu"), "--device 'tpu' is not auto, cpu, cuda or metal"),
+        (("--device", "tpu"), "--device = 'tpu' is not auto, cpu, cuda or metal"),
         (("--prompt-tokens", "9999"), "speedup needs 10063 tokens of context, and the model has 4096"),
     ],
 )

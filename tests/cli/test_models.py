@@ -278,10 +278,8 @@ def test_a_model_that_runs(tmp_path: Path) -> None:
     assert (found["family"], found["backend"], found["device"]) == ("llama", "native", "cpu")
     assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2  # layers, keys and values, KV heads, head size, 16 bits
     assert found["cached_tokens"] > found["max_model_len"] == 4096
-    assert found["tokens_per_s"] > 0
     text = CliRunner().invoke(app, ["doctor", str(tmp_path / "tiny")]).stdout
     assert "runs here   yes, on the CPU with the native backend" in text
-    assert "tokens/s for one request" in text
 
 
 def test_a_tokenizer_that_a_load_would_refuse(tmp_path: Path) -> None:
