@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from quire.bench.report import (
     unfair,
     windows,
 )
-from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
 from quire.engine.generation import GenerationRequest
 from quire.engine.llm import LLM
@@ -62,6 +60,7 @@ def test_the_speedup_is_measured_in_rounds_against_the_best_single_stream(report
         assert level.ratio <= level.ratio_to_median
     assert all(one.num_output_tokens == one.clients * 8 for one in speedup.measurements)
     assert speedup.num_cached_tokens == 0
+    assert report.not_held == ()
 
 
 def test_the_single_stream_is_measured_with_one_thread_and_with_all(llm: LLM) -> None:
@@ -118,22 +117,6 @@ def test_an_engine_without_drafts_has_no_report_of_them(tiny_model: Path) -> Non
         assert run_bench(llm, replace(SMALL, parts=("drafts",))).drafts is None
 
 
-def test_run_bench_does_not_measure_fairness(report: BenchReport) -> None:
-    assert "fairness" in report.config.parts
-    assert report.fairness is None
-    assert report.not_held == ()
-
-
-def test_the_report_can_be_written_as_json(report: BenchReport) -> None:
-    document: dict[str, Any] = json.loads(json.dumps(asdict(replace(report, fairness=fairness()))))
-    assert document["setup"]["model"] == "tiny"
-    assert document["setup"]["dtype"] == "float32"
-    assert document["setup"]["num_threads"] == 1
-    assert document["config"]["clients"] == [1, 2, 4]
-    assert document["prefix"]["copies"] == 0
-    assert document["fairness"]["saturated"]["guaranteed_share"] == 0.125
-
-
 def test_not_held_lists_each_failed_criterion(report: BenchReport) -> None:
     assert report.prefix is not None
     assert report.speedup is not None
@@ -172,13 +155,6 @@ def test_the_engine_is_left_unchanged(llm: LLM, report: BenchReport) -> None:
     assert not llm.engine.has_work
     assert llm.engine.on_plan is None
     assert llm.cache_stats().num_cached == 0
-    plans: list[StepPlan] = []
-    llm.engine.on_plan = plans.append
-    try:
-        run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1, head_tokens=64))
-        assert llm.engine.on_plan is not None
-    finally:
-        llm.engine.on_plan = None
 
 
 @pytest.mark.parametrize(
@@ -265,12 +241,6 @@ def test_decode_speed_is_the_median_of_requests_that_decoded() -> None:
     assert latency([sample(1, num_tokens=1)]).decode_tokens_per_s is None
 
 
-def test_latency_without_requests_is_none() -> None:
-    found = latency([])
-    assert found.requests == 0
-    assert found.ttft_ms_p50 is found.ttft_ms_p95 is found.ttft_ms_max is found.decode_tokens_per_s is None
-
-
 def test_a_request_belongs_to_the_window_it_started_in() -> None:
     begun_s = (0.0, 14.9, 15.0, 30.0, 44.9, 45.1)
     found = windows([sample(0.2, at_s) for at_s in begun_s], 45.0, latency([sample(0.1)]))
@@ -288,13 +258,6 @@ def test_fairness_needs_both_criteria() -> None:
     assert not is_fair(resumed_s=3.1)
     assert is_fair(resumed_s=None)  # a server without room for that phase
     assert not is_fair(low_tokens=0, high_tokens=0)
-
-
-def test_the_low_share_must_be_nine_tenths_of_the_guaranteed_share() -> None:
-    found = fairness(low_tokens=250, high_tokens=750)
-    assert (found.saturated.low_share, found.saturated.guaranteed_share) == (0.25, 0.125)
-    assert found.min_low_share == pytest.approx(0.1125)
-    assert fairness(low_tokens=0, high_tokens=0).saturated.low_share is None
 
 
 def test_decode_ratio_compares_the_backlog_phase_with_the_idle_server() -> None:

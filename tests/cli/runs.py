@@ -101,7 +101,10 @@ class Terminal:
             pass
         return self._process.wait(LIMIT_S)
 
-    def close(self) -> None:
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._fd)

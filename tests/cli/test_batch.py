@@ -190,8 +190,7 @@ def is_running(pid: int) -> bool:
 def test_ctrl_c_on_a_terminal_and_again(server: Server, tmp_path: Path) -> None:
     source, out = prompts(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
     command = ["batch", str(source), str(out), *at(server), "--max-tokens", "60", "--max-in-flight", "4"]
-    terminal = Terminal(*command, env={"COLUMNS": "120", "TERM": "xterm"})
-    try:
+    with Terminal(*command, env={"COLUMNS": "120", "TERM": "xterm"}) as terminal:
         terminal.wait_for("/400")
         eventually(lambda: out.read_bytes().count(b"\n") >= 3, "some lines are done")
         terminal.type("\x03")
@@ -199,16 +198,11 @@ def test_ctrl_c_on_a_terminal_and_again(server: Server, tmp_path: Path) -> None:
         terminal.wait_for("run the same command again to continue", after=at_end)
         assert terminal.exit_code() == 130
         assert "Traceback" not in terminal.screen
-    finally:
-        terminal.close()
     server.wait_free()
-    terminal = Terminal(*command, env={"COLUMNS": "120", "TERM": "xterm"})
-    try:
+    with Terminal(*command, env={"COLUMNS": "120", "TERM": "xterm"}) as terminal:
         terminal.wait_for("continuing")
         terminal.wait_for("400 lines: 400 answered, 0 failed")
         assert terminal.exit_code() == 0
-    finally:
-        terminal.close()
     assert set(read(out)) == {f"p-{number}" for number in range(400)}
 
 

@@ -16,7 +16,7 @@ from quire.bench.driver import run_bench
 from quire.bench.report import BenchConfig, BenchReport, Progress
 from quire.cli import bench as command
 from quire.engine.llm import LLM
-from quire.errors import InvalidRequest, ModelNotFound, QuireError
+from quire.errors import QuireError
 from tests.bench.test_bench import fairness
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -178,19 +178,6 @@ def test_without_matplotlib_there_is_a_report_without_a_plot(
     (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("Wrote ")]
     how = f"{sys.executable} -m pip install matplotlib"
     assert line.endswith(f"but no speedup.png: it needs matplotlib, which is not installed: {how}")
-
-
-def test_a_part_without_a_panel_has_no_plot(model: str, tmp_path: Path) -> None:
-    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--only", "drafts", "--out", str(tmp_path)])
-    assert outcome.exit_code == 0, outcome.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
-    assert "speedup.png" not in (tmp_path / "report.md").read_text()
-
-
-def test_a_missing_model_is_reported() -> None:
-    outcome = CliRunner().invoke(app, ["--model", "/no/such/model"])
-    assert isinstance(outcome.exception, ModelNotFound)
-    assert not isinstance(outcome.exception, InvalidRequest)
 
 
 def test_the_command_imports_nothing_heavy() -> None:

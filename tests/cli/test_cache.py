@@ -17,7 +17,7 @@ from quire.core.step import MemoryKind
 from quire.engine.levels.block_file import check_block, file_bytes
 from quire.engine.levels.cache_folder import STALE_S, root_secret
 from quire.engine.levels.disk_store import DiskStore
-from tests.cli.runs import Terminal, quire
+from tests.cli.runs import Terminal
 from tests.engine.levels.contents import FACTS, PAYLOAD_BYTES, all_files, make_content, make_payload, read_back
 
 FILE_BYTES = file_bytes(128, PAYLOAD_BYTES)
@@ -98,22 +98,6 @@ def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "m " in shown("ls", "--cache-dir", str(tmp_path / "kv"))
     monkeypatch.setenv("QUIRE_CACHE_DIR", "")
     assert refused("ls") == "QUIRE_CACHE_DIR is empty: it must be the path of a folder"
-
-
-def test_the_command_as_a_process(root: Path) -> None:
-    outcome = quire("cache", "ls", env={"QUIRE_CACHE": str(root.parent)})
-    assert (outcome.returncode, outcome.stderr) == (0, "")
-    assert "org/large" in outcome.stdout
-    outcome = quire("cache", "ls", "--cache-dir", str(root.parent))
-    assert outcome.returncode == 2
-    assert outcome.stderr == (
-        f"quire: {root.parent} is not a cache folder of quire: it has neither a secret nor cached content\n"
-    )
-    outcome = quire("cache", "explode")
-    assert outcome.returncode == 2
-    assert "No such command 'explode'" in outcome.stderr
-    outcome = quire("cache")
-    assert all(f"\n  {name} " in outcome.stdout + outcome.stderr for name in ("ls", "stats", "verify", "clear"))
 
 
 # ls and stats
@@ -320,16 +304,6 @@ def test_files_that_cannot_be_read_or_deleted(root: Path, monkeypatch: pytest.Mo
     assert {file.path for file in all_files(root)} == {before[0].path, before[5].path}
 
 
-def test_progress_on_a_terminal(root: Path) -> None:
-    for command, what in (("verify", "checking"), ("ls", "reading headers")):
-        terminal = Terminal("cache", command, "--cache-dir", str(root), env={"TERM": "xterm", "COLUMNS": "200"})
-        try:
-            terminal.wait_for(what)
-            assert terminal.exit_code() == 0
-        finally:
-            terminal.close()
-
-
 # clear
 
 
@@ -407,14 +381,11 @@ def test_clear_asks_on_a_terminal_and_refuses_elsewhere(root: Path) -> None:
         "clear", "--cache-dir", str(root)
     )
     for answer, code, left in (("n", 1, 6), ("y", 0, 0)):
-        terminal = Terminal("cache", "clear", "--cache-dir", str(root), env={"COLUMNS": "400"})
-        try:
+        with Terminal("cache", "clear", "--cache-dir", str(root), env={"COLUMNS": "400"}) as terminal:
             terminal.wait_for("[y/N]: ")
             assert "Delete 6 files, 0.0 MB, of org/large, small from " in terminal.screen
             terminal.type(f"{answer}\n")
             assert terminal.exit_code() == code
-        finally:
-            terminal.close()
         assert len(all_files(root)) == left
 
 

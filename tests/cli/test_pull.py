@@ -254,13 +254,10 @@ def test_rm_deletes_one_gguf_or_the_whole_repository(hub: FakeHub, tmp_path: Pat
 def test_rm_asks_at_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
     path = Path(pull(hub, tmp_path, "org/gguf:Q4_0").stdout.strip())
     for answer, is_there in (("n", True), ("y", False)):
-        terminal = Terminal("rm", "org/gguf:Q4_0", env=hub.env(tmp_path))
-        try:
+        with Terminal("rm", "org/gguf:Q4_0", env=hub.env(tmp_path)) as terminal:
             terminal.wait_for("[y/N]: ")
             terminal.type(f"{answer}\n")
             assert terminal.exit_code() == (1 if is_there else 0)
-        finally:
-            terminal.close()
         assert path.exists() == is_there
 
 

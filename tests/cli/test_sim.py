@@ -107,14 +107,6 @@ def test_sim_compares_routers() -> None:
         assert word in outcome.stdout
 
 
-def test_sim_frees_window_blocks_behind_running_requests() -> None:
-    options = ("--scheduling-policy", "fair", "--num-blocks", "2000", "--max-num-seqs", "8", "--json")
-    window = ("--window", "128", "--num-window-blocks", "400")
-    run = json.loads(quire("sim", "--requests", "30", *options, *window).stdout)["runs"][0]
-    assert run["cache"]["windows"]["num_blocks"] == 399
-    assert run["cache"]["windows"]["num_in_use"] == 0
-
-
 def test_a_saved_trace_gives_the_same_figures_again(tmp_path: Path) -> None:
     options = ("--scheduling-policy", "aging", "--num-blocks", "400", "--json")
     first = quire("sim", "--requests", "60", "--save-trace", "day.jsonl", *options, folder=tmp_path)

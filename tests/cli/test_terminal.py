@@ -28,8 +28,7 @@ SHORT = ("--kv-memory", "1M", "--max-tokens", "2")
 
 def at_a_terminal(*arguments: str, typed: str = "", env: dict[str, str] | None = None) -> str:
     """What a terminal receives. `typed` is typed at the prompt."""
-    process = Terminal(*arguments, env=env)
-    try:
+    with Terminal(*arguments, env=env) as process:
         if typed:
             at = process.wait_for("> ")
             process.type(typed)
@@ -37,8 +36,6 @@ def at_a_terminal(*arguments: str, typed: str = "", env: dict[str, str] | None =
             process.type("\x04")
         process.exit_code()
         return process.screen
-    finally:
-        process.close()
 
 
 def check(screen: str, word: str = "owned") -> None:
