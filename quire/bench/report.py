@@ -345,14 +345,12 @@ def latency(samples: Sequence[Sample]) -> Latency:
 
 def windows(samples: Sequence[Sample], seconds: float, idle: Latency) -> tuple[Window, ...]:
     """Divide the phase into equal windows. Each contains the requests that started in it."""
-    parts: list[list[Sample]] = [[] for _ in range(NUM_WINDOWS)]
-    for one in samples:
-        parts[min(int(one.begun_s / seconds * NUM_WINDOWS), NUM_WINDOWS - 1)].append(one)
     found = []
-    for number, part in enumerate(parts):
-        in_part = latency(part)
+    for number in range(NUM_WINDOWS):
         begin_s, end_s = (seconds * edge / NUM_WINDOWS for edge in (number, number + 1))
-        found.append(Window(begin_s, end_s, in_part, _ratio(in_part.ttft_ms_p95, idle.ttft_ms_p95)))
+        is_last = number == NUM_WINDOWS - 1
+        part = latency([one for one in samples if begin_s <= one.begun_s and (is_last or one.begun_s < end_s)])
+        found.append(Window(begin_s, end_s, part, _ratio(part.ttft_ms_p95, idle.ttft_ms_p95)))
     return tuple(found)
 
 

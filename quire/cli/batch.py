@@ -117,7 +117,7 @@ def batch(
             lines = lines if model is None else replace(lines, model=target.model)
             retry = RetryPolicy(max_tries=retries)
             _run(progress, results, target.server, lines, max_in_flight=max_in_flight, is_ordered=ordered, retry=retry)
-    progress.summarize()
+    progress.tell(str(progress))
     if progress.scan.num_failed:
         raise typer.Exit(1)
 
@@ -198,7 +198,7 @@ class _Progress:
     def __init__(self, scan: ResultScan, source: Path | None, output: Path | None, *, is_quiet: bool) -> None:
         self.scan = scan
         self.total: int | None = None  # lines of the input; None: not known
-        self._num_before, self._num_failed_before = scan.num_finished, scan.num_failed
+        self._num_before = scan.num_finished
         self.num_tokens = 0
         self._source = source
         self._can_continue = source is not None and output is not None
@@ -224,10 +224,6 @@ class _Progress:
         return self.scan.num_finished - self._num_before
 
     @property
-    def num_bad(self) -> int:
-        return self.scan.num_failed - self._num_failed_before
-
-    @property
     def elapsed_s(self) -> float:
         return (time.monotonic() if self._ended_s is None else self._ended_s) - self._started_s
 
@@ -251,34 +247,24 @@ class _Progress:
         if result.reply is not None and result.is_good:
             self.num_tokens += num_completion_tokens(json.loads(result.reply.body))
         if self._bar is not None:
-            counts = f"{self.num_bad} failed, {self.tokens_per_s:.0f} tok/s"
+            counts = f"{self.scan.num_failed} failed, {self.tokens_per_s:.0f} tok/s"
             self._bar.update(self._task, completed=self.scan.num_finished, counts=counts)
         elif not self._is_quiet and time.monotonic() - self._shown_s >= LINE_EVERY_S:
             self._shown_s = time.monotonic()
-            echo(self.line(), err=True)
-
-    def line(self) -> str:
-        """The progress as one line of text, for a pipe."""
-        done = self.scan.num_finished
-        text = f"{done:,} of {self.total:,}" if self.total is not None else f"{done:,}"
-        text += f" lines, {self.num_bad:,} failed, {self.tokens_per_s:.0f} tokens/s"
-        if self.total is not None and self.num_done:
-            left_s = self.elapsed_s * max(0, self.total - done) / self.num_done
-            text += f", about {left_s:.0f} s left"
-        return text
+            self.tell(str(self))
 
     def interrupted(self) -> str:
         how = "; run the same command again to continue" if self._can_continue else ""
         return f"{self.scan.num_finished:,} lines have a result{how}"
 
-    def summarize(self) -> None:
+    def __str__(self) -> str:
         scan = self.scan
         text = f"{scan.num_finished:,} lines: {scan.num_good:,} answered, {scan.num_failed:,} failed"
         if self.num_done:
             rate = self.num_done / max(self.elapsed_s, 1e-9)
             text += f"; this run: {self.num_done:,} in {self.elapsed_s:.1f} s,"
             text += f" {rate:.1f} lines/s, {self.tokens_per_s:.0f} tokens/s"
-        self.tell(text)
+        return text
 
 
 def _exchange(stream: HttpStream) -> Reply:

@@ -101,7 +101,7 @@ def bench(
             seed=seed,
         )
     if out is not None:
-        _prepare(out)
+        out.mkdir(parents=True, exist_ok=True)
     with options.options_named(_FIELDS):
         report = _run(model, config, {**compute, "threads": threads})
     document = document_of(report, facts)
@@ -135,13 +135,6 @@ def _parts(given: list[str] | None) -> tuple[str, ...]:
         if part not in PARTS:
             raise InvalidRequest(f"--only {part!r} is not one of {', '.join(PARTS)}")
     return tuple(part for part in PARTS if not given or part in given)
-
-
-def _prepare(out: Path) -> None:
-    """Refuse outputs that could not be written, before the run."""
-    if out.exists() and not out.is_dir():
-        raise InvalidRequest(f"--out {out} is a file, not a folder")
-    out.mkdir(parents=True, exist_ok=True)
 
 
 # Running

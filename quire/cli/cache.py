@@ -74,8 +74,6 @@ def _find_root(
         if given is None:
             return root  # nothing was cached yet
         raise InvalidRequest(f"{source} {root}: there is no such folder") from None
-    except NotADirectoryError:
-        raise InvalidRequest(f"{source} {root} is not a folder") from None
     except OSError as error:
         raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
     if names and SECRET_NAME not in names and not space_folders(root):

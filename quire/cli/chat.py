@@ -207,7 +207,6 @@ class Repl:
             self._writer.say(f"last answer: {last.rate}{first}{'; ' if last.cached else ''}{last.cached}\n")
         num_turns = sum(message["role"] == "user" for message in self.messages)
         self._writer.say(f"conversation: {num_turns} turns, {self.model.max_model_len} tokens of context\n")
-        self._writer.say(f"{self.model.cache_line()}\n")
 
     def set_param(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
@@ -621,9 +620,6 @@ class LocalModel:
         text = stopped_text(self.llm.text.tokenizer, output.prompt_token_ids, cache)
         return {**asdict(cache), "stopped_text": None if text is None else asdict(text)}
 
-    def cache_line(self) -> str:
-        return _cache_line(asdict(self.llm.cache_stats()))
-
     def close(self) -> None:
         self.llm.close()
 
@@ -653,24 +649,8 @@ class RemoteModel:
         if not is_finished:
             raise RequestFailed(f"{url} ended the stream before the answer was finished")
 
-    def cache_line(self) -> str:
-        found = self._server.get("/v1/cache/stats")
-        try:
-            return _cache_line(found)
-        except (KeyError, TypeError, ValueError):
-            raise malformed(self._server.url, "malformed cache statistics", found) from None
-
     def close(self) -> None:
         """Nothing to close: no connection is open between two answers."""
-
-
-def _cache_line(stats: Mapping[str, Any]) -> str:
-    num_hit, num_queried = _whole(stats["num_hit_tokens"]), _whole(stats["num_queried_tokens"])
-    return (
-        f"cache: {stats['num_cached']:d} of {stats['num_blocks']:d} blocks hold earlier text,"
-        f" {stats['num_evictions']:d} evicted; {num_hit} of {num_queried} prompt tokens found"
-        f" ({num_hit / max(num_queried, 1):.0%})"
-    )
 
 
 GRAMMAR_NAMES = {"json_schema": "guided_json", "regex": "guided_regex", "lark": "guided_grammar"}  # by kind

@@ -118,6 +118,7 @@ def doctor(
 def examine() -> dict[str, Any]:
     """The report as plain values, without private data."""
     native, torch, mlx = _native(), _torch(), _mlx()
+    cpu, features = read_cpu()
     packages = {name: _version(name) for name in ("torch", "mlx", "mlx-lm", *PACKAGES)}
     models = [_model(model, packages) for model in local_models()]
     folder = cache_dir()
@@ -139,7 +140,14 @@ def examine() -> dict[str, Any]:
             "quire": __version__,
             "python": platform.python_version(),
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "hardware": _hardware(torch, mlx),
+            "hardware": {
+                "cpu": cpu,
+                "cores": machine.usable_cores(),
+                "features": features,
+                "memory_bytes": machine.total_bytes(),
+                "available_bytes": machine.available_bytes(),
+                "gpus": torch["gpus"] or mlx["gpus"],
+            },
             "packages": packages,
             "backends": _backends(native, torch, mlx),
             "models": models,
@@ -232,18 +240,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _hardware(torch: dict[str, Any], mlx: dict[str, Any]) -> dict[str, Any]:
-    cpu, features = read_cpu()
-    return {
-        "cpu": cpu,
-        "cores": machine.usable_cores(),
-        "features": features,
-        "memory_bytes": machine.total_bytes(),
-        "available_bytes": machine.available_bytes(),
-        "gpus": torch["gpus"] or mlx["gpus"],
-    }
 
 
 def read_cpu() -> tuple[str, list[str]]:

@@ -103,8 +103,6 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         del ctx
         name = ALIASES.get(cmd_name, cmd_name)
-        if name not in COMMANDS:
-            return None
         module = importlib.import_module(f"quire.cli.{FILES.get(name, name)}")
         command = typer.Typer(name=cmd_name, **_SETTINGS)
         settings = {**HELP, **getattr(module, f"{name.upper()}_CONTEXT", {})}

@@ -88,19 +88,16 @@ def models(
     if families:
         echo(json.dumps({"families": family_rows()}, indent=2)) if as_json else _print_families()
         return
-    here = [_with_problem(model) for model in local_models()]
+    here = [  # with a problem if the backend of this machine does not run it
+        replace(model, problem=model.problem or find_backend_problem(model.unsupported, read_config(model.path)))
+        for model in local_models()
+    ]
     names = {model.name for model in here if not model.problem}
     suggested = suggest(read_memory(), names)
     if as_json:
         echo(json.dumps(_document(here, names, suggested), indent=2))
     else:
         _print_tables(here, names, suggested)
-
-
-def _with_problem(model: LocalModel) -> LocalModel:
-    """The model, with a problem if the backend of this machine does not run it."""
-    problem = model.problem or find_backend_problem(model.unsupported, read_config(model.path))
-    return replace(model, problem=problem)
 
 
 def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> dict[str, object]:

@@ -412,9 +412,8 @@ def _events(startup: Startup) -> list[str]:
     """Lines about the KV events of each model; none if they are off. Port 0: chosen when the model is loaded."""
     lines: list[str] = []
     for index, model in enumerate(startup.config.models):
-        settings = startup.config.kv_events_of(index)
-        events = startup.ready.kv_events if index == 0 else settings
-        if events is None or settings is None:
+        events = startup.ready.kv_events if index == 0 else startup.config.kv_events_of(index)
+        if events is None:
             return []
         replay = "" if events.replay_endpoint is None else f", replay at {events.replay_endpoint}"
         name = f"{model.names[0]}: " if len(startup.config.models) > 1 else ""

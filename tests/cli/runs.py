@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, PackedPrompt
 from quire.engine.generation import Completion, Delta, GenerationOutput, GenerationParams, Usage
 from quire.errors import ContextTooLong
@@ -159,8 +158,5 @@ class EchoLLM:
         if num_words > self.max_model_len:
             raise ContextTooLong(f"prompt of {num_words} tokens exceeds the context of {self.max_model_len} tokens")
         return self.seen[-1][-1]
-
-    def cache_stats(self) -> CacheStats:
-        return CacheStats(10, 8, 2, 0, 0, 0, 0, 0, 100, 50, 0, 0, 0, 0, 0)
 
     def close(self) -> None: ...

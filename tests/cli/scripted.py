@@ -13,16 +13,6 @@ from typing import Any
 
 NAME = "smollm2-135m-instruct"
 HEALTHY = {"status": "ok", "server": "quire", "version": "0"}
-STATS = {
-    **dict.fromkeys(("num_free", "num_in_use", "num_shared", "num_pins", "num_pinned", "num_recovered_tokens"), 0),
-    **dict.fromkeys(("num_partial_hits", "num_adoptions", "num_twins", "num_collisions"), 0),
-    "num_blocks": 10,
-    "num_cached": 2,
-    "num_evictions": 1,
-    "num_queried_tokens": 100,
-    "num_hit_tokens": 25,
-    "hit_rate": 0.25,
-}
 
 
 @dataclass
@@ -48,7 +38,6 @@ class ScriptedServer:
         self.replies = {
             "/health": [document(HEALTHY)],
             "/v1/models": [document({"object": "list", "data": models})],
-            "/v1/cache/stats": [document(STATS)],
         }
         self.asked: list[Asked] = []
         self.was_closed = threading.Event()  # the client closed the connection during an answer

@@ -162,11 +162,6 @@ def test_an_option_that_cannot_work_is_named(model: str, arguments: tuple[str, .
     assert refusal("--model", model, *arguments).startswith(message)
 
 
-def test_what_could_not_be_written_is_refused_before_the_run(model: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "is a file, not a folder" in refusal("--model", model, "--out", str(tmp_path / "file"))
-
-
 def test_without_matplotlib_there_is_a_report_without_a_plot(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

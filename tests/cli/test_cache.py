@@ -74,7 +74,7 @@ def damage(path: str) -> None:
 def test_folders_that_are_not_a_cache(tmp_path: Path, command: str) -> None:
     assert "there is no such folder" in refused(command, "--cache-dir", str(tmp_path / "nothing"))
     (tmp_path / "file").write_text("")
-    assert "is not a folder" in refused(command, "--cache-dir", str(tmp_path / "file"))
+    assert "cannot be read: Not a directory" in refused(command, "--cache-dir", str(tmp_path / "file"))
     assert f"{tmp_path} is not a cache folder of quire" in refused(command, "--cache-dir", str(tmp_path))
     assert refused(command, "--cache-dir", "") == "--cache-dir is empty: it must be the path of a folder"
     assert (tmp_path / "file").exists()

@@ -475,22 +475,6 @@ def test_stats_are_the_servers(server: ScriptedServer) -> None:
     outcome = talk(server, "Hi", "/stats")
     assert re.search(r"last answer: 7 tokens.*, the first after \d+ ms; 3 of 7 prompt tokens cached\n", outcome.stdout)
     assert "conversation: 1 turns, 60 tokens of context\n" in outcome.stdout
-    assert "cache: 2 of 10 blocks hold earlier text, 1 evicted; 25 of 100 prompt tokens found (25%)" in outcome.stdout
-
-
-@pytest.mark.parametrize(
-    ("reply", "why"),
-    [
-        (refusal(403, "not for this key"), "URL: not for this key (HTTP 403)"),
-        (document({"num_blocks": 3}), "URL sent malformed cache statistics: {'num_blocks': 3}"),
-        (document([1]), "URL sent malformed cache statistics: [1]"),
-    ],
-)
-def test_stats_that_the_server_refuses(server: ScriptedServer, reply: Reply, why: str) -> None:
-    server.replies["/v1/cache/stats"] = [reply]
-    outcome = talk(server, "/stats", "Hi")
-    assert outcome.stderr == f"[{why.replace('URL', server.url)}]\n"
-    assert outcome.stdout.endswith(f"{PARIS}\n")
 
 
 def thinking(*thoughts: str) -> list[dict[str, Any]]:
