@@ -7,7 +7,6 @@ and httpx for an event, and 18 ms to import instead of 28 and 130. It is importe
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from quire.errors import QuireError, RequestFailed
 if TYPE_CHECKING:
     import ssl
     from http.client import HTTPConnection, HTTPResponse
+    from socket import socket
 
 MAX_DOCUMENT_BYTES = 4 << 20
 MAX_EVENT_BYTES = 16 << 20
@@ -90,15 +90,17 @@ class HttpStream:
         self._read_s = timeouts.read_s
         self._connection = _connection(parts, timeouts.connect_s, is_own=is_own)
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
+        self._socket: socket | None = None
 
     def cut(self) -> None:
         """Close the connection, so that the server cancels the request. Reading then ends."""
         with self._lock:
             self.is_cut = True
             if self._socket is not None:
+                from socket import SHUT_RDWR
+
                 with suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+                    self._socket.shutdown(SHUT_RDWR)
 
     def reads(self) -> Iterator[bytes]:
         """Send the request and yield the body as it arrives: one chunk at a time, if it has chunks."""

@@ -37,18 +37,13 @@ def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     typer.echo(safe(text), nl=nl, err=err)
 
 
-def confirm(question: str) -> bool:
-    """Ask for y or n at the terminal."""
-    return typer.confirm(safe(question))
-
-
 def confirm_deletion(what: str, question: str, *, is_confirmed: bool) -> None:
     """Ask before something is deleted, unless the user gave --yes."""
     if is_confirmed:
         return
     if not sys.stdin.isatty():
         raise InvalidRequest(f"deleting {what} needs --yes: standard input is not a terminal")
-    if not confirm(question):
+    if not typer.confirm(safe(question)):
         raise typer.Exit(1)
 
 

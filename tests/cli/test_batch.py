@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.runs import Terminal, quire
-from tests.cli.scripted import Reply, document, refusal
-from tests.cli.scripted import serving as scripted
+from tests.cli.scripted import Reply, ScriptedServer, document, refusal
 from tests.server.rig import FAKE, Server, children, command_line, serving
 from tests.waiting import HANG_S, eventually
 
@@ -120,7 +119,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path: Path) -> Non
 
 def test_refusals_and_lost_connections_are_retried(tmp_path: Path) -> None:
     source, out = prompts(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
-    with scripted() as server:
+    with ScriptedServer() as server:
         busy = refusal(429, "busy")
         busy.headers["retry-after"] = "1"
         cut = Reply(200, [b'{"usage"'], {"content-type": "application/json"}, is_cut=True)
@@ -137,7 +136,7 @@ def test_refusals_and_lost_connections_are_retried(tmp_path: Path) -> None:
 def test_a_server_that_goes_away_ends_the_run_and_the_next_one_continues(tmp_path: Path) -> None:
     source, out = prompts(tmp_path / "in.jsonl", 4), tmp_path / "out.jsonl"
     command = ("batch", str(source), str(out), "--max-in-flight", "1", "--retries", "2")
-    with scripted() as server:
+    with ScriptedServer() as server:
         server.answers(document(ANSWER), document(ANSWER), refusal(503, "draining"))
         outcome = quire(*command, "--server", server.url)
         assert outcome.returncode == 2
@@ -150,7 +149,7 @@ def test_a_server_that_goes_away_ends_the_run_and_the_next_one_continues(tmp_pat
 
 def test_an_answer_that_is_not_json_is_an_error_of_its_line(tmp_path: Path) -> None:
     source, out = prompts(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
-    with scripted() as server:
+    with ScriptedServer() as server:
         server.answers(Reply(200, [b"<html>\n"], {"content-type": "text/html"}))
         assert quire("batch", str(source), str(out), "--server", server.url).returncode == 1
     response = read(out)["p-0"]["response"]

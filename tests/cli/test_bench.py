@@ -95,25 +95,12 @@ def test_a_person_gets_tables_that_fit(model: str) -> None:
     assert max(map(len, outcome.stdout.splitlines())) <= 80
 
 
-@pytest.mark.nightly
-def test_fairness_alone_has_an_engine_of_its_own(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "run_bench", lambda *_: pytest.fail("it measured other parts"))
-    options = ("--only", "fairness", "--backend", "fake", *SHORT)
-    outcome = CliRunner().invoke(app, ["--model", model, *options])
-    assert outcome.exit_code in (0, 1), outcome.output
-    assert outcome.stdout.startswith("tiny in none with fake")
-    text = " ".join(outcome.stdout.split())
-    expected = ("phase HIGH TTFT ms p50", "backlog 0.3-0.7 s", "idle 20", "share is 12.5%", "LOW resumed 3")
-    for words in expected:
-        assert words in text
-    assert max(map(len, outcome.stdout.splitlines())) <= 80
-
-
 @pytest.mark.parametrize(("resumed_s", "rows"), [(None, 0), (3.5, 2)])
 def test_figures_of_fairness_are_printed(
     resumed_s: float | None, rows: int, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of tests/bench/test_bench.py."""
+    """Those of tests/bench/test_bench.py. Fairness alone starts no engine for the other parts."""
+    monkeypatch.setattr(command, "run_bench", lambda *_: pytest.fail("it measured other parts"))
     report = fairness(resumed_s=resumed_s)
     monkeypatch.setattr(command, "measure_fairness", lambda *_: report)
     monkeypatch.setattr(command, "measure_resumed", lambda *_: report.resumed)

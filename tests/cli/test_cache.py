@@ -88,13 +88,11 @@ def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert shown("verify") == "0 good, 0 damaged, 0 foreign\n"
         assert shown("clear") == f"nothing to delete in {tmp_path / 'kv'}\n"
         assert json.loads(shown("ls", "--json")) == []
-        assert json.loads(shown("stats", "--json"))["num_files"] == 0
         (tmp_path / "kv").mkdir(exist_ok=True)
     write(DiskStore(tmp_path / "kv", FACTS, 1 << 30, name="m"), 1)
     assert shown("ls").splitlines()[1].split()[0] == "m"
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "elsewhere"))
-    assert "QUIRE_CACHE_DIR" in refused("ls")
-    assert "elsewhere: there is no such folder" in refused("ls")
+    assert refused("ls") == f"QUIRE_CACHE_DIR {tmp_path}/elsewhere: there is no such folder"
     assert "m " in shown("ls", "--cache-dir", str(tmp_path / "kv"))
     monkeypatch.setenv("QUIRE_CACHE_DIR", "")
     assert refused("ls") == "QUIRE_CACHE_DIR is empty: it must be the path of a folder"

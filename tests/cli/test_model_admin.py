@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
-from tests.cli.scripted import NAME, Reply, ScriptedServer, document, refusal, serving
+from tests.cli.scripted import NAME, Reply, ScriptedServer, document, refusal
 
 REQUEST: dict[str, Any] = {
     "id": "req_1",
@@ -32,7 +32,7 @@ LOADING = {**REQUEST, "id": "req_2", "state": "loading", "prompt_tokens": None, 
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    with serving() as server:
+    with ScriptedServer() as server:
         server.replies["/v1/requests"] = [document({"object": "list", "data": [REQUEST, LOADING]})]
         yield server
 

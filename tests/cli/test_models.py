@@ -27,7 +27,7 @@ from quire.weights.families import BY_NAME, FAMILIES
 from quire.weights.hub import HubName
 from tests.backends.torch.families import EVERY_FAMILY
 from tests.cli.runs import EchoLLM, Terminal
-from tests.cli.scripted import NAME, serving
+from tests.cli.scripted import NAME, ScriptedServer
 from tests.tiny import write_tiny_model
 from tests.weights.makers import config, llama_arrays, tiny_gguf, write_folder
 
@@ -252,7 +252,7 @@ def test_run_answers_a_prompt(echo: EchoLLM) -> None:
 
 
 def test_run_without_a_prompt_is_a_chat() -> None:
-    with serving() as server, Terminal("run", NAME, env={"QUIRE_SERVER": server.url}) as terminal:
+    with ScriptedServer() as server, Terminal("run", NAME, env={"QUIRE_SERVER": server.url}) as terminal:
         terminal.wait_for(f"{NAME}, 60 tokens of context. /help for help.\r\n> ")
         terminal.type("\x04")
         assert terminal.exit_code() == 0

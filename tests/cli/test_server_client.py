@@ -36,7 +36,6 @@ from tests.cli.scripted import (
     endless,
     refusal,
     said,
-    serving,
     stream,
     usage,
 )
@@ -46,7 +45,7 @@ PARIS = "The capital of France is Paris."
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    with serving() as server:
+    with ScriptedServer() as server:
         server.answers(said(PARIS))
         yield server
 
