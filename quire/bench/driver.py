@@ -305,7 +305,6 @@ def measure_drafts(bench: Bench) -> DraftsReport | None:
     num_tokens = sum(len(one.tokens) for one in drafted)
     ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, drafted, strict=True)]
     return DraftsReport(
-        num_output_tokens=num_tokens,
         tokens_per_s=median(one.tokens_per_s for one in drafted),
         tokens_per_s_without=median(one.tokens_per_s for one in plain),
         ratio=median(ratios),

@@ -158,7 +158,6 @@ class DraftsReport:
     Speeds are medians of the rounds, counts are totals.
     """
 
-    num_output_tokens: int
     tokens_per_s: float  # after the first token
     tokens_per_s_without: float
     ratio: float

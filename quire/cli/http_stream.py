@@ -123,6 +123,8 @@ class HttpStream:
             with self._lock:
                 self._socket = None
             self._connection.close()
+            if response is not None:
+                response.close()  # it has the socket of a connection that is not kept
 
     def read(self, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
         found = bytearray()

@@ -335,9 +335,8 @@ class Removal(NamedTuple):
     """Files of a model."""
 
     name: str
-    path: Path
+    path: Path  # a folder is removed with all below it
     files: Sequence[Path]
-    is_whole: bool = False  # the path is a folder, to be removed with all below it
 
 
 def rm(
@@ -351,7 +350,7 @@ def rm(
     confirm_deletion(f"{found.name} ({size})", question, is_confirmed=yes)
     for file in found.files:
         file.unlink(missing_ok=True)
-    if found.is_whole:
+    if found.path.is_dir():
         for path in sorted(found.path.rglob("*"), reverse=True):
             if path.is_dir():
                 path.rmdir()
@@ -379,7 +378,7 @@ def find_removal(name: str) -> Removal:
     home = homes[hub_name.repo]
     if hub_name.gguf is None:
         files = [path for path in sorted(home.rglob("*")) if path.is_symlink() or path.is_file()]
-        return Removal(hub_name.repo, home, files, is_whole=True)
+        return Removal(hub_name.repo, home, files)
     return _one_gguf(name, home)
 
 

@@ -196,7 +196,9 @@ class ServerClient:
         headers = {"user-agent": f"quire/{__version__}"}
         if has_key and self._api_key is not None:
             headers["authorization"] = f"Bearer {self._api_key}"
-        timeouts = self.timeouts if body is None else Timeouts(self.timeouts.connect_s, STREAM_READ_S)
+        timeouts = self.timeouts
+        if body is not None:
+            timeouts = Timeouts(timeouts.connect_s, max(timeouts.read_s, STREAM_READ_S))
         return HttpStream(self.url, path, body, headers, timeouts=timeouts, is_own=self._is_own)
 
     def _refusal(self, refused: RefusedRequest) -> QuireError:

@@ -177,8 +177,14 @@ def bytes_bar(what: str, *columns: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def download_bar(name: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for the files of a model, of which one is downloaded at a time."""
+def download_bar(name: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A progress bar for the files of a model, of which one is downloaded at a time. None: not at a terminal.
+
+    Without a function to call, the library of the hub draws no bars either.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
     with progress_bar("", "bytes", "speed", "left") as update:
 
         def show(what: str, done: int, total: int) -> None:
