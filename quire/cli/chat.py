@@ -468,10 +468,7 @@ def _answer(model_used: ChatModel, ask: ChatInput, params: GenerationParams, *, 
 
 
 def _document(name: str, answer: Answer) -> dict[str, Any]:
-    counts: dict[str, Any] | None = None
-    if (usage := answer.usage) is not None:
-        counts = asdict(usage) | {"total_tokens": usage.prompt_tokens + usage.completion_tokens}
-        del counts["cache"]
+    usage = answer.usage
     timings = {"ttft_ms": answer.ttft_ms, "tokens_per_s": answer.tokens_per_s}
     return {
         "model": name,
@@ -479,7 +476,7 @@ def _document(name: str, answer: Answer) -> dict[str, Any]:
         **({"reasoning": answer.thought} if answer.thought else {}),
         "finish_reason": answer.finish_reason,
         "stop": answer.stop,
-        "usage": counts,
+        "usage": None if usage is None else usage.counts,
         "cache": None if usage is None else usage.cache,
         "timings": {key: None if value is None else round(value, 2) for key, value in timings.items()},
     }
@@ -494,6 +491,15 @@ class AnswerUsage:
     completion_tokens: int
     cached_tokens: int
     cache: dict[str, Any] | None  # how much of the prompt was cached and where the match ended, as --json prints it
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
 
 
 @dataclass(slots=True)

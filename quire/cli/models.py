@@ -232,13 +232,10 @@ def suggest(memory: Memory, local_names: set[str]) -> list[tuple[Suggestion, Fit
     """
     device = memory.best_device
     local_repos = {name.partition(":")[0] for name in local_names}
-    found: list[tuple[Suggestion, Fit]] = []
-    for one in SUGGESTIONS:
-        place = fit(one.weights, memory)
-        is_here = one.name.partition(":")[0] in local_repos
-        if one.type in KINDS[device] and place.device == device and place.is_free and not is_here:
-            found.append((one, place))
-    return sorted(found, key=lambda row: row[0].size_gb)
+    absent = [one for one in SUGGESTIONS if one.name.partition(":")[0] not in local_repos]
+    places = [(one, fit(one.weights, memory)) for one in absent if one.type in KINDS[device]]
+    fitting = [(one, place) for one, place in places if place.device == device and place.is_free]
+    return sorted(fitting, key=lambda row: row[0].size_gb)
 
 
 # quire show
