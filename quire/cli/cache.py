@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -162,21 +162,16 @@ def verify(
     """
     spaces = _read_spaces(root)
     files = [(one.space, file) for one in spaces for file in one.listing.files]
-    good = 0
-    newer: list[str] = []
-    unreadable = [path for one in spaces for path in one.listing.unreadable]
-    faults: dict[str, Fault] = {}
+    paths: defaultdict[Fault | None, list[str]] = defaultdict(list)
     with progress_bar("checking", "bytes", total=sum(file.size for _, file in files)) as update:
         for (_, file), fault in zip(files, _in_threads(lambda pair: _find_fault(*pair), files), strict=True):
             update(advance=file.size)
-            if fault is None:
-                good += 1
-            elif fault is Fault.NEWER_VERSION:
-                newer.append(file.path)
-            elif fault is Fault.UNREADABLE:
-                unreadable.append(file.path)
-            elif fault is not Fault.MISSING:  # else a server has evicted it
-                faults[file.path] = fault
+            paths[fault].append(file.path)
+    paths.pop(Fault.MISSING, None)  # a server has evicted them
+    good = len(paths.pop(None, ()))
+    newer = paths.pop(Fault.NEWER_VERSION, [])
+    unreadable = [*(path for one in spaces for path in one.listing.unreadable), *paths.pop(Fault.UNREADABLE, ())]
+    faults = {path: fault for fault, found in paths.items() if fault is not None for path in found}
     deletion = _delete(faults if delete else ())
     if deletion.deleted:
         _tell_servers(mark_pruned, [root])
