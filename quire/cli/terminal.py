@@ -146,13 +146,15 @@ def make_bar(*columns: str, is_transient: bool = True) -> Progress:
 def progress_bar(what: str, *columns: str, total: int | None = None) -> Iterator[Callable[..., object]]:
     """A progress bar on stderr if that is a terminal. Yields `rich.progress.Progress.update` of its task.
 
-    It is drawn with the first update: the library of the hub may draw its own bars instead.
+    Without a text it is drawn with the first update: the library of the hub may draw its own bars instead.
     """
     if not sys.stderr.isatty():
         yield lambda **_: None
         return
     bar = make_bar(*columns)
     task = bar.add_task(safe(what), total=total)
+    if what:
+        bar.start()
 
     def update(**fields: Any) -> None:
         bar.start()
