@@ -88,18 +88,13 @@ def operations(num_blocks: int, repeats: int) -> dict[str, float]:
     return table
 
 
-def compute(cache: KVCacheManager, request: Request) -> int:
-    """Compute a new request: its blocks are taken (evicting others), hashed and published. Return how many."""
+def live(cache: KVCacheManager, request: Request) -> int:
+    """Run a new request: its blocks are taken (evicting others), hashed, published and released. Return how many."""
     cache.grow(request, len(request.tokens))
     request.num_computed = len(request.tokens)
     cache.publish(request)
-    return len(request.tokens) // cache.block_size
-
-
-def live(cache: KVCacheManager, request: Request) -> int:
-    num_blocks = compute(cache, request)
     cache.release(request)
-    return num_blocks
+    return len(request.tokens) // cache.block_size
 
 
 def fill(cache: KVCacheManager, request_id: int, random: Random) -> Request:
@@ -167,34 +162,20 @@ def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
     return spent / steps / 1000
 
 
-def admission_us(num_tokens: int, repeats: int) -> dict[str, float]:
-    """Return microseconds a worker spends on a prompt: from its message to the queue, and to find it in the cache."""
+def admission_us(num_tokens: int, repeats: int) -> float:
+    """Return microseconds that a worker's loop is held up by a prompt: from its message to the queue."""
     prompt = PackedPrompt.of(Random(4).choices(range(32_000), k=num_tokens))
     frame = pack(Add((1,), GenerationRequest(prompt, SamplingParams(max_tokens=1))))[4:]
-    capacity = Capacity(num_tokens // 32 + 10, 32, 8, num_tokens + 100, 32_000)
-    runner = FakeRunner(capacity)
-    engine = Engine(runner, make_scheduler(runner, EngineConfig()))
-    cache, ids = engine.scheduler.cache, count(1)
-    requests: list[Request] = []
+    runner = FakeRunner(Capacity(num_tokens // 32 + 10, 32, 8, num_tokens + 100, 32_000))
+    engine, ids = Engine(runner, make_scheduler(runner, EngineConfig())), count(1)
 
     def add() -> int:
         message = to_worker.decode(frame)
         assert isinstance(message, Add)
-        request_id = next(ids)
-        engine.add(request_id, message.request)
-        requests.append(engine.scheduler.requests[request_id])
+        engine.add(next(ids), message.request)
         return 1
 
-    def match() -> int:
-        requests.append(Request(0, prompt))
-        cache.match(requests[-1])
-        return 1
-
-    table = {"decode and Engine.add": nanoseconds(add, repeats) / 1000}
-    table["match, nothing cached"] = nanoseconds(match, repeats) / 1000
-    compute(cache, requests[0])
-    table["match, all cached"] = nanoseconds(match, repeats) / 1000
-    return table
+    return nanoseconds(add, repeats) / 1000
 
 
 # The tables
@@ -214,18 +195,16 @@ def growth(values: Sequence[float]) -> list[object]:
     return [*values, f"{values[-1] / values[0]:.2f}x"]
 
 
-def by_name(tables: Sequence[dict[str, float]]) -> list[tuple[str, list[float]]]:
-    return [(name, [table[name] for table in tables]) for name in tables[0]]
-
-
 def show_sizes(sizes: Sequence[int], repeats: int) -> None:
-    tables = by_name([operations(size, repeats) for size in sizes])
-    heads = ["blocks", *sizes, "last/first"]
-    show(
-        "nanoseconds per block, pool full of cached content", heads, [[name, *growth(cells)] for name, cells in tables]
-    )
+    tables = [operations(size, repeats) for size in sizes]
+    rows = [[name, *growth([table[name] for table in tables])] for name in tables[0]]
+    show("nanoseconds per block, pool full of cached content", ["blocks", *sizes, "last/first"], rows)
     steps = [step_us(decoding(8, size), repeats) for size in sizes]
-    show("schedule + commit of 8 decodes, by pool size", heads, [["us a step", *growth(steps)]])
+    show(
+        "schedule + commit of 8 decodes, by pool size",
+        ["blocks", *sizes, "last/first"],
+        [["us a step", *growth(steps)]],
+    )
 
 
 def show_steps(counts: Sequence[int], repeats: int) -> None:
@@ -236,8 +215,8 @@ def show_steps(counts: Sequence[int], repeats: int) -> None:
 
 
 def show_prompts(lengths: Sequence[int], repeats: int) -> None:
-    tables = by_name([admission_us(length, min(repeats, 20)) for length in lengths])
-    show("admitting a prompt, microseconds", ["tokens", *lengths], [[name, *cells] for name, cells in tables])
+    times = [admission_us(length, min(repeats, 20)) for length in lengths]
+    show("admitting a prompt, microseconds", ["tokens", *lengths], [["decode and Engine.add", *times]])
 
 
 def show_tree(num_lives: int) -> None:

@@ -1,6 +1,6 @@
 """Compares quire with llama.cpp on this machine's CPU: in one run, alternating, each measurement in its own process.
 
-    python benchmarks/cpu.py --out cpu.json         # everything; the first run builds llama.cpp, which takes 15 minutes
+    python benchmarks/cpu.py                        # everything; the first run builds llama.cpp, which takes 15 minutes
     python benchmarks/cpu.py --only decode,prefill --clients 1,16 --rounds 5
     python benchmarks/cpu.py --model olmoe --only decode,prefill    # routed experts: random weights, shape of OLMoE
     python benchmarks/cpu.py --model qwen3.5-0.8b --only decode     # recurrent states: random weights, shape of Qwen3.5
@@ -216,11 +216,9 @@ Rounds = list[dict[str, Any] | None]  # findings of each round; None if it faile
 
 @dataclass(slots=True)
 class Report:
-    facts: dict[str, Any]
     names: list[str]  # of the contenders, ours first
     workloads: list[Workload]
     found: dict[str, dict[str, Rounds]] = field(default_factory=dict)  # by workload and contender
-    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
 
     def values(self, workload: Workload, row: Row, name: str) -> list[float]:
@@ -279,15 +277,6 @@ class Report:
         medians = [number(figure["medians"][name], figure["unit"]) for name in self.names]
         return [figure["what"], *medians, *map(ratio, times), bars, held]
 
-    def document(self) -> dict[str, Any]:
-        return {
-            "facts": {**self.facts, "others": self.others(*self.workloads)},
-            "figures": self.figures(),
-            "precision": self.verdicts,
-            "rounds": self.found,
-            "failures": self.stages.failures,
-        }
-
 
 # The run
 
@@ -298,18 +287,14 @@ class Bench:
         shape = SHAPES.get(args.model)
         self.model = resolve(args.model) if shape is None else shape.find_or_write(args.model, args.layers)
         self.contenders = contenders(args, self.model)
-        peer = next((llama_version(one.python) for one in self.contenders if one.name not in (OURS, BUSY)), None)
-        known = harness.facts(args, llama_cpp_python=peer)
-        self.report = Report(known, [one.name for one in self.contenders], workloads(args.scale, args.only))
+        self.report = Report([one.name for one in self.contenders], workloads(args.scale, args.only))
 
     def run(self) -> Report:
         for workload in self.report.workloads:
             sides = {one.name: partial(self._measure, workload, one) for one in self.contenders}
             self.report.found[workload.name] = harness.alternate(sides, self.args.rounds)
-            self._write()
         if "precision" in self.args.only:
             self.report.stages.attempt("precision", self._precision)
-            self._write()
         return self.report
 
     def _measure(self, workload: Workload, contender: Contender, round_number: int) -> dict[str, Any] | None:
@@ -338,17 +323,12 @@ class Bench:
             else:
                 verdict = source.judge_written(partial(self._write_logits, contender))
             verdicts.append(replace(verdict, name=contender.name))
-            self.report.verdicts[contender.name] = {**asdict(verdicts[-1]), "misses": verdict.misses}
         say(f"\nAgainst fp32 of the shipped file:\n{table(verdicts)}")
 
     def _write_logits(self, contender: Contender, sequences: list[list[int]], out: Path) -> None:
         settings = {"sequences": sequences, "out": str(out)}
         task = {"kind": "logits", "prompt_tokens": max(map(len, sequences)), "settings": settings}
         contender.run(task, self.args.threads)
-
-    def _write(self) -> None:
-        if self.args.out:
-            harness.write_json(self.args.out, self.report.document())
 
 
 def parse() -> argparse.Namespace:
@@ -365,7 +345,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--busy", type=int, default=0, help="also measure beside so many CPU-bound processes")
     parser.add_argument("--llama", type=Path, help="a Python with llama-cpp-python installed")
     parser.add_argument("--no-llama", action="store_true", help="measure quire alone")
-    parser.add_argument("--out", type=Path, help="write all results to this JSON file")
     parser.add_argument("--quick", action="store_true", help="a smoke run: small and once")
     args = parser.parse_args()
     args.scale = QUICK if args.quick else FULL

@@ -11,9 +11,7 @@ Workloads:
 - `json`: fields of a letter are extracted by a schema.
 - `free`: text that repeats nothing (temperature 1). `wrong`: the same, with a prediction of something else.
 
-Every stream has a prompt of its own. Rounds with and without drafts alternate, and answers are compared. For each side
-the time of a step is divided into `engine` (planning, commit, drafts, masks, text), `enqueue` (the runner's `forward`
-and `sample`: on a CPU these compute) and `wait` (its `collect`: on a GPU this waits for the device).
+Every stream has a prompt of its own. Rounds with and without drafts alternate, and answers are compared.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ import difflib
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import harness
 
+from quire.core.step import StepPlan
 from quire.engine.engine import NO_WORK, StepEstimator, work_of
 from quire.engine.generation import EngineOutput, GenerationParams
 from quire.engine.llm import LLM
@@ -189,7 +187,9 @@ class Run(NamedTuple):
     tokens: list[tuple[int, ...]]
     texts: list[str]
     seconds: float
-    counts: Counter[str]
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
 
     @property
     def num_tokens(self) -> int:
@@ -199,38 +199,25 @@ class Run(NamedTuple):
     def speed(self) -> float:
         return self.num_tokens / self.seconds
 
-    @property
-    def num_steps(self) -> float:
-        return self.counts["waits"]
-
 
 class Side:
     """An engine whose scheduler knows the cost of a step, as in a worker."""
 
     def __init__(self, model: str, *, has_drafts: bool, **settings: Any) -> None:
         self.llm = LLM(model, enable_drafts=has_drafts, enable_prefix_caching=False, **settings)
-        engine, runner = self.llm.engine, self.llm.engine.runner
-        while runner.prepare():
+        engine = self.llm.engine
+        while engine.runner.prepare():
             pass
         self._estimator = StepEstimator()
         self._planned = self._running = NO_WORK
+        self._num_steps = 0
         self._step = engine.step
-        self._counts: Counter[str] = Counter()
-        engine.on_plan = lambda plan: setattr(self, "_planned", work_of(plan))
-        engine.step = self._timed("calls", self._step_and_learn)  # type: ignore[method-assign]
-        runner.forward = self._timed("enqueues", runner.forward)  # type: ignore[method-assign]
-        runner.sample = self._timed("enqueues", runner.sample)  # type: ignore[method-assign]
-        runner.collect = self._timed("waits", runner.collect)  # type: ignore[method-assign]
+        engine.on_plan = self._note
+        engine.step = self._step_and_learn  # type: ignore[method-assign]
 
-    def _timed(self, name: str, call: Callable[..., Any]) -> Any:
-        def timed(*arguments: Any) -> Any:
-            start_ns = time.perf_counter_ns()
-            result = call(*arguments)
-            self._counts[f"{name}, ns"] += time.perf_counter_ns() - start_ns
-            self._counts[name] += 1
-            return result
-
-        return timed
+    def _note(self, plan: StepPlan) -> None:
+        self._planned = work_of(plan)
+        self._num_steps += not plan.is_empty
 
     def _step_and_learn(self) -> list[EngineOutput]:
         engine, start_s = self.llm.engine, time.monotonic()
@@ -246,14 +233,19 @@ class Side:
     def run(self, tasks: Sequence[Task]) -> Run:
         scheduler = self.llm.engine.scheduler
         num_drafted, num_accepted = scheduler.num_drafted, scheduler.num_accepted
-        self._counts.clear()
+        num_steps = self._num_steps
         start_s = time.perf_counter()
         outputs = self.llm.chat([task.chat for task in tasks], [task.params for task in tasks])
         seconds = time.perf_counter() - start_s
-        drafts = {"drafted": scheduler.num_drafted - num_drafted, "accepted": scheduler.num_accepted - num_accepted}
         answers = [output.completions[0] for output in outputs]
-        texts = [one.text for one in answers]
-        return Run([one.token_ids for one in answers], texts, seconds, Counter({**self._counts, **drafts}))
+        return Run(
+            [one.token_ids for one in answers],
+            [one.text for one in answers],
+            seconds,
+            self._num_steps - num_steps,
+            scheduler.num_drafted - num_drafted,
+            scheduler.num_accepted - num_accepted,
+        )
 
 
 def copied(tasks: Sequence[Task], texts: Sequence[str]) -> float:
@@ -263,14 +255,6 @@ def copied(tasks: Sequence[Task], texts: Sequence[str]) -> float:
         runs = difflib.SequenceMatcher(None, task.source, text, autojunk=False).get_matching_blocks()
         num_copied += sum(run.size for run in runs if run.size >= MIN_COPIED)
     return num_copied / max(sum(map(len, texts)), 1)
-
-
-def parts_us(runs: Sequence[Run]) -> str:
-    """Mean microseconds per step: the engine, enqueuing, waiting."""
-    counts = sum((run.counts for run in runs), Counter[str]())
-    seconds = sum(run.seconds for run in runs)
-    parts = 1e9 * seconds - counts["enqueues, ns"] - counts["waits, ns"], counts["enqueues, ns"], counts["waits, ns"]
-    return " + ".join(f"{part / counts['waits'] / 1000:.0f}" for part in parts)
 
 
 def measure(sides: dict[str, Side], name: str, num_streams: int, rounds: int) -> None:
@@ -288,10 +272,8 @@ def measure(sides: dict[str, Side], name: str, num_streams: int, rounds: int) ->
         f" {copied(tasks[:1], last.texts[:1]):.0%} copied"
     )
     harness.say(
-        f"{'':21} steps {num_plain_steps:.0f} -> {last.num_steps:.0f} ({last.counts['calls']} calls),"
-        f" {last.num_tokens / last.num_steps:.2f} tokens per step,"
-        f" {last.counts['accepted']} of {last.counts['drafted']} drafts right;"
-        f" engine + enqueue + wait, us per step: {parts_us(plain)} -> {parts_us(drafted)}"
+        f"{'':21} steps {num_plain_steps} -> {last.num_steps}, {last.num_tokens / last.num_steps:.2f} tokens per step,"
+        f" {last.num_accepted} of {last.num_drafted} drafts right"
     )
 
 

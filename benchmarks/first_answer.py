@@ -26,7 +26,7 @@ from first_examples import RIGHT, Example, distinct, examples
 
 from quire.backends.native.library import choose_kernels, kernels_available
 from quire.cli.serve import QUESTION
-from quire.engine.generation import Completion, GenerationOutput, GenerationParams, TokenLogprob
+from quire.engine.generation import Completion, GenerationOutput, GenerationParams
 from quire.engine.llm import LLM, as_chat
 from quire.text.grammar import regex_grammar
 
@@ -107,14 +107,10 @@ def _margins(example: Example, completion: Completion) -> Iterator[Margin]:
             left = [one for one in example.choices if one.startswith(before) and one != completion.text]
             if not left:
                 return
-            others = [one for one in others if any(_leads_to(before, one, text) for text in left)]
+            others = [one for one in others if one.text and any(text.startswith(before + one.text) for text in left)]
         best = max([one.logprob for one in others], default=chosen.top[-1].logprob)
         yield Margin(chosen.logprob - best, place, chosen.text, example.prompt)
         before += chosen.text
-
-
-def _leads_to(before: str, token: TokenLogprob, text: str) -> bool:
-    return bool(token.text) and text.startswith(before + token.text)
 
 
 def sample(llm: LLM, question: str, params: Sequence[GenerationParams]) -> list[str]:

@@ -1,6 +1,6 @@
 """Compares quire with vLLM's figures on one H200: workloads A, B, C and T on the shapes of real models.
 
-    python benchmarks/gpu.py --out results        # everything, in under ten minutes
+    python benchmarks/gpu.py                      # everything, in under ten minutes
     python benchmarks/gpu.py --only A,C --models qwen3-0.6b
     python benchmarks/gpu.py --quick              # a smoke run with tiny shapes, on any machine
 
@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -95,13 +94,8 @@ HEADS = ("", "shape", "ours", "vLLM 0.26", "times", "bar", "times", "held", "lim
 
 @dataclass(slots=True)
 class Report:
-    """All results, written again after each stage: a run that is killed leaves what was measured until then."""
-
-    out: Path | None
-    facts: dict[str, Any]
     figures: list[Figure] = field(default_factory=list)
     checks: list[gpu_correctness.Check] = field(default_factory=list)
-    ready: dict[str, dict[str, float]] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
 
     def check(self, check: gpu_correctness.Check) -> None:
@@ -112,19 +106,6 @@ class Report:
         figures = harness.table(HEADS, [figure.cells() for figure in self.figures])
         return "\n\n".join([figures, *map(str, self.checks)])
 
-    def write(self) -> None:
-        if self.out is None:
-            return
-        document = {
-            "facts": self.facts,
-            "figures": [{**asdict(one), "ours": one.ours, "is_held": one.is_held} for one in self.figures],
-            "correctness": [{**asdict(one), "is_held": one.is_held} for one in self.checks],
-            "ready": self.ready,
-            "failures": self.stages.failures,
-        }
-        harness.write_json(self.out / "gpu.json", document)
-        (self.out / "gpu.md").write_text(self.text() + "\n")
-
 
 class Bench:
     """The stages in order. The engine of each shape is made once, and freed before the next."""
@@ -133,26 +114,19 @@ class Bench:
         self.args = args
         self.scale: Scale = QUICK if args.quick else FULL
         self.folder = folder
-        has_cuda = torch.cuda.is_available()
-        device = torch.cuda.get_device_name() if has_cuda else "cpu"
-        facts = harness.facts(args, device=device, torch=torch.__version__, cuda=torch.version.cuda)
-        self.report = Report(args.out, facts)
+        self.report = Report()
 
     def run(self) -> Report:
         if "correctness" in self.args.only:
             for dtype in ("float32", "bfloat16"):
                 for family in self.args.families:
-                    self._attempt(f"{family} in {dtype}", self._family, family, dtype)
+                    self.report.stages.attempt(f"{family} in {dtype}", self._family, family, dtype)
         if "ready" in self.args.only:
             for shape in self.args.models:
-                self._attempt(f"{READY}, {shape}", self._ready, shape)
+                self.report.stages.attempt(f"{READY}, {shape}", self._ready, shape)
         for shape in self.args.models:
-            self._attempt(shape, self._shape, shape)
+            self.report.stages.attempt(shape, self._shape, shape)
         return self.report
-
-    def _attempt(self, what: str, action: Callable[..., None], *arguments: Any) -> None:
-        self.report.stages.attempt(what, action, *arguments)
-        self.report.write()
 
     def _loaded(self, shape: str, *, is_fp32: bool = False) -> AbstractContextManager[Machine]:
         """The engine of a shape; in fp32, of its first layers."""
@@ -178,7 +152,6 @@ class Bench:
         folder = self.folder / shape
         write_shape(shape, self.scale, folder)
         found = gpu_ready.measure(folder, self.args.device, self.scale.max_num_seqs, self.scale.max_model_len)
-        self.report.ready[shape] = found
         note = ", ".join(f"{name.removesuffix('_s')} {value:.2f}" for name, value in found.items())
         self._add(READY, shape, [found["first_token_s"]], note=note)
 
@@ -196,12 +169,12 @@ class Bench:
         chosen = {name: action for name, action in stages.items() if name in self.args.only}
         if "correctness" in chosen and shape in gpu_correctness.COMPARED_IN_FP32:
             del chosen["correctness"]
-            self._attempt(f"correctness, {shape} in fp32", self._batching_in_fp32, shape)
+            self.report.stages.attempt(f"correctness, {shape} in fp32", self._batching_in_fp32, shape)
         if not chosen:
             return
         with self._loaded(shape) as machine:
             for name, action in chosen.items():
-                self._attempt(f"{name}, {shape}", action, machine, shape)
+                self.report.stages.attempt(f"{name}, {shape}", action, machine, shape)
 
     def _batching_in_fp32(self, shape: str) -> None:
         with self._loaded(shape, is_fp32=True) as machine:
@@ -277,7 +250,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quantize", type=int, help="bits of weights: 8 is FP8, 4 is INT4; default: bf16")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--kv-gib", type=float, help="memory for the KV pool; default: by free memory")
-    parser.add_argument("--out", type=Path, help="write gpu.json and gpu.md to this folder")
     parser.add_argument("--quick", action="store_true", help="a smoke run: tiny shapes, one repeat")
     args = parser.parse_args()
     if args.quick:
@@ -289,7 +261,8 @@ def main() -> None:
     args = parse()
     with TemporaryDirectory() as folder:
         report = Bench(args, Path(folder)).run()
-    say(f"\n{report.facts['device']}, torch {report.facts['torch']}, medians of {args.repeats}\n\n{report.text()}")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    say(f"\n{device}, torch {torch.__version__}, medians of {args.repeats}\n\n{report.text()}")
     broken = [str(check) for check in report.checks if not check.is_held] + report.stages.failures
     if broken:
         sys.exit("not correct: " + "; ".join(broken))

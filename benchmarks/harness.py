@@ -6,7 +6,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -17,16 +16,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, TypeVar
 
-from quire.bench.http_load import EVENT, HttpStream, RefusedRequest
+from quire.cli.http_stream import EVENT, HttpStream, RefusedRequest
 from quire.errors import RequestFailed
-from quire.version import __version__
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,24 +82,6 @@ def ratio(value: float | None) -> str:
 def percentile(values: Iterable[float], share: float) -> float:
     ordered = sorted(values) or [float("nan")]
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def facts(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "quire": __version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": sys.version.split()[0],
-        "command": " ".join(sys.argv),
-        "options": {name: str(value) for name, value in vars(args).items()},
-        **more,
-    }
-
-
-def write_json(path: Path, document: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 # Rounds

@@ -1,7 +1,7 @@
 """Measures latency over HTTP on a GPU: first token, time per token and gaps between chunks, under four loads.
 
     PYTHONPATH=. python benchmarks/online.py --tokenizer tokenizer.json      # Qwen3-0.6B and Llama-3-8B shapes
-    PYTHONPATH=. python benchmarks/online.py --models qwen3-0.6b --rounds 3 --out results
+    PYTHONPATH=. python benchmarks/online.py --models qwen3-0.6b --rounds 3
     PYTHONPATH=. python benchmarks/online.py --quick                         # a smoke run with a tiny model on a CPU
 
 Starts a real `quire serve` with random weights in a real shape and a real tokenizer, and sends completions from
@@ -126,11 +126,10 @@ def write_model(folder: Path, shape: str, tokenizer: Path | None, *, is_quick: b
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def run(shape: str, folder: Path, args: argparse.Namespace) -> dict[str, Result]:
-    """Measure one model. Returns the medians by load."""
+def run(shape: str, folder: Path, args: argparse.Namespace) -> None:
+    """Measure one model, and print the medians by load."""
     settings = ["--load-format", "dummy", "--served-model-name", shape, *args.serve]
     settings += [] if args.quick else ["--max-num-seqs", "256", "--max-model-len", "4096"]
-    found: dict[str, Result] = {}
     print(f"\n{shape}\n\n| load | tok/s | TTFT ms p50 / p99 | TPOT ms p50 / p99 | gap p99 | gap max | missed |")
     say("|---|---|---|---|---|---|---|")
     with serving(str(folder), *settings) as server:
@@ -138,11 +137,9 @@ def run(shape: str, folder: Path, args: argparse.Namespace) -> dict[str, Result]
             num_rounds = 1 if load is FRESH else args.rounds
             rounds = [measure(server, shape, load) for _ in range(num_rounds)]
             result = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-            found[load.name] = result
             say(line(load.name, result, "; ".join(missed(shape, load.name, result))))
             if load is FRESH:
                 time.sleep(args.settle)
-    return found
 
 
 def main() -> None:
@@ -153,16 +150,12 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=10.0, help="seconds of idle time after the fresh burst")
     parser.add_argument("--serve", action="append", default=[], help="an argument for `quire serve`; repeatable")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = {}
     with tempfile.TemporaryDirectory() as name:
         for shape in args.models.split(","):
             folder = Path(name) / shape
             write_model(folder, shape, args.tokenizer, is_quick=args.quick)
-            found[shape] = run(shape, folder, args)
-            if args.out is not None:
-                harness.write_json(args.out / "online.json", found)
+            run(shape, folder, args)
 
 
 if __name__ == "__main__":

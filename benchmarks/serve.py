@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import harness
 from harness import run_load, say
 
-from quire.bench.http_load import HttpStream
+from quire.cli.http_stream import HttpStream
 from quire.cli.server_client import ServerProcess, serving
 from quire.engine.generation import Generation, GenerationParams
 from quire.engine.llm import LLM

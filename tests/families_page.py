@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.cli.models import family_table
+from quire.cli.models import family_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Model families
@@ -24,7 +24,17 @@ reasoning of those models of the family that reason. Both are detected from the 
 
 
 def page() -> str:
-    return HEAD + family_table() + "\n"
+    heads = ("family", "models", "classes in config.json", "GGUF architecture", "tools", "reasoning")
+    rows = [
+        (
+            *(row["family"], row["models"], ", ".join(f"`{name}`" for name in row["architectures"])),
+            *(f"`{row[field]}`" if row[field] else "" for field in ("gguf", "tools", "reasoning")),
+        )
+        for row in family_rows()
+    ]
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (heads, *rows)]
+    lines.insert(1, f"|{'---|' * len(heads)}\n")
+    return HEAD + "".join(lines)
 
 
 if __name__ == "__main__":

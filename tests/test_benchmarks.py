@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,16 +75,11 @@ def test_the_benchmark_of_formats_runs(tiny_model: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("default_model")  # its tokenizer is used
-def test_the_benchmark_over_http_runs(tmp_path: Path) -> None:
+def test_the_benchmark_over_http_runs() -> None:
     serve = [f"--serve={option}" for option in ("--device", "cpu", "--backend", "torch")]
-    run("online.py", "--quick", "--models", "qwen3-0.6b", "--rounds", 1, "--out", tmp_path, *serve)
-    found = json.loads((tmp_path / "online.json").read_text())["qwen3-0.6b"]
-    assert set(found) == {"1 client", "4 clients"}
-    for result in found.values():
-        assert result["tokens_per_s"] > 0
-        assert 0 < result["ttft_p50"] <= result["ttft_p99"]
-        assert 0 <= result["tpot_p50"] <= result["tpot_p99"]
-        assert 0 <= result["gap_p99"] <= result["gap_max"]
+    found = run("online.py", "--quick", "--models", "qwen3-0.6b", "--rounds", 1, *serve).stdout
+    assert re.search(r"^\| 1 client \| [1-9]", found, re.MULTILINE)
+    assert re.search(r"^\| 4 clients \| [1-9]", found, re.MULTILINE)
 
 
 @pytest.mark.nightly
@@ -113,32 +108,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.nightly
-def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
-    found = run("gpu.py", "--quick", "--models", "qwen3-0.6b", "--out", tmp_path).stdout
-    assert "| A, seed 0 | qwen3-0.6b |" in found
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    assert report["failures"] == []
-    names = (
-        "ready, cold",
-        "A, seed 0",
-        "A, seed 1",
-        "B",
-        "C",
-        "C x 4 over the best single",
-        "T",
-        "prefix cache at 0 % hits",
-    )
-    assert [figure["what"] for figure in report["figures"]] == [*names]
-    assert [check["is_held"] for check in report["correctness"]] == [True] * 4
-    assert 0 < report["ready"]["qwen3-0.6b"]["ready_s"] < report["ready"]["qwen3-0.6b"]["first_token_s"]
+def test_the_gpu_benchmark_runs_every_stage() -> None:
+    found = run("gpu.py", "--quick", "--models", "qwen3-0.6b").stdout
+    for name in ("ready, cold", "A, seed 0", "A, seed 1", "B", "C", "C x 4 over the best single", "T"):
+        assert f"| {name} | qwen3-0.6b |" in found
+    assert "| prefix cache at 0 % hits | qwen3-0.6b |" in found
+    assert found.rpartition("|\n\n")[2].count(": ok") == 4
 
 
 @pytest.mark.nightly
-def test_a_failed_stage_is_reported_and_the_others_run(tmp_path: Path) -> None:
-    options = ("--quick", "--models", "qwen3-0.6b", "--only", "C,ready", "--device", "tpu", "--out", tmp_path)
-    found = run("gpu.py", *options, code=1).stdout
-    assert json.loads((tmp_path / "gpu.json").read_text())["failures"] == ["ready, cold, qwen3-0.6b", "qwen3-0.6b"]
-    assert "device = 'tpu' is not auto, cpu, cuda or metal" in found
+def test_a_failed_stage_is_reported_and_the_others_run() -> None:
+    options = ("--quick", "--models", "qwen3-0.6b", "--only", "C,ready", "--device", "tpu")
+    outcome = run("gpu.py", *options, code=1)
+    assert outcome.stderr == "not correct: ready, cold, qwen3-0.6b; qwen3-0.6b\n"
+    assert "device = 'tpu' is not auto, cpu, cuda or metal" in outcome.stdout
 
 
 @pytest.mark.nightly
@@ -170,34 +153,24 @@ def test_limits_follow_from_memory_bandwidth(gpu: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "cpu.json"
-    run("cpu.py", "--quick", "--no-llama", "--busy", 1, "--model", tiny_model, "--out", out)
-    report = json.loads(out.read_text())
-    assert report["failures"] == []
-    assert [figure["what"] for figure in report["figures"]] == [
-        "decode, 1 client",
-        "decode, 1 client, per CPU second",
-        "decode, 4 clients",
-        "decode, 4 clients, per CPU second",
-        "peak memory, 4 clients",
-        "prefill of 64",
-        "first token, head of 64, cached",
-        "first token, head of 64, new",
+def test_the_cpu_benchmark_runs(tiny_model: Path) -> None:
+    found = run("cpu.py", "--quick", "--no-llama", "--busy", 1, "--model", tiny_model).stdout
+    for name in (
+        *("decode, 1 client", "decode, 1 client, per CPU second", "decode, 4 clients", "peak memory, 4 clients"),
+        *("prefill of 64", "first token, head of 64, cached", "first token, head of 64, new"),
         "process start to first token",
-    ]
-    assert all(figure["medians"][name] > 0 for figure in report["figures"] for name in ("quire", "quire, busy"))
-    assert report["precision"]["quire"]["num_positions"] > 100
+    ):
+        assert re.search(rf"^\| {name} \| [0-9.,]+ \S+ \| [0-9.,]+ ", found, re.MULTILINE)
+    assert "Against fp32 of the shipped file" in found
 
 
 @pytest.mark.nightly
-def test_a_failed_contender_is_reported_and_the_others_run(default_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "cpu.json"
-    options = ("--quick", "--only", "start", "--model", default_model, "--llama", sys.executable, "--out", out)
-    assert "llama_cpp is not installed here" in run("cpu.py", *options, code=1).stdout
-    report = json.loads(out.read_text())
-    assert report["failures"] == ["process start to first token, as shipped"]
-    assert report["figures"][0]["medians"]["quire"] > 0
+def test_a_failed_contender_is_reported_and_the_others_run(default_model: Path) -> None:
+    options = ("--quick", "--only", "start", "--model", default_model, "--llama", sys.executable)
+    outcome = run("cpu.py", *options, code=1)
+    assert "llama_cpp is not installed here" in outcome.stdout
+    assert "| process start to first token |" in outcome.stdout
+    assert outcome.stderr == "failed: process start to first token, as shipped\n"
 
 
 def test_ratios_are_computed_within_a_round(gpu: Any) -> None:
@@ -206,7 +179,7 @@ def test_ratios_are_computed_within_a_round(gpu: Any) -> None:
     rates = {"quire": (100, 50, 80), "as shipped": (10, 5, 10), "Q4_0": (50, 25, 20)}
     for unit, best, shipped, is_held in (("tok/s", 2, 10, True), ("ms", 1 / 10, 1 / 10, False)):
         workload = cpu.Workload({}, (cpu.Row("decode", unit, "value", best_bar=1.5),))
-        report = cpu.Report({}, list(rates), [workload])
+        report = cpu.Report(list(rates), [workload])
         for others, expected in ((0.0, is_held), (0.5, None)):
             report.found["decode"] = {
                 name: [{"value": value, "others": others} for value in values] for name, values in rates.items()

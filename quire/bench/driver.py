@@ -1,7 +1,13 @@
-"""Measures a model in this process: concurrent clients, a shared prefix, drafts.
+"""Measures a model in this process: concurrent clients, a shared prefix, drafts, fairness between priorities.
 
-A `Session` runs requests on an engine and notes the times. `run_bench` runs the parts of a benchmark with it,
-all except fairness.
+A `Session` runs requests on an engine and notes the times. `run_bench` runs the parts of a benchmark with it, all
+except fairness, which has engines of its own:
+
+1. Idle: HIGH requests, one at a time, on an idle engine.
+2. Backlog: the same beside a constant backlog of LOW requests. Shows the cost of LOW work to HIGH requests over time.
+3. Saturated: a constant backlog of both tiers. Shows whether LOW gets its guaranteed share.
+4. Resumed: an engine with a small KV pool. A HIGH request preempts a LOW one and evicts its cached blocks. When LOW has
+   resumed, the next HIGH request needs its memory. Shows that HIGH does not wait until LOW has caught up.
 """
 
 from __future__ import annotations
@@ -10,13 +16,12 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.report import (
-    HIGH_ANSWER,
-    HIGH_PROMPT,
     LIVE_TOKENS,
     NUM_IDLE,
     SENTENCES,
@@ -26,17 +31,24 @@ from quire.bench.report import (
     BenchConfig,
     BenchReport,
     DraftsReport,
+    FairnessReport,
     Level,
     Measurement,
     PrefixReport,
     Progress,
+    ResumedReport,
+    Sample,
     Setup,
     SiblingReport,
     SpeedupReport,
-    Stage,
+    backlog_report,
+    backlog_size,
+    latency,
+    resumed_report,
+    saturated_report,
 )
 from quire.core.step import StepPlan, TokenLogprobs
-from quire.core.values import PackedPrompt, SamplingParams
+from quire.core.values import PackedPrompt, Priority, SamplingParams
 from quire.engine.engine import Engine, StepEstimator, work_of
 from quire.engine.generation import GenerationRequest
 from quire.errors import InvalidRequest, RequestFailed
@@ -45,6 +57,26 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.masks import Matcher
     from quire.text.tokenizer import Tokenizer
+
+
+class Shape(NamedTuple):
+    """Tokens of a request: of the prompt, and of the answer, which is never shorter."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+# The fairness part
+HIGH_SHAPE = Shape(40, 32)
+NUM_WARM_UP = 3
+MAX_PAUSE_S = 0.2  # between two HIGH requests, so that they arrive at any point of a step
+GRACE_S = 30.0  # time for a HIGH request that is running when its phase ends
+SETTLE_SHARE = 0.25  # of a saturated phase passes before tokens are counted: the first requests start together
+IDLE_S = 0.001
+# The last phase: tokens of the KV pool, and requests of which two do not fit.
+POOL_TOKENS = 1088
+LARGE_HIGH, LARGE_LOW = Shape(960, 2), Shape(640, 400)
+NUM_RESUMED = 3
 
 
 class Track:
@@ -71,7 +103,7 @@ class Track:
 class Session:
     """Requests that run on an engine, with counters read from its plans."""
 
-    def __init__(self, engine: Engine, next_id: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, next_id: Callable[[], int], estimator: StepEstimator | None = None) -> None:
         self.engine = engine
         self.tracks: dict[int, Track] = {}
         self.plan: StepPlan | None = None  # the last one
@@ -79,6 +111,7 @@ class Session:
         self.num_copies = 0
         self.num_prefill_tokens = 0
         self._next_id = next_id
+        self._estimator = estimator
 
     def add(
         self,
@@ -86,19 +119,26 @@ class Session:
         sampling: SamplingParams | int,
         *,
         salt: str = "",
+        priority: Priority = Priority.NORMAL,
         matcher: Matcher | None = None,
     ) -> Track:
         """Add a request. A number of tokens for parameters: greedy, and exactly so many, as it has no stop tokens."""
         track = Track(self._next_id())
         if isinstance(sampling, int):
             sampling = SamplingParams(temperature=0.0, max_tokens=sampling)
-        self.engine.add(track.request_id, GenerationRequest.of(prompt, sampling, salt=salt), matcher=matcher)
+        request = GenerationRequest.of(prompt, sampling, salt=salt, priority=priority)
+        self.engine.add(track.request_id, request, matcher=matcher)
         self.tracks[track.request_id] = track
         return track
 
     def step(self) -> None:
+        """Run a step. With an estimator, the scheduler learns the cost of rows, where they have one, as in a worker."""
+        start_s = time.perf_counter()
         outputs = self.engine.step()
         now_s = time.perf_counter()
+        if self._estimator is not None and self.engine.capacity.has_costly_rows and self.plan is not None:
+            self._estimator.learn(work_of(self.plan), now_s - start_s)
+            self.engine.scheduler.policy.ledger.cost = self._estimator.cost()
         for output in outputs:
             track = self.tracks[output.request_id]
             if output.error is not None:
@@ -126,17 +166,19 @@ class Session:
 
 
 @contextmanager
-def driven(engine: Engine, next_id: Callable[[], int]) -> Iterator[Session]:
+def driven(engine: Engine, next_id: Callable[[], int], estimator: StepEstimator | None = None) -> Iterator[Session]:
     """A session on an engine.
 
-    On exit, also after an error, all requests are ended and `on_plan` is restored.
+    On exit, also after an error, all requests are ended, and `on_plan` and the cost of a step are restored.
     """
-    session, before = Session(engine, next_id), engine.on_plan
+    session, before, ledger = Session(engine, next_id, estimator), engine.on_plan, engine.scheduler.policy.ledger
+    cost = ledger.cost
     engine.on_plan = session.note
     try:
         yield session
     finally:
         engine.on_plan = before
+        ledger.cost = cost
         for request_id, track in session.tracks.items():
             if not track.is_finished:
                 engine.cancel(request_id)
@@ -150,6 +192,11 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
         self._random = random.Random(seed)
+        self._ids = tokenizer.encode(" ".join(SENTENCES))
+
+    def draw(self, num_tokens: int) -> list[int]:
+        """Tokens in random order, which take less time to make than text."""
+        return self._random.choices(self._ids, k=num_tokens)
 
     def make(self, num_tokens: int) -> list[int]:
         ids = self._tokenizer.encode(self._text())
@@ -183,32 +230,19 @@ class Bench:
         # More threads are not always faster for one stream.
         self.thread_choices = (1,) if self.num_threads == 1 else (self.num_threads, 1)
         self.next_id = llm.next_id
-        self._progress = progress
-        self._num_done = 0
-        self._expected_s: float | None = None
-        per_round = len(self.thread_choices) + 2 * len(config.batches)
-        sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1, "drafts": 2 * config.rounds}
-        self._num_stages = len(self.thread_choices) + sum(sizes.get(part, 0) for part in config.parts)
+        self.begin_stage = progress
 
-    def begin_stage(self, what: str) -> None:
-        """Report the start of a stage to the progress callback."""
-        self._progress(Stage(what, self._num_done, self._num_stages, self._expected_s))
-        self._num_done += 1
-
-    def session(self) -> AbstractContextManager[Session]:
-        return driven(self.engine, self.next_id)
+    def session(self, estimator: StepEstimator | None = None) -> AbstractContextManager[Session]:
+        return driven(self.engine, self.next_id, estimator)
 
     def warm_up(self) -> None:
-        """Run every code path once, and estimate the duration of the whole run from it."""
-        config = self.config
-        singles = []
+        """Run every code path once."""
         for num_threads in self.thread_choices:
             self.begin_stage("warming up")
-            singles.append(self.measure(1, 0, num_threads))
-        if "speedup" in config.parts:
-            for clients in config.batches:
+            self.measure(1, 0, num_threads)
+        if "speedup" in self.config.parts:
+            for clients in self.config.batches:
                 self.measure(clients, 0, self.num_threads, num_prompt=SHORT_PROMPT, num_output=2)
-        self._expected_s = _expected_s(config, singles[0], len(singles))
 
     def measure(
         self, clients: int, number: int, num_threads: int, *, num_prompt: int = 0, num_output: int = 0
@@ -244,25 +278,6 @@ class Bench:
         )
 
 
-def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> float:
-    """Estimated duration of the run, from one request.
-
-    Prompts cost time per token, and a step of K clients takes about K / 3 as long as one.
-    """
-    prefill_s = one.ttft_ms / 1000 / config.prompt_tokens
-    step_s = (one.wall_s - one.ttft_ms / 1000) / (config.output_tokens - 1)
-    per_round = (num_choices + len(config.batches)) * one.wall_s
-    for clients in config.batches:
-        per_round += clients * config.prompt_tokens * prefill_s + config.output_tokens * step_s * max(1, clients / 3)
-    spent = {
-        "speedup": config.rounds * per_round,
-        "prefix": (config.rounds + 1) * (config.head_tokens * prefill_s + 2 * LIVE_TOKENS * step_s),
-        "drafts": 2 * config.rounds * (2.5 * config.prompt_tokens * prefill_s + config.output_tokens * step_s),
-        "fairness": 1.7 * config.seconds + NUM_IDLE * (HIGH_PROMPT * prefill_s + HIGH_ANSWER * step_s),
-    }
-    return sum(spent[part] for part in config.parts)
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     tokens: tuple[int, ...]
@@ -290,8 +305,6 @@ def measure_drafts(bench: Bench) -> DraftsReport | None:
     num_tokens = sum(len(one.tokens) for one in drafted)
     ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, drafted, strict=True)]
     return DraftsReport(
-        rounds=config.rounds,
-        num_output_tokens=num_tokens,
         tokens_per_s=median(one.tokens_per_s for one in drafted),
         tokens_per_s_without=median(one.tokens_per_s for one in plain),
         ratio=median(ratios),
@@ -308,28 +321,19 @@ def measure_drafts(bench: Bench) -> DraftsReport | None:
 
 
 def _run(bench: Bench, prompt: list[int], estimator: StepEstimator, *, has_drafts: bool) -> _Run:
-    """Run one request. Where rows cost time, the scheduler learns the cost of a step, as in a worker."""
-    engine = bench.engine
-    scheduler, ledger = engine.scheduler, engine.scheduler.policy.ledger
-    before = scheduler.num_drafted, scheduler.num_accepted, ledger.cost
+    engine, scheduler = bench.engine, bench.engine.scheduler
+    before = scheduler.num_drafted, scheduler.num_accepted
     engine.clear_cache()
     engine.speculation.is_on = has_drafts
     try:
-        with bench.session() as session:
+        with bench.session(estimator) as session:
             track = session.add(prompt, bench.config.output_tokens)
-            while engine.has_work:
-                start_s = time.perf_counter()
-                session.step()
-                if engine.capacity.has_costly_rows and session.plan is not None:
-                    estimator.learn(work_of(session.plan), time.perf_counter() - start_s)
-                    ledger.cost = estimator.cost()
+            session.run()
     finally:
         engine.speculation.is_on = True
-        ledger.cost = before[2]
-    num_after = len(track.token_times) - 1
     return _Run(
         tuple(track.tokens),
-        num_after / (track.token_times[-1] - track.first_s),
+        (len(track.token_times) - 1) / (track.token_times[-1] - track.first_s),
         session.num_steps,
         scheduler.num_drafted - before[0],
         scheduler.num_accepted - before[1],
@@ -360,7 +364,6 @@ def measure_prefix(bench: Bench) -> PrefixReport:
     is_held = set(counts) == {2} and copies == 0 and shared_blocks == num_full and cached_tokens == config.head_tokens
     return PrefixReport(
         head_tokens=config.head_tokens,
-        repeats=len(repeats),
         ttft_cold_ms=cold_s * 1000,
         ttft_hit_ms=hit_s * 1000,
         ttft_live_ms=median(one.live.ttft_s for one in repeats) * 1000,
@@ -435,7 +438,7 @@ def measure_speedup(bench: Bench) -> SpeedupReport:
         _level([one for one in batches if one.clients == clients], baseline) for clients in bench.config.batches
     )
     num_cached = sum(one.num_cached_tokens for one in (*singles, *batches))
-    return SpeedupReport(baseline, levels, (*singles, *batches), num_cached, num_cached == 0)
+    return SpeedupReport(baseline, levels, (*singles, *batches), num_cached)
 
 
 def _best(singles: Sequence[Measurement]) -> Measurement:
@@ -474,11 +477,132 @@ def _level(measurements: Sequence[Measurement], baseline: Baseline) -> Level:
     )
 
 
-def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage: None) -> BenchReport:
-    """Benchmark a loaded, idle model. Empties its prefix cache.
+@dataclass(slots=True)
+class Load:
+    """Requests of one tier, of which at least `num_requests` are outstanding at any time."""
 
-    The report has no fairness part: `quire/cli/bench.py` measures it on a server.
-    """
+    priority: Priority
+    shape: Shape
+    num_requests: int
+    tracks: list[Track] = field(default_factory=list)
+    outstanding: list[Track] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far. All of a prompt counts with its first token."""
+        return sum(self.shape.prompt_tokens + len(track.tokens) for track in self.tracks if track.tokens)
+
+
+class Traffic:
+    """Single HIGH requests beside loads. Each has its own prompt and salt, so that nothing is cached."""
+
+    def __init__(self, llm: LLM, session: Session, seed: int, *loads: Load) -> None:
+        self._session = session
+        self._next_id = llm.next_id
+        self._prompts = Prompts(llm.text.tokenizer, seed)
+        self._random = random.Random(seed)
+        self._loads = loads
+
+    def send(self, priority: Priority, shape: Shape) -> Track:
+        prompt, salt = self._prompts.draw(shape.prompt_tokens), f"bench {self._next_id()}"
+        return self._session.add(prompt, shape.output_tokens, salt=salt, priority=priority)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Run steps, and replace requests of the loads that have ended."""
+        while not until():
+            for load in self._loads:
+                load.outstanding = [track for track in load.outstanding if not track.is_finished]
+                new = [self.send(load.priority, load.shape) for _ in range(load.num_requests - len(load.outstanding))]
+                load.outstanding += new
+                load.tracks += new
+            if self._session.engine.has_work:
+                self._session.step()
+            else:
+                time.sleep(IDLE_S)
+
+    def run_until(self, end_s: float) -> None:
+        self.run(lambda: time.perf_counter() >= end_s)
+
+    def high_request(self, shape: Shape = HIGH_SHAPE, *, pause_s: float = 0.0, limit_s: float = inf) -> Track:
+        """Run a HIGH request after a pause. It may arrive during a step; after `limit_s` it is left unfinished."""
+        due_s = time.perf_counter() + pause_s
+        self.run_until(due_s)
+        track = self.send(Priority.HIGH, shape)
+        track.arrived_s = due_s
+        self.run(lambda: track.is_finished or time.perf_counter() > limit_s)
+        return track
+
+    def high_requests(self, is_over: Callable[[int, float], bool], limit_s: float = inf) -> list[Sample]:
+        """Run requests one after another until `is_over`, which gets their number and the seconds since the start."""
+        begun_s = time.perf_counter()
+        samples: list[Sample] = []
+        while not is_over(len(samples), time.perf_counter() - begun_s):
+            track = self.high_request(pause_s=self._random.uniform(0, MAX_PAUSE_S), limit_s=begun_s + limit_s)
+            samples.append(_sample(track, begun_s))
+        return samples
+
+
+def _sample(track: Track, phase_s: float) -> Sample:
+    times_s = track.token_times or [time.perf_counter()]
+    return Sample(track.arrived_s - phase_s, times_s[0] - track.arrived_s, len(track.tokens), times_s[-1] - times_s[0])
+
+
+def measure_fairness(llm: LLM, config: BenchConfig, progress: Progress) -> FairnessReport:
+    """Measure the first three phases. The engine must have room for `MAX_BACKLOG` waiting requests."""
+    low_shape = Shape(config.prompt_tokens, config.output_tokens)
+    longest = max(sum(low_shape), sum(HIGH_SHAPE))
+    if longest > llm.max_model_len:
+        raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {llm.max_model_len}")
+    estimator = StepEstimator()
+    progress("fairness: HIGH alone")
+    with driven(llm.engine, llm.next_id, estimator) as session:
+        traffic = Traffic(llm, session, config.seed)
+        traffic.high_requests(lambda number, _: number >= NUM_WARM_UP)
+        idle = latency(traffic.high_requests(lambda number, _: number >= NUM_IDLE))
+    progress("fairness: HIGH beside a LOW backlog")
+    low = Load(Priority.LOW, low_shape, backlog_size(config, idle))
+    with driven(llm.engine, llm.next_id, estimator) as session:
+        traffic = Traffic(llm, session, config.seed, low)
+        traffic.run(lambda: low.num_tokens > 0)
+        begun_s = time.perf_counter()
+        before = low.num_tokens
+        high = traffic.high_requests(lambda _, passed_s: passed_s >= config.seconds, config.seconds + GRACE_S)
+        low_rate = (low.num_tokens - before) / (time.perf_counter() - begun_s)
+    backlog = backlog_report(config.seconds, low.num_requests, idle, high, low_rate)
+    progress("fairness: both tiers saturated")
+    seconds = config.seconds / 2
+    loads = [Load(tier, HIGH_SHAPE, 2 * config.max_num_seqs) for tier in (Priority.HIGH, Priority.LOW)]
+    with driven(llm.engine, llm.next_id, estimator) as session:
+        traffic = Traffic(llm, session, config.seed, *loads)
+        traffic.run_until(time.perf_counter() + seconds * SETTLE_SHARE)
+        counts = [load.num_tokens for load in loads]
+        traffic.run_until(time.perf_counter() + seconds)
+        high_tokens, low_tokens = (load.num_tokens - count for load, count in zip(loads, counts, strict=True))
+    return FairnessReport(idle, backlog, saturated_report(2 * config.max_num_seqs, high_tokens, low_tokens))
+
+
+def measure_resumed(llm: LLM, seed: int) -> ResumedReport:
+    """Measure the last phase, with a KV pool of `POOL_TOKENS`."""
+    estimator = StepEstimator()
+    idle = [_large_request(llm, estimator, seed, has_low=False) for _ in range(NUM_RESUMED)]
+    high = [_large_request(llm, estimator, seed, has_low=True) for _ in range(NUM_RESUMED)]
+    return resumed_report(POOL_TOKENS, idle, high)
+
+
+def _large_request(llm: LLM, estimator: StepEstimator, seed: int, *, has_low: bool) -> Sample:
+    """Run a large HIGH request, alone or behind a LOW request that has just resumed."""
+    with driven(llm.engine, llm.next_id, estimator) as session:
+        traffic = Traffic(llm, session, seed)
+        if has_low:
+            low = traffic.send(Priority.LOW, LARGE_LOW)
+            traffic.run(lambda: bool(low.tokens))
+            traffic.high_request(LARGE_HIGH)  # preempts it, and evicts its blocks
+            traffic.run(lambda: len(llm.engine.scheduler.running) > 0)
+        return _sample(traffic.high_request(LARGE_HIGH), 0.0)
+
+
+def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda *_: None) -> BenchReport:
+    """Benchmark a loaded, idle model, all parts except fairness. Empties its prefix cache."""
     _check_fits(llm.engine, config)
     begun_s = time.perf_counter()
     bench = Bench(llm, config, progress)
@@ -487,7 +611,7 @@ def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage:
     prefix = measure_prefix(bench) if "prefix" in config.parts else None
     drafts = measure_drafts(bench) if "drafts" in config.parts else None
     llm.engine.clear_cache()
-    return BenchReport(_setup(llm), config, time.perf_counter() - begun_s, speedup, prefix, None, drafts)
+    return BenchReport(setup_of(llm), config, time.perf_counter() - begun_s, speedup, prefix, None, drafts)
 
 
 def _check_fits(engine: Engine, config: BenchConfig) -> None:
@@ -518,7 +642,7 @@ def _check_fits(engine: Engine, config: BenchConfig) -> None:
         raise InvalidRequest(f"num_blocks = {capacity.num_blocks} is too few: the run needs {num_needed + 1}")
 
 
-def _setup(llm: LLM) -> Setup:
+def setup_of(llm: LLM) -> Setup:
     capacity, facts = llm.engine.capacity, llm.engine.runner.facts()
     return Setup(
         model=llm.text.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
@@ -15,9 +15,12 @@ PARTS = ("speedup", "prefix", "drafts", "fairness")
 TAIL_TOKENS = 16  # tokens after the shared head, different in each prompt of the prefix part
 LIVE_TOKENS = 32  # output tokens of the first request, which still decodes when the second one arrives
 SHORT_PROMPT = 24  # prompt tokens in the warm-up
-NUM_IDLE = 20  # HIGH requests on the idle server of the fairness part
-HIGH_PROMPT, HIGH_ANSWER = 40, 32  # prompt and output tokens of a HIGH request in the fairness part
+NUM_IDLE = 20  # HIGH requests on the idle engine of the fairness part
 MAX_SECONDS = 3600.0
+NUM_WINDOWS = 3  # separate windows, because a policy may fail only after some time
+MAX_TTFT_RATIO = 3.0
+MAX_BACKLOG = 4096
+SHARE_KEPT = 0.9  # tolerance for the guaranteed share: the measurement ends in the middle of a prompt
 SENTENCES = (
     "The harbour was quiet when the last ferry came in, and the lamps along the quay went out one by one.",
     "A good proof leaves nothing to memory: every step follows from the one before it, or from something well known.",
@@ -48,25 +51,12 @@ class BenchConfig:
     head_tokens: int = 1024  # shared head of the prompts of the prefix part
     num_siblings: int = 8
     seconds: float = 45.0  # duration of HIGH next to a LOW backlog; the saturated phase takes half as long
-    max_num_seqs: int = 16  # requests in one step of the server whose fairness is measured
+    max_num_seqs: int = 16  # requests in one step of the engine whose fairness is measured
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for part in self.parts:
-            if part not in PARTS:
-                raise InvalidRequest(f"parts: {part!r} is not one of {', '.join(PARTS)}")
-        lows = {"rounds": 1, "prompt_tokens": 1, "output_tokens": 2, "head_tokens": 1, "num_siblings": 2}
-        for name, low in (*lows.items(), ("max_num_seqs", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < low:
-                raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
-        for number in self.clients:
-            if type(number) is not int or number < 1:
-                raise InvalidRequest(f"clients = {number!r} is not a whole number of at least 1")
         if "speedup" in self.parts and not self.batches:
             raise InvalidRequest(f"clients = {self.clients!r} has no number above 1: one at a time is the baseline")
-        if type(self.seconds) not in (int, float) or not 1 <= self.seconds <= MAX_SECONDS:
-            raise InvalidRequest(f"seconds = {self.seconds!r} is not a number from 1 to {MAX_SECONDS:g}")
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -121,7 +111,6 @@ class SpeedupReport:
     levels: tuple[Level, ...]
     measurements: tuple[Measurement, ...]
     num_cached_tokens: int  # must be 0: the cache must not help
-    is_held: bool
 
     @property
     def ratios(self) -> dict[int, float]:
@@ -149,7 +138,6 @@ class PrefixReport:
     """
 
     head_tokens: int
-    repeats: int
     ttft_cold_ms: float  # with an empty cache
     ttft_hit_ms: float  # after all other requests have ended
     ttft_live_ms: float  # while the first request still decodes
@@ -170,8 +158,6 @@ class DraftsReport:
     Speeds are medians of the rounds, counts are totals.
     """
 
-    rounds: int
-    num_output_tokens: int
     tokens_per_s: float  # after the first token
     tokens_per_s_without: float
     ratio: float
@@ -188,10 +174,7 @@ class DraftsReport:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Latency of HIGH requests, measured by the client over HTTP.
-
-    None: there were no requests.
-    """
+    """Latency of HIGH requests. None: there were no requests."""
 
     requests: int
     ttft_ms_p50: float | None
@@ -207,36 +190,29 @@ class Window:
     begin_s: float
     end_s: float
     latency: Latency
-    ttft_ratio: float | None  # p95 of this window / p95 on the idle server; None: one of them is unknown
+    ttft_ratio: float | None  # p95 of this window / p95 on the idle engine; None: one of them is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class BacklogReport:
     """HIGH requests, one at a time, next to a permanent backlog of LOW requests."""
 
-    seconds: float
     num_low: int  # minimum number of outstanding LOW requests
     windows: tuple[Window, ...]
     latency: Latency  # of all windows
-    decode_ratio: float | None  # HIGH decode speed / the speed on the idle server
+    decode_ratio: float | None  # HIGH decode speed / the speed on the idle engine
     low_tokens_per_s: float  # prompt and output tokens of LOW requests in the same time
-    client_cpu: float  # CPU cores used by the client, which runs on the same machine as the server
 
 
 @dataclass(frozen=True, slots=True)
 class SaturatedReport:
-    """Phase in which both tiers always have waiting requests.
+    """Phase in which both tiers always have waiting requests. Prompt tokens are counted with the first output token."""
 
-    Tokens are counted when the client receives them; prompt tokens are counted with the first output token.
-    """
-
-    seconds: float
     num_each: int  # minimum number of outstanding requests in each tier
     high_tokens: int
     low_tokens: int
     low_share: float | None  # of all tokens; None: there were no tokens
-    guaranteed_share: float
-    client_cpu: float
+    guaranteed_share: float = LOW_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +220,6 @@ class ResumedReport:
     """HIGH requests that need the memory of a LOW request that was preempted, lost its cached blocks and resumed."""
 
     pool_tokens: int
-    high_tokens: int  # of a HIGH prompt
-    low_tokens: int  # of the LOW prompt
     idle: Latency  # of the same requests without a LOW one
     latency: Latency
     ttft_ratio: float | None
@@ -253,14 +227,12 @@ class ResumedReport:
 
 @dataclass(frozen=True, slots=True)
 class FairnessReport:
-    max_num_seqs: int
     idle: Latency
     backlog: BacklogReport
     saturated: SaturatedReport
-    resumed: ResumedReport | None  # None: the context is too short, or the memory of the pool cannot be set
-    max_ttft_ratio: float  # limit for every window
-    min_low_share: float  # guaranteed share, less a tolerance for the short measurement
-    is_held: bool
+    resumed: ResumedReport | None = None  # None: the context is too short
+    max_ttft_ratio: float = MAX_TTFT_RATIO  # limit for every window
+    min_low_share: float = SHARE_KEPT * LOW_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +267,7 @@ class BenchReport:
 
 
 def _problems(report: BenchReport) -> Iterator[str]:
-    if report.speedup is not None and not report.speedup.is_held:
+    if report.speedup is not None and report.speedup.num_cached_tokens:
         yield f"speedup: {report.speedup.num_cached_tokens} tokens came from the cache, expected 0"
     if (prefix := report.prefix) is not None and not prefix.is_held:
         counts = f"{prefix.ref_count_min} to {prefix.ref_count_max}"
@@ -308,15 +280,16 @@ def _problems(report: BenchReport) -> Iterator[str]:
         wanted = f"{one.num_requests} requests with the same prompt of {one.prompt_tokens} tokens"
         yield f"siblings: {wanted} computed {one.prefill_tokens} tokens, expected the prompt once"
     if report.fairness is not None:
-        yield from _unfair(report.fairness)
+        yield from unfair(report.fairness)
 
 
-def _unfair(fair: FairnessReport) -> Iterator[str]:
+def unfair(fair: FairnessReport) -> Iterator[str]:
+    """Messages for the criteria of fairness that were not met."""
     ratios = [window.ttft_ratio for window in fair.backlog.windows]
     if any(ratio is None or ratio > fair.max_ttft_ratio for ratio in ratios):
         found = ", ".join("unknown" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         yield (
-            f"fairness: HIGH TTFT p95 next to a LOW backlog, by window, is {found} times that of an idle server,"
+            f"fairness: HIGH TTFT p95 next to a LOW backlog, by window, is {found} times that of an idle engine,"
             f" expected at most {fair.max_ttft_ratio:g} times"
         )
     ratio = 0.0 if fair.resumed is None else fair.resumed.ttft_ratio
@@ -324,7 +297,7 @@ def _unfair(fair: FairnessReport) -> Iterator[str]:
         found = "unknown" if ratio is None else f"{ratio:.2f}"
         yield (
             f"fairness: HIGH TTFT behind a LOW request that was preempted and resumed is {found} times that of an idle"
-            f" server, expected at most {fair.max_ttft_ratio:g} times"
+            f" engine, expected at most {fair.max_ttft_ratio:g} times"
         )
     share = fair.saturated.low_share
     if share is None or share < fair.min_low_share:
@@ -332,23 +305,7 @@ def _unfair(fair: FairnessReport) -> Iterator[str]:
         yield f"fairness: {found} under constant HIGH load, expected at least {fair.min_low_share:.1%} for LOW"
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Progress of a run."""
-
-    what: str
-    num_done: int
-    num_stages: int
-    expected_s: float | None = None  # estimated duration of the whole run, known after the warm-up
-
-
-Progress = Callable[[Stage], None]
-
-
-NUM_WINDOWS = 3  # separate windows, because a policy may fail only after some time
-MAX_TTFT_RATIO = 3.0
-MAX_BACKLOG = 4096
-SHARE_KEPT = 0.9  # tolerance for the guaranteed share: the measurement ends in the middle of a prompt
+Progress = Callable[[str], object]  # called with the name of a part when it begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,27 +318,11 @@ class Sample:
     decode_s: float  # from the first token to the last
 
 
-def fairness_report(
-    max_num_seqs: int, idle: Latency, backlog: BacklogReport, saturated: SaturatedReport, resumed: ResumedReport | None
-) -> FairnessReport:
-    report = FairnessReport(
-        max_num_seqs=max_num_seqs,
-        idle=idle,
-        backlog=backlog,
-        saturated=saturated,
-        resumed=resumed,
-        max_ttft_ratio=MAX_TTFT_RATIO,
-        min_low_share=SHARE_KEPT * saturated.guaranteed_share,
-        is_held=True,
-    )
-    return replace(report, is_held=not list(_unfair(report)))
-
-
 def backlog_size(config: BenchConfig, idle: Latency) -> int:
     """Number of LOW requests to keep outstanding.
 
     The oldest must have waited since the start of the phase, because a policy with aging treats an old backlog
-    differently from a new one. So the backlog is larger than the number of requests that the server could answer during
+    differently from a new one. So the backlog is larger than the number of requests that the engine could answer during
     the phase if each batch row were as fast as one request alone.
     """
     rate = idle.decode_tokens_per_s or 0.0
@@ -403,46 +344,31 @@ def latency(samples: Sequence[Sample]) -> Latency:
 
 def windows(samples: Sequence[Sample], seconds: float, idle: Latency) -> tuple[Window, ...]:
     """Divide the phase into equal windows. Each contains the requests that started in it."""
-    parts: list[list[Sample]] = [[] for _ in range(NUM_WINDOWS)]
-    for one in samples:
-        parts[min(int(one.begun_s / seconds * NUM_WINDOWS), NUM_WINDOWS - 1)].append(one)
     found = []
-    for number, part in enumerate(parts):
-        in_part = latency(part)
+    for number in range(NUM_WINDOWS):
         begin_s, end_s = (seconds * edge / NUM_WINDOWS for edge in (number, number + 1))
-        found.append(Window(begin_s, end_s, in_part, _ratio(in_part.ttft_ms_p95, idle.ttft_ms_p95)))
+        is_last = number == NUM_WINDOWS - 1
+        part = latency([one for one in samples if begin_s <= one.begun_s and (is_last or one.begun_s < end_s)])
+        found.append(Window(begin_s, end_s, part, _ratio(part.ttft_ms_p95, idle.ttft_ms_p95)))
     return tuple(found)
 
 
 def backlog_report(
-    seconds: float, num_low: int, idle: Latency, high: Sequence[Sample], low_tokens_per_s: float, client_cpu: float
+    seconds: float, num_low: int, idle: Latency, high: Sequence[Sample], low_tokens_per_s: float
 ) -> BacklogReport:
     in_all = latency(high)
-    return BacklogReport(
-        seconds=seconds,
-        num_low=num_low,
-        windows=windows(high, seconds, idle),
-        latency=in_all,
-        decode_ratio=_ratio(in_all.decode_tokens_per_s, idle.decode_tokens_per_s),
-        low_tokens_per_s=low_tokens_per_s,
-        client_cpu=client_cpu,
-    )
+    decode_ratio = _ratio(in_all.decode_tokens_per_s, idle.decode_tokens_per_s)
+    return BacklogReport(num_low, windows(high, seconds, idle), in_all, decode_ratio, low_tokens_per_s)
 
 
-def saturated_report(
-    seconds: float, num_each: int, high_tokens: int, low_tokens: int, client_cpu: float
-) -> SaturatedReport:
+def saturated_report(num_each: int, high_tokens: int, low_tokens: int) -> SaturatedReport:
     total = high_tokens + low_tokens
-    share = low_tokens / total if total else None
-    return SaturatedReport(seconds, num_each, high_tokens, low_tokens, share, LOW_SHARE, client_cpu)
+    return SaturatedReport(num_each, high_tokens, low_tokens, low_tokens / total if total else None)
 
 
-def resumed_report(
-    pool_tokens: int, high_tokens: int, low_tokens: int, idle: Sequence[Sample], high: Sequence[Sample]
-) -> ResumedReport:
+def resumed_report(pool_tokens: int, idle: Sequence[Sample], high: Sequence[Sample]) -> ResumedReport:
     alone, behind = latency(idle), latency(high)
-    ratio = _ratio(behind.ttft_ms_p95, alone.ttft_ms_p95)
-    return ResumedReport(pool_tokens, high_tokens, low_tokens, alone, behind, ratio)
+    return ResumedReport(pool_tokens, alone, behind, _ratio(behind.ttft_ms_p95, alone.ttft_ms_p95))
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:

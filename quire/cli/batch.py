@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import secrets
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
-from urllib.parse import urlsplit
 
 import typer
 
@@ -38,10 +34,10 @@ from quire.batch.runner import (
 )
 from quire.cli import options
 from quire.cli.chat import find_server, locate
-from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key, note, printable
+from quire.cli.http_stream import HttpStream, RefusedRequest, ServerError, Timeouts, TooLarge, printable, value_of
+from quire.cli.server_client import PATIENT, ServerClient, check_installed, choose_address, chosen_key, note, serving
 from quire.cli.terminal import echo, make_bar
 from quire.errors import InvalidRequest, QuireError
-from quire.version import __version__
 from quire.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -50,17 +46,14 @@ if TYPE_CHECKING:
 PRIORITIES = ("high", "normal", "low")
 PIPE = "-"
 LINE_EVERY_S = 10.0  # a line of progress on a pipe
-CONNECT_S = 10.0
 READ_LIMIT_S = 3600.0  # a request of low priority may wait long; a server sends nothing until it answers
+TIMEOUTS = Timeouts(10.0, READ_LIMIT_S)
 MAX_REPLY_BYTES = 256 << 20
 RETRIED = (429, 502, 503, 504, 529)
 
 
 class _Target(NamedTuple):
-    """The server that the requests are sent to."""
-
-    url: str
-    api_key: str | None
+    server: ServerClient
     model: str  # the server's name for --model or for the default model
 
 
@@ -78,7 +71,7 @@ def batch(
         bool, typer.Option("--local", help="Start a private server process, even if a server runs.")
     ] = False,
     priority: Annotated[str, typer.Option(help="Priority of all requests: high, normal or low.")] = "low",
-    max_in_flight: Annotated[int, typer.Option(help="Requests sent at once, 1 to 1024.")] = 64,
+    max_in_flight: Annotated[int, typer.Option(min=1, max=1024, help="Requests sent at once.")] = 64,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to a plain prompt, in tokens.")] = 512,
     temperature: Annotated[
         float | None, typer.Option(help="Temperature for plain prompts; by default the model's own.")
@@ -88,7 +81,7 @@ def batch(
         bool, typer.Option("--retry-failed", help="Run the lines that failed in an earlier run again.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT instead of continuing it.")] = False,
-    retries: Annotated[int, typer.Option(help="Times a request is sent before the run stops.")] = 20,
+    retries: Annotated[int, typer.Option(min=1, help="Times a request is sent before the run stops.")] = 20,
     *,
     engine: options.Settings,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")] = False,
@@ -97,7 +90,7 @@ def batch(
 
     Run the same command again to continue after an interruption. Exits with 1 if a line failed.
     """
-    _check(priority, max_in_flight, retries, source, output)
+    _check(priority, source, output)
     defaults: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         defaults["temperature"] = temperature
@@ -119,22 +112,18 @@ def batch(
             progress.tell("every line has a result already; --retry-failed runs failed lines again")
         else:
             target = stack.enter_context(_serving(model, named, server=server, api_key=api_key, is_local=local))
-            client = _Client(target.url, target.api_key, max_in_flight)
-            settings = lines if model is None else replace(lines, model=target.model)
+            lines = lines if model is None else replace(lines, model=target.model)
             retry = RetryPolicy(max_tries=retries)
-            _run(progress, results, client, settings, max_in_flight=max_in_flight, retry=retry)
-    progress.summarize()
+            _run(progress, results, target.server, lines, max_in_flight=max_in_flight, retry=retry)
+    progress.tell(str(progress))
     if progress.scan.num_failed:
         raise typer.Exit(1)
 
 
-def _check(priority: str, max_in_flight: int, retries: int, source: str, output: str) -> None:
+def _check(priority: str, source: str, output: str) -> None:
     """Refuse invalid options before a model is loaded."""
     if priority not in PRIORITIES:
         raise InvalidRequest(f"--priority {priority!r} is not one of {', '.join(PRIORITIES)}")
-    for name, value, high in (("--max-in-flight", max_in_flight, 1024), ("--retries", retries, 1_000_000)):
-        if not 1 <= value <= high:
-            raise InvalidRequest(f"{name} {value} is not 1 to {high}")
     if source != PIPE and not Path(source).is_file():
         raise InvalidRequest(f"IN = {source!r} is not a file")
     if PIPE not in (source, output) and Path(output).exists() and Path(output).samefile(source):
@@ -149,10 +138,8 @@ def _serving(
     address = choose_address(server, is_local=is_local, engine_options=list(engine))
     key = chosen_key(api_key)
     if address is not None and (found := find_server(address, model, key)) is not None:
-        yield _Target(address.url, key, found.name)
+        yield _Target(ServerClient(address.url, key, TIMEOUTS), found.name)
         return
-    from quire.cli.server_client import check_installed, serving
-
     check_installed("a private server")
     locate(model)  # downloads the model with a progress bar; the server's output is hidden
     note(f"loading {model or DEFAULT_MODEL}")
@@ -162,13 +149,13 @@ def _serving(
     patience = ["--queue-timeout", "86400", "--max-queue", "4096", "--max-queued-tokens", str(1 << 30)]
     with serving(model or DEFAULT_MODEL, [*given, *patience], {"QUIRE_API_KEY": own_key}) as process:
         name, _ = ServerClient(process.url, own_key, PATIENT).find_model(None)
-        yield _Target(process.url, own_key, name)
+        yield _Target(ServerClient(process.url, own_key, TIMEOUTS), name)
 
 
 def _run(
     progress: _Progress,
     results: ResultFile,
-    client: _Client,
+    server: ServerClient,
     lines: LineSettings,
     *,
     max_in_flight: int,
@@ -180,25 +167,26 @@ def _run(
         results.write(result)
         progress.add(result)
 
+    async def send(request: BatchRequest) -> Reply:
+        stream = server.stream(request.url, request.body)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, _exchange, stream)
+        finally:
+            stream.cut()  # ends the thread if the run was interrupted
+
     async def send_all(file: BinaryIO) -> None:
         parsed = LineParser(lines).parse_all(file)
         todo = (line for line in parsed if line.number not in progress.scan.finished)
-        runner = BatchRunner(todo, client.send, take, max_in_flight=max_in_flight, retry=retry)
-        try:
-            await runner.run()
-        finally:
-            client.abort()
+        await BatchRunner(todo, send, take, max_in_flight=max_in_flight, retry=retry).run()
 
     try:
-        with progress, progress.opened_source() as file:
+        with ThreadPoolExecutor(max_in_flight) as threads, progress, progress.opened_source() as file:
             asyncio.run(send_all(file))
     except GaveUp as error:
         raise QuireError(f"{error}. {progress.interrupted()}") from None
     except KeyboardInterrupt:
         echo(f"\ninterrupted. {progress.interrupted()}", err=True)
         raise typer.Exit(130) from None
-    finally:
-        client.close()
 
 
 class _Progress:
@@ -207,7 +195,7 @@ class _Progress:
     def __init__(self, scan: ResultScan, source: Path | None, output: Path | None, *, is_quiet: bool) -> None:
         self.scan = scan
         self.total: int | None = None  # lines of the input; None: not known
-        self._num_before, self._num_failed_before = scan.num_finished, scan.num_failed
+        self._num_before = scan.num_finished
         self.num_tokens = 0
         self._source = source
         self._can_continue = source is not None and output is not None
@@ -233,10 +221,6 @@ class _Progress:
         return self.scan.num_finished - self._num_before
 
     @property
-    def num_bad(self) -> int:
-        return self.scan.num_failed - self._num_failed_before
-
-    @property
     def elapsed_s(self) -> float:
         return (time.monotonic() if self._ended_s is None else self._ended_s) - self._started_s
 
@@ -260,126 +244,49 @@ class _Progress:
         if result.reply is not None and result.is_good:
             self.num_tokens += num_completion_tokens(json.loads(result.reply.body))
         if self._bar is not None:
-            counts = f"{self.num_bad} failed, {self.tokens_per_s:.0f} tok/s"
+            counts = f"{self.scan.num_failed} failed, {self.tokens_per_s:.0f} tok/s"
             self._bar.update(self._task, completed=self.scan.num_finished, counts=counts)
         elif not self._is_quiet and time.monotonic() - self._shown_s >= LINE_EVERY_S:
             self._shown_s = time.monotonic()
-            echo(self.line(), err=True)
-
-    def line(self) -> str:
-        """The progress as one line of text, for a pipe."""
-        done = self.scan.num_finished
-        text = f"{done:,} of {self.total:,}" if self.total is not None else f"{done:,}"
-        text += f" lines, {self.num_bad:,} failed, {self.tokens_per_s:.0f} tokens/s"
-        if self.total is not None and self.num_done:
-            left_s = self.elapsed_s * max(0, self.total - done) / self.num_done
-            text += f", about {left_s:.0f} s left"
-        return text
+            self.tell(str(self))
 
     def interrupted(self) -> str:
         how = "; run the same command again to continue" if self._can_continue else ""
         return f"{self.scan.num_finished:,} lines have a result{how}"
 
-    def summarize(self) -> None:
+    def __str__(self) -> str:
         scan = self.scan
         text = f"{scan.num_finished:,} lines: {scan.num_good:,} answered, {scan.num_failed:,} failed"
         if self.num_done:
             rate = self.num_done / max(self.elapsed_s, 1e-9)
             text += f"; this run: {self.num_done:,} in {self.elapsed_s:.1f} s,"
             text += f" {rate:.1f} lines/s, {self.tokens_per_s:.0f} tokens/s"
-        self.tell(text)
+        return text
 
 
-class _Client:
-    """Sends requests in threads, because `http.client` blocks. Each thread keeps its connection.
-
-    `abort` ends requests that still wait.
-    """
-
-    def __init__(self, url: str, api_key: str | None, max_in_flight: int) -> None:
-        self._url = url
-        self._parts = urlsplit(url)
-        self._headers = {"content-type": "application/json", "user-agent": f"quire/{__version__}"}
-        if api_key is not None:
-            self._headers["authorization"] = f"Bearer {api_key}"
-        self._threads = ThreadPoolExecutor(max_in_flight, "quire-batch")
-        self._own = threading.local()
-        self._connections: list[http.client.HTTPConnection] = []  # of all threads
-        self._is_closed = False
-
-    async def send(self, request: BatchRequest) -> Reply:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._send, request)
-
-    def abort(self) -> None:
-        """End requests that still wait for an answer."""
-        self._is_closed = True  # first: a thread that connects now sees it
-        for connection in self._connections:
-            if (sock := connection.sock) is not None:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.abort()
-        self._threads.shutdown(cancel_futures=True)
-        for connection in self._connections:
-            connection.close()
-
-    def _send(self, request: BatchRequest) -> Reply:
-        connection = self._connection()
-        while True:
-            is_kept = connection.sock is not None
-            try:
-                return self._exchange(connection, request, is_kept=is_kept)
-            except (OSError, http.client.HTTPException) as error:
-                connection.close()
-                is_idle_end = is_kept and isinstance(error, ConnectionError | http.client.RemoteDisconnected)
-                if is_idle_end and not self._is_closed:  # the server closed an idle connection: send it on a new one
-                    continue
-                reason = "timeout" if isinstance(error, TimeoutError) else printable(str(error)) or type(error).__name__
-                raise ConnectionLost(f"{self._url} did not answer: {reason}") from None
-
-    def _connection(self) -> http.client.HTTPConnection:
-        """The connection of this thread, which is open if the last request left it open."""
-        if not hasattr(self._own, "connection"):
-            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-            self._own.connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
-            self._connections.append(self._own.connection)
-        found: http.client.HTTPConnection = self._own.connection
-        return found
-
-    def _exchange(self, connection: http.client.HTTPConnection, request: BatchRequest, *, is_kept: bool) -> Reply:
-        if not is_kept:
-            connection.connect()
-            connection.sock.settimeout(READ_LIMIT_S)
-            if self._is_closed:
-                raise ConnectionAbortedError("the client was closed")
-        with suppress(BrokenPipeError, ConnectionResetError):  # it may refuse before it has read the body
-            connection.request("POST", self._parts.path + request.url, request.body, self._headers)
-        response = connection.getresponse()
-        body = response.read(MAX_REPLY_BYTES + 1)
-        if len(body) > MAX_REPLY_BYTES:
-            connection.close()
-            return _reply(response, b"more than %d bytes" % MAX_REPLY_BYTES)
-        if response.length:  # `read` returns what came before a connection ended
-            raise http.client.IncompleteRead(body, response.length)
-        return _reply(response, body)
-
-
-def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
-    """A body that is not JSON, such as a proxy's error page, is wrapped in an error in OpenAI's format."""
-    status = response.status
+def _exchange(stream: HttpStream) -> Reply:
+    """Any status is a reply. A body that is not JSON, such as a proxy's error page, is wrapped in OpenAI's format."""
+    status = 200
+    headers: dict[str, str] = {}
     try:
-        json.loads(body)
-    except (ValueError, RecursionError):
-        text = printable(body[:200].decode("utf-8", "replace")) or response.reason
-        error = {"message": f"not JSON: {text}", "type": "server_error", "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
+        body = stream.read(MAX_REPLY_BYTES)
+    except RefusedRequest as error:
+        status, headers, body = error.status, error.headers, error.body
+    except TooLarge as error:
+        body = str(error).encode()
+    except ServerError as error:
+        raise ConnectionLost(str(error)) from None
+    may_retry = status in RETRIED and headers.get("x-should-retry") != "false"
+    if value_of(body) is None:
+        text = printable(body[:200].decode("utf-8", "replace")) or "empty"
+        found = {"message": f"not JSON: {text}", "type": "server_error", "param": None, "code": None}
+        body = json.dumps({"error": found}).encode()
         status = status if status >= 400 else 502
-    after = response.headers.get("retry-after", "")
+    after = headers.get("retry-after", "")
     return Reply(
         status=status,
-        request_id=printable(response.headers.get("x-request-id", "")),
+        request_id=printable(headers.get("x-request-id", "")),
         body=body,
         retry_after_s=min(float(after), READ_LIMIT_S) if after.isdecimal() else None,
-        may_retry=response.status in RETRIED and response.headers.get("x-should-retry") != "false",
+        may_retry=may_retry,
     )

@@ -1,80 +1,55 @@
-"""`quire bench`: measure batching, shared prefixes, drafts and priorities with a real model on this machine.
-
-All but the last are measured in this process, fairness between priorities over HTTP, on a `quire serve` process:
-
-1. Idle: HIGH requests, one at a time, on an idle server.
-2. Backlog: the same beside a constant backlog of LOW requests. Shows the cost of LOW work to HIGH requests over time.
-3. Saturated: a constant backlog of both tiers. Shows whether LOW gets its guaranteed share.
-4. Resumed: a second server with a small KV pool. A HIGH request preempts a LOW one and evicts its cached blocks. When
-   LOW has resumed, the next HIGH request needs its memory. Shows that HIGH does not wait until LOW has caught up.
-
-The clients share the machine with the server and must be cheap: one HTTP request has many prompts, and one thread reads
-it.
-"""
+"""`quire bench`: measure batching, shared prefixes, drafts and priorities with a real model in this process."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import shlex
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from quire.bench.driver import run_bench
-from quire.bench.http_load import HttpStream, RefusedRequest
+from quire.bench.driver import (
+    HIGH_SHAPE,
+    LARGE_HIGH,
+    LARGE_LOW,
+    POOL_TOKENS,
+    measure_fairness,
+    measure_resumed,
+    run_bench,
+    setup_of,
+)
 from quire.bench.report import (
-    HIGH_ANSWER,
-    HIGH_PROMPT,
     MAX_BACKLOG,
-    NUM_IDLE,
+    MAX_SECONDS,
     PARTS,
-    SENTENCES,
-    BacklogReport,
     BenchConfig,
     BenchReport,
     DraftsReport,
     FairnessReport,
     Latency,
     PrefixReport,
-    Progress,
-    ResumedReport,
-    Sample,
-    SaturatedReport,
-    Setup,
     SpeedupReport,
-    Stage,
-    backlog_report,
-    backlog_size,
-    fairness_report,
-    latency,
-    resumed_report,
-    saturated_report,
+    unfair,
 )
 from quire.cli import options, terminal
 from quire.cli.chat import locate
-from quire.cli.server_client import PATIENT, ServerClient, ServerError, ServerProcess, check_installed, serving
 from quire.cli.terminal import echo
-from quire.core.values import Priority
-from quire.errors import InvalidRequest, MissingExtra, QuireError
+from quire.errors import InvalidRequest, MissingExtra
 from quire.version import __version__
-from quire.weights.hub import DEFAULT_MODEL
 
 _DEFAULT = BenchConfig()
 _FIELDS = {
-    *("clients", "rounds", "prompt_tokens", "output_tokens", "seconds", "max_num_seqs"),
+    *("clients", "max_num_seqs"),
     *("backend", "precision", "quantize", "kv_cache_dtype", "device", "dtype", "load_format", "threads"),
 }
 PLOT_NAME = "speedup.png"
@@ -89,17 +64,18 @@ def bench(
     clients: Annotated[
         list[str] | None, typer.Option(help="Numbers of concurrent clients; by default 1,2,4,8,16.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Number of measurements of each part.")] = _DEFAULT.rounds,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = _DEFAULT.prompt_tokens,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = _DEFAULT.output_tokens,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements of each part.")] = _DEFAULT.rounds,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = _DEFAULT.prompt_tokens,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = _DEFAULT.output_tokens,
     only: Annotated[
         list[str] | None, typer.Option(help=f"Part to measure: {', '.join(PARTS)}; repeatable, by default all.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(help="Fairness: seconds of HIGH requests beside a LOW backlog.")
+        float,
+        typer.Option(min=1, max=MAX_SECONDS, help="Fairness: seconds of HIGH requests beside a LOW backlog."),
     ] = _DEFAULT.seconds,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Fairness: maximum number of requests in one step of the server.")
+        int, typer.Option(min=1, help="Fairness: maximum number of requests in one step.")
     ] = _DEFAULT.max_num_seqs,
     threads: options.ThreadsOption = None,
     *,
@@ -113,7 +89,7 @@ def bench(
 ) -> None:
     """Measure a model: concurrent clients, a shared prefix, drafts, fairness among priorities."""
     facts = {"quire": __version__, "command": shlex.join(["quire", *sys.argv[1:]]), "machine": machine_facts()}
-    with options.options_named(_FIELDS, is_bare=True):
+    with options.options_named(_FIELDS):
         config = BenchConfig(
             parts=_parts(only),
             clients=_clients(clients),
@@ -125,8 +101,8 @@ def bench(
             seed=seed,
         )
     if out is not None:
-        _prepare(out)
-    with options.options_named(_FIELDS, is_bare=True):
+        out.mkdir(parents=True, exist_ok=True)
+    with options.options_named(_FIELDS):
         report = _run(model, config, {**compute, "threads": threads})
     document = document_of(report, facts)
     if as_json:
@@ -147,11 +123,11 @@ def bench(
 def _clients(given: list[str] | None) -> tuple[int, ...]:
     if given is None:
         return _DEFAULT.clients
-    words = [word.strip() for one in given for word in one.split(",")]
+    words = [word.strip() for word in ",".join(given).split(",")]
     for word in words:
-        if not word.isdecimal() or len(word) > 6:
-            raise InvalidRequest(f"clients: {word!r} of {','.join(given)!r} is not a whole number")
-    return tuple(int(word) for word in words)
+        if not re.fullmatch(r"[1-9][0-9]{0,5}", word):
+            raise InvalidRequest(f"--clients {word!r} of {','.join(given)!r} is not a whole number of at least 1")
+    return tuple(map(int, words))
 
 
 def _parts(given: list[str] | None) -> tuple[str, ...]:
@@ -161,61 +137,40 @@ def _parts(given: list[str] | None) -> tuple[str, ...]:
     return tuple(part for part in PARTS if not given or part in given)
 
 
-def _prepare(out: Path) -> None:
-    """Refuse outputs that could not be written, before the run."""
-    if out.exists() and not out.is_dir():
-        raise InvalidRequest(f"--out {out} is a file, not a folder")
-    out.mkdir(parents=True, exist_ok=True)
-
-
 # Running
 
 
 def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> BenchReport:
-    """Run the parts. The model in this process is closed before the server starts: memory may not hold two."""
+    """Run the parts. Each engine is closed before the next one starts: memory may not hold two."""
     from quire.engine.composition import EngineConfig
+    from quire.engine.llm import LLM
 
     begun_s = time.perf_counter()
     EngineConfig(max_num_seqs=config.max_num_seqs, **settings)  # refuses settings that cannot work
-    if "fairness" in config.parts:
-        check_installed()
-        locate(model)  # downloaded here if needed, not by the server
-    with _progress() as progress:
-        report = None if config.parts == ("fairness",) else _run_here(model, config, settings, progress)
+    path = locate(model)
+    report = None
+    with terminal.progress_bar("", "passed") as update:
+
+        def progress(what: str) -> None:
+            update(description=what)
+
+        progress("loading the model")
+        if config.parts != ("fairness",):
+            with LLM(path, max_num_seqs=max(64, *config.clients), **settings) as llm:
+                report = run_bench(llm, config, progress)
         if "fairness" in config.parts:
-            found = measure_fairness(model or DEFAULT_MODEL, config, settings, progress)
-            report = report or BenchReport(found.setup, config, 0.0, None, None, None)
-            report = replace(report, fairness=found.report)
+            settings = {**settings, "max_num_seqs": config.max_num_seqs}
+            with LLM(path, max_waiting=4 * (MAX_BACKLOG + config.max_num_seqs), **settings) as llm:
+                fairness = measure_fairness(llm, config, progress)
+            report = report or BenchReport(setup_of(llm), config, 0.0, None, None, None)
+            if llm.max_model_len >= POOL_TOKENS:
+                progress("fairness: HIGH behind a resumed LOW")
+                num_blocks = POOL_TOKENS // report.setup.block_size + 1
+                with LLM(path, max_model_len=POOL_TOKENS, num_blocks=num_blocks, **settings) as llm:
+                    fairness = replace(fairness, resumed=measure_resumed(llm, config.seed))
+            report = replace(report, fairness=fairness)
     assert report is not None  # a configuration has at least one part
     return replace(report, duration_s=time.perf_counter() - begun_s)
-
-
-def _run_here(model: str | None, config: BenchConfig, settings: dict[str, Any], progress: Progress) -> BenchReport:
-    from quire.engine.llm import LLM
-
-    progress(Stage("loading the model", 0, 1))
-    with LLM(model, max_num_seqs=max(64, *config.clients), **settings) as llm:
-        return run_bench(llm, config, progress)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """The expected duration on stderr, and a progress bar if that is a terminal."""
-    is_told = False
-    with terminal.progress_bar("", "count", "passed", total=1) as update:
-
-        def show(stage: Stage) -> None:
-            nonlocal is_told
-            if stage.expected_s is not None and not is_told:
-                is_told = True
-                echo(f"This takes about {_duration(stage.expected_s)}.", err=True)
-            update(completed=stage.num_done, total=stage.num_stages, description=stage.what)
-
-        yield show
-
-
-def _duration(seconds: float) -> str:
-    return f"{max(5, round(seconds / 5) * 5)} s" if seconds < 90 else f"{seconds / 60:.1f} minutes"
 
 
 def machine_facts() -> dict[str, Any]:
@@ -298,13 +253,13 @@ def _speedup_text(report: BenchReport, speedup: SpeedupReport) -> str:
     )
 
 
-def _prefix_text(prefix: PrefixReport) -> str:
+def _prefix_text(prefix: PrefixReport, rounds: int) -> str:
     one, least, most = prefix.siblings, prefix.ref_count_min, prefix.ref_count_max
     counts = f"{least}" if least == most else f"{least} to {most}"
     return (
         f"A head of {prefix.head_tokens} tokens: first token after {prefix.ttft_cold_ms:.0f} ms cold,"
         f" {prefix.ttft_hit_ms:.0f} ms when it is cached ({prefix.ratio:.1f} times sooner),"
-        f" {prefix.ttft_live_ms:.0f} ms while the first request still decodes; medians of {prefix.repeats}."
+        f" {prefix.ttft_live_ms:.0f} ms while the first request still decodes; medians of {rounds}."
         f" While both run they share {prefix.shared_blocks} blocks, each with ref count {counts};"
         f" copies: {prefix.copies}. {_held(prefix.is_held)}\n"
         f"{one.num_requests} requests with one new prompt of {one.prompt_tokens} tokens, arriving together, computed"
@@ -314,14 +269,14 @@ def _prefix_text(prefix: PrefixReport) -> str:
     )
 
 
-def _drafts_text(drafts: DraftsReport | None) -> str:
+def _drafts_text(drafts: DraftsReport | None, rounds: int) -> str:
     if drafts is None:
         return "Drafts are off: this backend verifies none for this model."
     share = "-" if drafts.acceptance is None else f"{drafts.acceptance:.0%}"
     return (
         f"An answer that repeats its prompt, one at a time: {drafts.tokens_per_s:.1f} tok/s with drafts,"
         f" {drafts.tokens_per_s_without:.1f} without ({drafts.ratio:.2f} times, {drafts.ratio_min:.2f} to"
-        f" {drafts.ratio_max:.2f}); medians over rounds: {drafts.rounds}."
+        f" {drafts.ratio_max:.2f}); medians over rounds: {rounds}."
         f" Accepted: {drafts.draft_tokens_accepted} of {drafts.draft_tokens} draft tokens ({share}),"
         f" {drafts.tokens_per_step:.2f} tokens per step, {drafts.steps} steps instead of {drafts.steps_without}."
         f" The answers are {'equal' if drafts.is_equal else 'DIFFERENT'}."
@@ -353,29 +308,26 @@ def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
     backlog, both = fairness.backlog, fairness.saturated
     share = "-" if both.low_share is None else f"{both.low_share:.1%}"
     return (
-        f"`quire serve` with {fairness.max_num_seqs} requests in a step, over HTTP. HIGH requests of {HIGH_PROMPT}"
-        f" tokens in, {HIGH_ANSWER} out, one at a time: on the idle server, then beside at least {backlog.num_low} LOW"
-        f" requests ({config.prompt_tokens} in, {config.output_tokens} out), which received"
+        f"An engine with {config.max_num_seqs} requests in a step. HIGH requests ({HIGH_SHAPE.prompt_tokens} tokens in,"
+        f" {HIGH_SHAPE.output_tokens} out), one at a time: alone, then beside at least {backlog.num_low} LOW requests"
+        f" ({config.prompt_tokens} in, {config.output_tokens} out), which received"
         f" {backlog.low_tokens_per_s:.0f} tok/s, prompts included. Their TTFT p95 should be at most"
-        f" {fairness.max_ttft_ratio:g} times that of the idle server in every window. tok/s: decode speed of one"
+        f" {fairness.max_ttft_ratio:g} times that of the idle engine in every window. tok/s: decode speed of one"
         f" request, median.\n"
-        f"At least {both.num_each} HIGH and {both.num_each} LOW requests at any time, for {both.seconds:.1f} s: HIGH"
-        f" received {both.high_tokens:,} tokens and LOW {both.low_tokens:,}, prompts included: a share of {share}."
+        f"At least {both.num_each} HIGH and {both.num_each} LOW requests at any time, for {config.seconds / 2:.1f} s:"
+        f" HIGH received {both.high_tokens:,} tokens and LOW {both.low_tokens:,}, prompts included: a share of {share}."
         f" Its guaranteed share is {both.guaranteed_share:.1%}, and it should reach {fairness.min_low_share:.1%}."
-        f"{_resumed_text(fairness)}"
-        f" The client used {backlog.client_cpu:.1%} and {both.client_cpu:.1%} of a core. {_held(fairness.is_held)}"
+        f"{_resumed_text(fairness)} {_held(not list(unfair(fairness)))}"
     )
 
 
 def _resumed_text(fairness: FairnessReport) -> str:
-    resumed = fairness.resumed
-    if resumed is None:
+    if fairness.resumed is None:
         return ""
     return (
-        f"\nA KV pool of {resumed.pool_tokens:,} tokens, and a LOW request of {resumed.low_tokens} tokens that was"
-        f" preempted, lost its cached blocks and resumed. HIGH requests of {resumed.high_tokens} tokens need its"
-        " memory."
-        f" Their TTFT p95 should be at most {fairness.max_ttft_ratio:g} times that on the idle server."
+        f"\nA KV pool of {fairness.resumed.pool_tokens:,} tokens, and a LOW request of {LARGE_LOW.prompt_tokens} tokens"
+        f" that was preempted, lost its cached blocks and resumed. HIGH requests of {LARGE_HIGH.prompt_tokens} tokens"
+        f" need its memory. Their TTFT p95 should be at most {fairness.max_ttft_ratio:g} times that on the idle engine."
     )
 
 
@@ -396,9 +348,9 @@ def _sections(report: BenchReport) -> Iterator[_Section]:
         text = _speedup_text(report, speedup)
         yield _Section("Many clients against one at a time", text, SPEEDUP_HEADS, _speedup_rows(speedup))
     if report.prefix is not None:
-        yield _Section("A shared prefix", _prefix_text(report.prefix))
+        yield _Section("A shared prefix", _prefix_text(report.prefix, report.config.rounds))
     if "drafts" in report.config.parts:
-        yield _Section("Drafts", _drafts_text(report.drafts))
+        yield _Section("Drafts", _drafts_text(report.drafts, report.config.rounds))
     if (fairness := report.fairness) is not None:
         text = _fairness_text(report.config, fairness)
         yield _Section("Fairness between priorities", text, HIGH_HEADS, _high_rows(fairness))
@@ -427,7 +379,7 @@ def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -
         "backend": f"{setup.backend}, {setup.dtype}, threads: {setup.num_threads}",
         "KV pool": f"{setup.num_blocks:,} blocks of {setup.block_size} tokens",
         "quire": f"{document['quire']}, Python {machine['python']}",
-        "duration": _duration(report.duration_s),
+        "duration": f"{report.duration_s:.0f} s",
     }
     lines += [f"| {name} | {value} |" for name, value in facts.items()]
     for section in _sections(report):
@@ -439,385 +391,3 @@ def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -
     if report.not_held:
         lines += ["", "## Expectations not met", "", *(f"- {problem}" for problem in report.not_held)]
     return "\n".join(lines) + "\n"
-
-
-class Shape(NamedTuple):
-    """Tokens of a request: of the prompt, and of the answer, which is never shorter."""
-
-    prompt_tokens: int
-    output_tokens: int
-
-
-HIGH_SHAPE = Shape(HIGH_PROMPT, HIGH_ANSWER)
-NUM_WARM_UP = 3
-MAX_PAUSE_S = 0.2  # between two HIGH requests, so that they arrive at any point of a step
-GRACE_S = 30.0  # time for a HIGH request that is running when its phase ends
-SETTLE_SHARE = 0.25  # of a saturated phase passes before tokens are counted: the first requests start together
-POLL_S = 0.05
-PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated", "HIGH behind a resumed LOW")
-# The last phase: tokens of the KV pool, and requests of which two do not fit.
-POOL_TOKENS = 1088
-LARGE_HIGH, LARGE_LOW = Shape(960, 2), Shape(640, 400)
-NUM_RESUMED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Fairness:
-    setup: Setup
-    report: FairnessReport
-
-
-def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any], progress: Progress) -> Fairness:
-    """Start a server with this model and these engine settings, measure it and stop it."""
-
-    def tell(phase: int) -> None:
-        expected_s = None if phase == 0 else 1.7 * config.seconds + NUM_IDLE
-        progress(Stage(f"fairness: {PHASES[phase]}", phase, len(PHASES), expected_s))
-
-    tell(0)
-    with serving(model, _options(config, settings)) as process:
-        visit = _Measurement(process, config)
-        tell(1)
-        visit.high_requests(is_over=lambda number, _: number >= NUM_WARM_UP)
-        idle = latency(visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE))
-        tell(2)
-        backlog = visit.backlog(backlog_size(config, idle), idle)
-        tell(3)
-        saturated = visit.saturated()
-        token_bytes = visit.token_bytes()
-    resumed = None
-    if token_bytes and visit.max_model_len >= POOL_TOKENS:
-        tell(4)
-        pool = {"max_model_len": POOL_TOKENS, "kv_memory": (POOL_TOKENS + visit.setup.block_size) * token_bytes}
-        with serving(model, _options(config, {**settings, **pool})) as process:
-            resumed = _Measurement(process, config).resumed()
-    return Fairness(visit.setup, fairness_report(config.max_num_seqs, idle, backlog, saturated, resumed))
-
-
-def _options(config: BenchConfig, settings: Mapping[str, Any]) -> list[str]:
-    """Options of `quire serve`, with limits high enough that no request of this part is refused."""
-    found = {**settings, "max_num_seqs": config.max_num_seqs}
-    options: list[str] = []
-    for name, value in found.items():
-        if value is not None:
-            options += [f"--{name.replace('_', '-')}", str(value)]
-    most = 2 * max(MAX_BACKLOG, 4 * config.max_num_seqs)
-    most_tokens = most * max(config.prompt_tokens, HIGH_PROMPT)
-    options += ["--max-queue", str(most), "--max-queued-tokens", str(most_tokens)]
-    longest_s = 10 * config.seconds + 600
-    return [*options, "--queue-timeout", f"{longest_s:.0f}", "--drain", "1", "--log-level", "warning"]
-
-
-class _Measurement:
-    """Measures one server."""
-
-    def __init__(self, process: ServerProcess, config: BenchConfig) -> None:
-        self._config = config
-        self._server = ServerClient(process.url, None, PATIENT)
-        self._server.wait_until_ready()
-        version = self._server.get("/version")
-        tokens = self._server.post("/tokenize", {"prompt": " ".join(SENTENCES)})
-        try:
-            scheduling = version["scheduling"]
-            self.setup = Setup(
-                model=version["model"],
-                backend=version["backend"],
-                device=version["device"],
-                dtype=version["dtype"],
-                num_threads=process.num_threads,
-                block_size=scheduling["block_size"],
-                num_blocks=scheduling["num_blocks"],
-                max_num_seqs=scheduling["max_num_seqs"],
-                max_num_batched_tokens=scheduling["max_num_batched_tokens"],
-            )
-            self.max_model_len = max_model_len = scheduling["max_model_len"]
-            token_ids = tokens["tokens"]
-        except (KeyError, TypeError):
-            raise self._server.malformed("a malformed version or list of tokens", (version, tokens)) from None
-        self._low_shape = Shape(config.prompt_tokens, config.output_tokens)
-        longest = max(sum(self._low_shape), sum(HIGH_SHAPE))
-        if longest > max_model_len:
-            raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {max_model_len}")
-        self._client = StreamClient(self._server, self.setup.model, token_ids, config.seed)
-        self._random = Random(config.seed)
-
-    def token_bytes(self) -> int:
-        """Bytes of the KV cache for one token; 0: not known."""
-        (model,) = [one for one in self._server.get("/v1/watch?once=true")["models"] if one["name"] == self.setup.model]
-        return -(-int(model["engine"]["kv_bytes"]) // (self.setup.num_blocks * self.setup.block_size))
-
-    def resumed(self) -> ResumedReport:
-        """Send large HIGH requests on the idle server, and then each behind a LOW request that has just resumed."""
-        idle = [self._high_request(time.perf_counter(), None, LARGE_HIGH) for _ in range(NUM_RESUMED)]
-        high = [self._behind_resumed() for _ in range(NUM_RESUMED)]
-        pool_tokens = (self.setup.num_blocks - 1) * self.setup.block_size
-        return resumed_report(pool_tokens, LARGE_HIGH.prompt_tokens, LARGE_LOW.prompt_tokens, idle, high)
-
-    def _behind_resumed(self) -> Sample:
-        low = Load(self._client, Priority.LOW, LARGE_LOW, 1)
-        with _running(low):
-            self._wait_for(lambda _: low.num_tokens > 0, low.check)
-            self._high_request(time.perf_counter(), None, LARGE_HIGH)  # preempts it, and evicts its blocks
-            self._wait_for_running()
-            sample = self._high_request(time.perf_counter(), None, LARGE_HIGH)
-        self._wait_for(lambda num_requests: num_requests == 0)
-        return sample
-
-    def _wait_for_running(self) -> None:
-        give_up_s = time.perf_counter() + GRACE_S
-        while not self._server.get("/v1/cache/stats")["num_running"]:
-            if time.perf_counter() > give_up_s:
-                raise ServerError(f"{self._server.url} did not resume a preempted request")
-            time.sleep(POLL_S)
-
-    def high_requests(
-        self,
-        is_over: Callable[[int, float], bool],
-        limit_s: float | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> tuple[Sample, ...]:
-        """Send requests one after another, with pauses of random length, until `is_over`.
-
-        `is_over` gets the number of requests and the seconds since the start. After `limit_s` seconds a running request
-        is cancelled.
-        """
-        begun_s = time.perf_counter()
-        samples: list[Sample] = []
-        while not is_over(len(samples), time.perf_counter() - begun_s):
-            left_s = None if limit_s is None else begun_s + limit_s - time.perf_counter()
-            samples.append(self._high_request(begun_s, left_s))
-            check()
-            time.sleep(self._random.uniform(0, MAX_PAUSE_S))
-        return tuple(samples)
-
-    def _high_request(self, phase_s: float, left_s: float | None, shape: Shape = HIGH_SHAPE) -> Sample:
-        stream = Stream(self._client, self._client.body(Priority.HIGH, shape))
-        times_s: list[float] = []
-
-        def take(new: NewTokens) -> None:
-            times_s.extend([time.perf_counter()] * new.num_tokens)
-
-        timer = None if left_s is None else threading.Timer(max(0.0, left_s), stream.cut)
-        if timer is not None:
-            timer.start()
-        begun_s = time.perf_counter()
-        try:
-            stream.read(take)
-        finally:
-            if timer is not None:
-                timer.cancel()
-        first_s = times_s[0] if times_s else time.perf_counter()
-        decode_s = times_s[-1] - first_s if times_s else 0.0
-        return Sample(begun_s - phase_s, first_s - begun_s, len(times_s), decode_s)
-
-    def backlog(self, num_low: int, idle: Latency) -> BacklogReport:
-        config = self._config
-        low = Load(self._client, Priority.LOW, self._low_shape, num_low)
-        with _running(low):
-            self._wait_for(lambda num_requests: num_requests > num_low - MAX_PROMPTS, low.check)
-            clock, before = _Clock(), low.num_tokens
-            high = self.high_requests(
-                is_over=lambda _, passed_s: passed_s >= config.seconds,
-                limit_s=config.seconds + GRACE_S,
-                check=low.check,
-            )
-            low_tokens, passed_s, client_cpu = low.num_tokens - before, clock.passed_s, clock.cpu
-        self._wait_for(lambda num_requests: num_requests == 0)
-        return backlog_report(config.seconds, num_low, idle, high, low_tokens / passed_s, client_cpu)
-
-    def saturated(self) -> SaturatedReport:
-        num_each, seconds = 2 * self._config.max_num_seqs, self._config.seconds / 2
-        high, low = (Load(self._client, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
-        with _running(high, low):
-            self._sleep(seconds * SETTLE_SHARE, high, low)
-            clock, before = _Clock(), (high.num_tokens, low.num_tokens)
-            self._sleep(seconds, high, low)
-            high_tokens, low_tokens = high.num_tokens - before[0], low.num_tokens - before[1]
-            passed_s, client_cpu = clock.passed_s, clock.cpu
-        return saturated_report(passed_s, num_each, high_tokens, low_tokens, client_cpu)
-
-    def _sleep(self, seconds: float, *loads: Load) -> None:
-        end_s = time.perf_counter() + seconds
-        while (left_s := end_s - time.perf_counter()) > 0:
-            time.sleep(min(left_s, 1.0))
-            for load in loads:
-                load.check()
-
-    def _wait_for(self, is_reached: Callable[[int], bool], check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the number of requests of the server satisfies `is_reached`."""
-        give_up_s = time.perf_counter() + GRACE_S
-        while True:
-            stats = self._server.get("/v1/cache/stats")
-            num_requests = stats["num_running"] + stats["num_waiting"]
-            if is_reached(num_requests):
-                return
-            if time.perf_counter() > give_up_s:
-                raise ServerError(f"{self._server.url} has {num_requests} requests, not the number that was sent")
-            check()
-            time.sleep(POLL_S)
-
-
-class _Clock:
-    """Wall time and CPU time of this process, the client, since it was created."""
-
-    def __init__(self) -> None:
-        self._wall_s = time.perf_counter()
-        self._cpu_s = time.process_time()
-
-    @property
-    def passed_s(self) -> float:
-        return time.perf_counter() - self._wall_s
-
-    @property
-    def cpu(self) -> float:
-        """CPU time in cores: 1.0 is one busy core."""
-        return (time.process_time() - self._cpu_s) / self.passed_s
-
-
-@contextmanager
-def _running(*loads: Load) -> Iterator[None]:
-    try:
-        for load in loads:
-            load.start()
-        yield
-        for load in loads:
-            load.check()
-    finally:
-        for load in loads:
-            load.stop()
-
-
-MAX_PROMPTS = 64  # of one HTTP request; the limit of the server
-
-
-class NewTokens(NamedTuple):
-    """Tokens of one prompt of a stream that have just arrived."""
-
-    prompt: int  # its number
-    num_tokens: int
-    is_finished: bool
-
-
-class StreamClient:
-    """Makes request bodies. No two share a prompt, and each has its own cache salt, so that nothing is cached."""
-
-    def __init__(self, server: ServerClient, model: str, token_ids: Sequence[int], seed: int) -> None:
-        self.server = server
-        self._model = model
-        self._token_ids = token_ids
-        self._distinct = sorted(set(token_ids))
-        self._random = Random(seed)
-        self._numbers = count(1)
-        self._lock = threading.Lock()
-
-    def body(self, priority: Priority, shape: Shape, num_prompts: int = 1) -> dict[str, Any]:
-        with self._lock:
-            prompts = self._prompts(num_prompts, shape.prompt_tokens)
-            number = next(self._numbers)
-        return {
-            "model": self._model,
-            "prompt": prompts,
-            "max_tokens": shape.output_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "return_token_ids": True,
-            "priority": priority.name.lower(),
-            "cache_salt": f"bench.{number}",
-        }
-
-    def _prompts(self, num_prompts: int, length: int) -> list[list[int]]:
-        """Prompts with different first tokens, if there are enough: the cache shares even a single token."""
-        is_enough = num_prompts <= len(self._distinct)
-        draw = self._random.sample if is_enough else self._random.choices
-        firsts = draw(self._distinct, k=num_prompts)
-        return [[first, *self._random.choices(self._token_ids, k=length - 1)] for first in firsts]
-
-
-class Stream:
-    """One HTTP request. `cut` may be called from any thread at any time."""
-
-    def __init__(self, client: StreamClient, body: dict[str, Any]) -> None:
-        self._server = client.server
-        self._stream = HttpStream(client.server.url, "/v1/completions", body, client.server.headers())
-        self.cut = self._stream.cut
-
-    def read(self, take: Callable[[NewTokens], None]) -> None:
-        """Send the request and pass on its tokens as they arrive. Returns when it has ended or is cut."""
-        try:
-            for chunk in self._stream.events():
-                for one in chunk["choices"]:
-                    is_finished = one.get("finish_reason") is not None
-                    take(NewTokens(one["index"], len(one.get("token_ids") or ()), is_finished))
-        except RefusedRequest as error:
-            raise self._server.refusal(error.status, error.reason, error.headers, error.body) from None
-        except QuireError:
-            if not self._stream.is_cut:
-                raise
-
-
-class Load:
-    """Keeps at least `num_requests` requests of one tier outstanding, from `start` to `stop`."""
-
-    def __init__(self, client: StreamClient, priority: Priority, shape: Shape, num_requests: int) -> None:
-        self._client = client
-        self._priority = priority
-        self._shape = shape
-        self._num_requests = num_requests
-        self._lock = threading.RLock()
-        self._streams: dict[Stream, threading.Thread] = {}
-        self._is_stopped = False
-        self._problem: QuireError | None = None
-        self.num_open = 0
-        self.num_tokens = 0  # received; all of a prompt counts with its first token
-
-    def start(self) -> None:
-        with self._lock:
-            self._refill()
-
-    def stop(self) -> None:
-        """Cut all streams. The server cancels their requests."""
-        with self._lock:
-            self._is_stopped = True
-            running = dict(self._streams)
-        for stream in running:
-            stream.cut()
-        for thread in running.values():
-            thread.join()
-
-    def check(self) -> None:
-        """Raise the error of a stream, if there was one. The load has stopped then."""
-        if self._problem is not None:
-            raise self._problem
-
-    def _refill(self) -> None:
-        while self.num_open < self._num_requests and not self._is_stopped:
-            num_prompts = min(MAX_PROMPTS, -(-self._num_requests // 2))
-            self.num_open += num_prompts
-            stream = Stream(self._client, self._client.body(self._priority, self._shape, num_prompts))
-            thread = threading.Thread(target=self._run, args=(stream,), daemon=True)
-            self._streams[stream] = thread
-            thread.start()
-
-    def _run(self, stream: Stream) -> None:
-        begun: set[int] = set()
-
-        def take(new: NewTokens) -> None:
-            with self._lock:
-                if new.num_tokens and new.prompt not in begun:
-                    begun.add(new.prompt)
-                    self.num_tokens += self._shape.prompt_tokens
-                self.num_tokens += new.num_tokens
-                if new.is_finished:
-                    self.num_open -= 1
-                    self._refill()
-
-        try:
-            stream.read(take)
-        except QuireError as error:
-            with self._lock:
-                self._problem = self._problem or error
-                self._is_stopped = True
-        finally:
-            with self._lock:
-                del self._streams[stream]

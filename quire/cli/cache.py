@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,8 +18,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import typer
 
 from quire.cli import terminal
+from quire.cli.http_stream import printable
 from quire.cli.options import takes
-from quire.cli.server_client import printable
 from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES
@@ -73,8 +73,6 @@ def _find_root(
         if given is None:
             return root  # nothing was cached yet
         raise InvalidRequest(f"{source} {root}: there is no such folder") from None
-    except NotADirectoryError:
-        raise InvalidRequest(f"{source} {root} is not a folder") from None
     except OSError as error:
         raise CacheFolderError(f"the cache folder {root} cannot be read: {error.strerror}") from None
     if names and SECRET_NAME not in names and not space_folders(root):
@@ -163,21 +161,16 @@ def verify(
     """
     spaces = _read_spaces(root)
     files = [(one.space, file) for one in spaces for file in one.listing.files]
-    good = 0
-    newer: list[str] = []
-    unreadable = [path for one in spaces for path in one.listing.unreadable]
-    faults: dict[str, Fault] = {}
+    paths: defaultdict[Fault | None, list[str]] = defaultdict(list)
     with progress_bar("checking", "bytes", total=sum(file.size for _, file in files)) as update:
         for (_, file), fault in zip(files, _in_threads(lambda pair: _find_fault(*pair), files), strict=True):
             update(advance=file.size)
-            if fault is None:
-                good += 1
-            elif fault is Fault.NEWER_VERSION:
-                newer.append(file.path)
-            elif fault is Fault.UNREADABLE:
-                unreadable.append(file.path)
-            elif fault is not Fault.MISSING:  # else a server has evicted it
-                faults[file.path] = fault
+            paths[fault].append(file.path)
+    paths.pop(Fault.MISSING, None)  # a server has evicted them
+    good = len(paths.pop(None, ()))
+    newer = paths.pop(Fault.NEWER_VERSION, [])
+    unreadable = [*(path for one in spaces for path in one.listing.unreadable), *paths.pop(Fault.UNREADABLE, ())]
+    faults = {path: fault for fault, found in paths.items() if fault is not None for path in found}
     deletion = _delete(faults if delete else ())
     foreign = [*newer, *(path for one in spaces for path in one.listing.foreign)]
     if as_json:

@@ -3,8 +3,7 @@
 The report can be pasted into an issue: it has no secrets and no user names, and `~` for the home folder.
 
 `quire doctor MODEL` tells before loading whether a model will run on this machine. The files are checked as a load
-would check them; no weight is read. Memory is computed from the tensors, and the speed is estimated from the bytes that
-a token reads and the measured speed of this machine's memory.
+would check them; no weight is read. Memory is computed from the tensors.
 
 Other commands that load nothing ask the same: `fit` estimates memory from the number and type of the weights;
 `find_backend_problem` asks the backend that `auto` selects.
@@ -21,7 +20,6 @@ import os
 import platform
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -36,7 +34,6 @@ from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOpti
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE, TYPICAL_CONTEXT, KVCosts, KVMemory, KVSpec, MemoryRequest
 from quire.backends.machine import (
     available_bytes,
-    choose_threads,
     gpu_memory,
     has_fp8,
     has_metal,
@@ -67,7 +64,7 @@ from quire.weights.gguf import BLOCKS
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve, weight_bytes
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
-from quire.weights.tensors import check_tensors, num_active_weights, num_weights
+from quire.weights.tensors import check_tensors
 
 # Package -> its purpose, and whether generation needs it.
 PACKAGES: dict[str, tuple[str, bool]] = {
@@ -106,7 +103,7 @@ def doctor(
 ) -> None:
     """Check this machine: hardware, backends, packages, models, and what is missing. Exit code 1: no model can run.
 
-    With a model: whether it will run here, with what memory, context and speed, without loading it.
+    With a model: whether it will run here, with what memory and context, without loading it.
     """
     report = examine() if model is None else check_model(resolve(model))
     if as_json:
@@ -121,6 +118,7 @@ def doctor(
 def examine() -> dict[str, Any]:
     """The report as plain values, without private data."""
     native, torch, mlx = _native(), _torch(), _mlx()
+    cpu, features = read_cpu()
     packages = {name: _version(name) for name in ("torch", "mlx", "mlx-lm", *PACKAGES)}
     models = [_model(model, packages) for model in local_models()]
     folder = cache_dir()
@@ -142,7 +140,14 @@ def examine() -> dict[str, Any]:
             "quire": __version__,
             "python": platform.python_version(),
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "hardware": _hardware(torch, mlx),
+            "hardware": {
+                "cpu": cpu,
+                "cores": machine.usable_cores(),
+                "features": features,
+                "memory_bytes": machine.total_bytes(),
+                "available_bytes": machine.available_bytes(),
+                "gpus": torch["gpus"] or mlx["gpus"],
+            },
             "packages": packages,
             "backends": _backends(native, torch, mlx),
             "models": models,
@@ -222,11 +227,9 @@ def _mlx_device(mx: Any) -> tuple[str, dict[str, Any]]:
 
     The keys of the information, and the functions that return it, depend on the device and the version of MLX.
     """
+    api = ""
     try:
         api = "Metal" if mx.metal.is_available() else "CUDA" if mx.is_available(mx.gpu) else ""
-    except Exception:
-        return "", {}
-    try:
         return api, dict(mx.device_info())
     except Exception:
         return api, {}
@@ -237,18 +240,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _hardware(torch: dict[str, Any], mlx: dict[str, Any]) -> dict[str, Any]:
-    cpu, features = read_cpu()
-    return {
-        "cpu": cpu,
-        "cores": machine.usable_cores(),
-        "features": features,
-        "memory_bytes": machine.total_bytes(),
-        "available_bytes": machine.available_bytes(),
-        "gpus": torch["gpus"] or mlx["gpus"],
-    }
 
 
 def read_cpu() -> tuple[str, list[str]]:
@@ -424,8 +415,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 KV_ITEM_BYTES = 2
 GPU_MAX_SEQS = 256  # as `CUDA_MAX_SEQS` of the torch backend, whose module imports torch
 GPU_KV_SHARE = 0.9  # of the memory that the weights leave free
-MEASURED_BYTES = 128 << 20  # larger than any cache
-READ_SHARE = 0.6  # of the memory's speed that a whole step reaches; the rest is attention, norms and waiting
 
 
 def check_model(path: Path) -> dict[str, Any]:
@@ -488,7 +477,6 @@ def _check(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         **_cache_facts(spec, place, memory, is_fp32=backend == "torch" and place.device == "cpu"),
         "has_weights": _has_weights(path),
         "has_tokenizer": has_tokenizer,
-        "tokens_per_s": None if problem or is_mapped else _estimate_speed(spec, place),
     }
 
 
@@ -530,32 +518,6 @@ def _cache_facts(spec: ModelSpec, place: Fit, memory: Memory, *, is_fp32: bool) 
     }
 
 
-def _estimate_speed(spec: ModelSpec, place: Fit) -> float | None:
-    """Return tokens per second of one request on a CPU; None for a GPU, and for models of other libraries."""
-    if place.device != "cpu" or spec.unsupported:
-        return None
-    active = num_active_weights(spec) / num_weights(spec)
-    return READ_SHARE * _measure_memory() / (place.num_bytes * active)
-
-
-def _measure_memory() -> float:
-    """Return the bytes per second that all cores together read."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
-
-    threads = choose_threads(None)
-    source = np.ones(MEASURED_BYTES // 8, np.float64)
-    parts = np.array_split(source, threads)
-    best = math.inf
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(3):
-            started_s = time.perf_counter()
-            list(pool.map(np.sum, parts))  # numpy releases the interpreter lock
-            best = min(best, time.perf_counter() - started_s)
-    return source.nbytes / best
-
-
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Return the report as text."""
     yield f"model       {report['path']}"
@@ -576,8 +538,6 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     if report["is_mapped"]:
         yield "            larger than the memory: experts are mapped from a file, and steps wait for the disk"
     yield from _context_lines(report)
-    if report["tokens_per_s"] is not None:
-        yield f"speed       about {report['tokens_per_s']:,.0f} tokens/s for one request: an estimate from memory speed"
 
 
 def _context_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,8 +103,6 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         del ctx
         name = ALIASES.get(cmd_name, cmd_name)
-        if name not in COMMANDS:
-            return None
         module = importlib.import_module(f"quire.cli.{FILES.get(name, name)}")
         command = typer.Typer(name=cmd_name, **_SETTINGS)
         settings = {**HELP, **getattr(module, f"{name.upper()}_CONTEXT", {})}
@@ -114,11 +112,7 @@ class _Commands(TyperGroup):
                 command.command(name=subname, context_settings=settings)(function)
         else:
             command.command(name=cmd_name, context_settings=settings)(getattr(module, name))
-        found: Any = get_command(command)
-        if old := getattr(module, "OLD_OPTIONS", None):
-            parse = found.parse_args
-            found.parse_args = lambda context, args: parse(context, [_renamed(arg, old) for arg in args])
-        return found
+        return get_command(command)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         del ctx
@@ -126,12 +120,6 @@ class _Commands(TyperGroup):
         for title, commands in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(f"{name:{width}}", text) for name, text in commands.items()])
-
-
-def _renamed(argument: str, names: Mapping[str, str]) -> str:
-    """The new name of an option, which may be followed by =VALUE."""
-    option, equals, value = argument.partition("=")
-    return f"{names.get(option, option)}{equals}{value}"
 
 
 app = typer.Typer(

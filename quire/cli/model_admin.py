@@ -20,16 +20,9 @@ import typer
 from rich.text import Text
 
 from quire.cli import options
+from quire.cli.http_stream import malformed, printable
 from quire.cli.options import takes
-from quire.cli.server_client import (
-    PATIENT,
-    ServerClient,
-    ServerError,
-    chosen_key,
-    printable,
-    reach_server,
-    require_address,
-)
+from quire.cli.server_client import PATIENT, ServerClient, chosen_key, reach_server, require_address
 from quire.cli.terminal import echo, show, table
 from quire.errors import InvalidRequest, QuireError
 from quire.sizes import reported_size
@@ -55,12 +48,12 @@ def ps(
 ) -> None:
     """List the models of a server with their state and memory, and its current requests."""
     if as_json:
-        found = _list_requests(remote) if requests else remote.entries("/v1/models", "models")
+        found = remote.entries("/v1/requests", "requests") if requests else remote.entries("/v1/models", "models")
         echo(json.dumps(found, indent=2))
         return
     if not requests:
         _print_models(remote.entries("/v1/models", "models"))
-    running = _list_requests(remote)
+    running = remote.entries("/v1/requests", "requests")
     if running and not requests:
         echo("")
     if running:
@@ -74,7 +67,7 @@ def cancel(name: RequestId, *, remote: ServerClient) -> None:
     """Cancel a waiting or running request. An admin key cancels any request, another key its own."""
     found = remote.post(f"/v1/requests/{quote(name, safe='')}/cancel", {})
     if not isinstance(found, dict) or type(found.get("cancelled")) is not int:
-        raise remote.malformed("no number of cancelled requests", found)
+        raise malformed(remote.url, "no number of cancelled requests", found)
     count = found["cancelled"]
     echo(f"{printable(name)} is cancelled{f' ({count} requests)' if count > 1 else ''}")
 
@@ -112,7 +105,7 @@ def _order(remote: ServerClient, verb: str, **body: Any) -> None:
     """Give the server an order about a model and print the state that the model has then."""
     found = remote.post(f"/v1/models/{verb}", body)
     if not isinstance(found, dict) or not isinstance(found.get("state"), str):
-        raise remote.malformed("no model state", found)
+        raise malformed(remote.url, "no model state", found)
     pinned = ", pinned" if found.get("is_pinned") is True else ""
     echo(f"{printable(str(found.get('model')))} is {printable(found['state'])}{pinned}{_context_note(found)}")
 
@@ -125,19 +118,14 @@ def _context_note(found: dict[str, Any]) -> str:
     return f", with {length:,} tokens of context instead of {full:,}: its KV cache is too small for more"
 
 
-def _list_requests(remote: ServerClient) -> list[dict[str, Any]]:
-    try:
-        return remote.entries("/v1/requests", "requests")
-    except InvalidRequest as error:
-        if "HTTP 404" in str(error):
-            return []  # an older server does not list them
-        raise
-
-
 def _print_models(entries: list[dict[str, Any]]) -> None:
     """One row for each model, with its aliases."""
     rows = []
-    for name, aliases, entry in _by_model(entries):
+    for entry in entries:
+        if entry.get("alias_of") is not None:
+            continue
+        name = str(entry.get("id"))
+        aliases = [str(other.get("id")) for other in entries if other.get("alias_of") == entry.get("id")]
         state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
         num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
         shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
@@ -162,19 +150,7 @@ def _print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
     show(table((*texts, *numbers), (list(map(printable, row)) for row in rows), texts=texts))
 
 
-def _by_model(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], dict[str, Any]]]:
-    found: list[tuple[str, list[str], dict[str, Any]]] = []
-    for entry in entries:
-        name, alias_of = str(entry.get("id")), entry.get("alias_of")
-        if alias_of is None or not found:
-            found.append((name, [], entry))
-        else:
-            found[-1][1].append(name)
-    return found
-
-
 RETRY_S = 1.0
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 60.0
 
 # State of blocks -> mark in the bar, mark on ASCII terminals, colour.
 MARKS = {
@@ -204,13 +180,13 @@ Snapshot = dict[str, Any]  # `WatchSnapshot` of quire/server/watch.py, not valid
 def top(
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two updates.")] = 0.5,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=60, metavar="SECONDS", help="Seconds between two updates.")
+    ] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print snapshots as JSON, one per line.")] = False,
 ) -> None:
     """Show the activity of a server: models, memory, blocks, queue, requests, speed. Ctrl-C ends it."""
-    if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:
-        raise InvalidRequest(f"--interval {interval:g} is not from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
     address = require_address(server)
     if not (once or as_json or sys.stdout.isatty()):
         raise InvalidRequest("stdout is not a terminal: --once prints one frame, --json prints snapshots")
@@ -232,15 +208,14 @@ def snapshots(server: ServerClient, interval_s: float | None) -> Iterator[Snapsh
     if interval_s is None:
         yield _checked(server, server.get("/v1/watch?once=true"))
         return
-    with server.events("GET", f"/v1/watch?interval_ms={round(interval_s * 1000)}") as events:
-        for data in events:
-            yield _checked(server, server.parse(data))
-    raise ServerError(f"{server.url} ended the stream")
+    with server.sent(f"/v1/watch?interval_ms={round(interval_s * 1000)}") as stream:
+        for found in stream.events():
+            yield _checked(server, found)
 
 
 def _checked(server: ServerClient, found: Any) -> Snapshot:
     if not isinstance(found, dict) or not isinstance(found.get("models"), list):
-        raise server.malformed("a malformed snapshot", found)
+        raise malformed(server.url, "a malformed snapshot", found)
     return found
 
 
@@ -275,7 +250,7 @@ def _frame(server: ServerClient, snapshot: Snapshot, console: Console, height: i
     try:
         return draw(snapshot, server.url, screen, away)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        raise server.malformed("a malformed snapshot", snapshot) from None
+        raise malformed(server.url, "a malformed snapshot", snapshot) from None
 
 
 # Frames

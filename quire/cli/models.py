@@ -66,7 +66,7 @@ from quire.weights.hub import (
 from quire.weights.hub import pull as pull_model
 from quire.weights.opening import open_checkpoint
 from quire.weights.other import read_spec
-from quire.weights.quantization import FORMATS, GROUP_SIZES, read_quantization
+from quire.weights.quantization import FORMATS, read_quantization
 from quire.weights.spec import ModelSpec
 
 OWN_BACKENDS = ("native", "torch")  # mlx runs what mlx-lm runs
@@ -88,19 +88,16 @@ def models(
     if families:
         echo(json.dumps({"families": family_rows()}, indent=2)) if as_json else _print_families()
         return
-    here = [_with_problem(model) for model in local_models()]
+    here = [  # with a problem if the backend of this machine does not run it
+        replace(model, problem=model.problem or find_backend_problem(model.unsupported, read_config(model.path)))
+        for model in local_models()
+    ]
     names = {model.name for model in here if not model.problem}
     suggested = suggest(read_memory(), names)
     if as_json:
         echo(json.dumps(_document(here, names, suggested), indent=2))
     else:
         _print_tables(here, names, suggested)
-
-
-def _with_problem(model: LocalModel) -> LocalModel:
-    """The model, with a problem if the backend of this machine does not run it."""
-    problem = model.problem or find_backend_problem(model.unsupported, read_config(model.path))
-    return replace(model, problem=problem)
 
 
 def _document(here: list[LocalModel], names: set[str], suggested: list[tuple[Suggestion, Fit]]) -> dict[str, object]:
@@ -159,21 +156,6 @@ def family_rows() -> list[dict[str, Any]]:
         }
         for row in FAMILIES
     ]
-
-
-def family_table() -> str:
-    """Return the rows as a table in Markdown."""
-    heads = ("family", "models", "classes in config.json", "GGUF architecture", "tools", "reasoning")
-    rows = [
-        (
-            *(row["family"], row["models"], ", ".join(f"`{name}`" for name in row["architectures"])),
-            *(f"`{row[field]}`" if row[field] else "" for field in ("gguf", "tools", "reasoning")),
-        )
-        for row in family_rows()
-    ]
-    return "\n".join(
-        [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
-    )
 
 
 def _print_families() -> None:
@@ -250,13 +232,10 @@ def suggest(memory: Memory, local_names: set[str]) -> list[tuple[Suggestion, Fit
     """
     device = memory.best_device
     local_repos = {name.partition(":")[0] for name in local_names}
-    found: list[tuple[Suggestion, Fit]] = []
-    for one in SUGGESTIONS:
-        place = fit(one.weights, memory)
-        is_here = one.name.partition(":")[0] in local_repos
-        if one.type in KINDS[device] and place.device == device and place.is_free and not is_here:
-            found.append((one, place))
-    return sorted(found, key=lambda row: row[0].size_gb)
+    absent = [one for one in SUGGESTIONS if one.name.partition(":")[0] not in local_repos]
+    places = [(one, fit(one.weights, memory)) for one in absent if one.type in KINDS[device]]
+    fitting = [(one, place) for one, place in places if place.device == device and place.is_free]
+    return sorted(fitting, key=lambda row: row[0].size_gb)
 
 
 # quire show
@@ -353,9 +332,8 @@ class Removal(NamedTuple):
     """Files of a model."""
 
     name: str
-    path: Path
+    path: Path  # a folder is removed with all below it
     files: Sequence[Path]
-    is_whole: bool = False  # the path is a folder, to be removed with all below it
 
 
 def rm(
@@ -369,7 +347,7 @@ def rm(
     confirm_deletion(f"{found.name} ({size})", question, is_confirmed=yes)
     for file in found.files:
         file.unlink(missing_ok=True)
-    if found.is_whole:
+    if found.path.is_dir():
         for path in sorted(found.path.rglob("*"), reverse=True):
             if path.is_dir():
                 path.rmdir()
@@ -386,11 +364,10 @@ def find_removal(name: str) -> Removal:
             raise ModelNotFound(f"{known.name} is not on this machine")
         return Removal(known.name, path, [path])
     path = Path(name).expanduser()
+    if "/" not in name and (own := models_dir() / f"{name}.gguf").is_file():
+        path = own
     if is_path(name) or is_model(path):
         raise InvalidRequest(f"{name}: quire did not download this model; delete {path.absolute()} yourself")
-    own = models_dir() / f"{name}.gguf"
-    if "/" not in name and own.is_file() and own.name not in {model.file_name for model in KNOWN_MODELS.values()}:
-        raise InvalidRequest(f"{name}: quire did not download this model; delete {own} yourself")
     hub_name = HubName.parse(name)
     homes = {repo: folder.parent.parent for repo, folder in cached_folders()}
     if hub_name is None or hub_name.repo not in homes:
@@ -398,7 +375,7 @@ def find_removal(name: str) -> Removal:
     home = homes[hub_name.repo]
     if hub_name.gguf is None:
         files = [path for path in sorted(home.rglob("*")) if path.is_symlink() or path.is_file()]
-        return Removal(hub_name.repo, home, files, is_whole=True)
+        return Removal(hub_name.repo, home, files)
     return _one_gguf(name, home)
 
 
@@ -440,17 +417,12 @@ def quantize(
 
     Weights are rounded to the nearest code, without calibration. Norms, embeddings, head and routers stay as they are.
     """
-    if form not in FORMATS:
-        raise InvalidRequest(f"--format {form}: not one of {', '.join(FORMATS)}")
-    if group_size is not None and group_size not in GROUP_SIZES:
-        raise InvalidRequest(f"--group-size {group_size}: not one of {', '.join(map(str, GROUP_SIZES))}")
-    if group_size is not None and not FORMATS[form].is_grouped:
+    if group_size is not None and form in FORMATS and not FORMATS[form].is_grouped:
         raise InvalidRequest(f"--group-size {group_size}: the format {form} has no groups")
-    group_size = group_size or DEFAULT_GROUP_SIZE
     from quire.weights.quantizing import quantize_folder  # needs numpy
 
     with terminal.bytes_bar(f"writing {target.name}", "left") as progress:
-        report = quantize_folder(resolve(source), target, form, group_size, progress)
+        report = quantize_folder(resolve(source), target, form, group_size or DEFAULT_GROUP_SIZE, progress)
     before, after = file_size(report.num_source_bytes), file_size(report.num_bytes)
     echo(f"{short_path(target)}: {report.num_matrices:,} matrices quantised to {form}, {before} -> {after}")
 

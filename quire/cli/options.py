@@ -24,7 +24,7 @@ Settings = dict[str, Any]  # of a group: name -> value
 # Fields that errors name, in commands that make a GenerationParams or load a model.
 FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "stop", "n", "max_tokens", "logprobs"),
+    *("seed", "stop", "max_tokens"),
     *("backend", "precision", "quantize", "kv_cache_dtype", "dtype", "device", "load_format", "threads"),
     *("max_model_len", "kv_memory"),
 }
@@ -197,23 +197,19 @@ def engine(
 
 
 @contextmanager
-def options_named(
-    known: Collection[str] = (), names: Mapping[str, str] | None = None, *, is_bare: bool = False
-) -> Iterator[None]:
+def options_named(known: Collection[str] = (), names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Replace the field at the start of an error by the name of its option.
 
     `known`: the fields; by default all that are followed by " = ". `names`: fields whose options have another name.
-    `is_bare`: as on a command line, without " = " or ":" after the option.
     """
     try:
         yield
     except InvalidRequest as error:
-        message = str(error).removeprefix("prompts[0]: ")
+        message = str(error)
         name = re.split(r"[^a-z_]", message, maxsplit=1)[0]
         rest = message[len(name) :]
         if name in known or (not known and name and rest.startswith(" = ")):
             rest = _OTHER_FIELDS.sub(lambda found: option_name(found[0]), rest)
-            rest = re.sub(r"^(?: =|:) ", " ", rest) if is_bare else rest
             message = option_name((names or {}).get(name, name)) + rest
         raise type(error)(message) from None
 

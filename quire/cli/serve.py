@@ -24,8 +24,9 @@ from typer.main import get_command
 
 from quire.cli import options
 from quire.cli.chat import locate
+from quire.cli.http_stream import printable
 from quire.cli.options import check_memory, option_name, options_named
-from quire.cli.server_client import PATIENT, ServerClient, check_installed, printable
+from quire.cli.server_client import PATIENT, ServerClient, check_installed
 from quire.cli.terminal import bytes_bar, echo, short_path
 from quire.core.policy import POLICIES
 from quire.errors import InvalidRequest, MissingExtra, QuireError
@@ -408,9 +409,8 @@ def _events(startup: Startup) -> list[str]:
     """Lines about the KV events of each model; none if they are off. Port 0: chosen when the model is loaded."""
     lines: list[str] = []
     for index, model in enumerate(startup.config.models):
-        settings = startup.config.kv_events_of(index)
-        events = startup.ready.kv_events if index == 0 else settings
-        if events is None or settings is None:
+        events = startup.ready.kv_events if index == 0 else startup.config.kv_events_of(index)
+        if events is None:
             return []
         replay = "" if events.replay_endpoint is None else f", replay at {events.replay_endpoint}"
         name = f"{model.names[0]}: " if len(startup.config.models) > 1 else ""
@@ -504,24 +504,19 @@ def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
         echo(f"  the first question failed: {error}", err=True)
 
 
-# Settings that a model in the YAML file may have.
-ENGINE_FIELDS = (
-    *(
-        "max_model_len",
-        "max_num_seqs",
-        "num_blocks",
-        "kv_memory",
-        "host_cache",
-        "disk_cache",
-        "dtype",
-        "precision",
-        "quantize",
-        "kv_cache_dtype",
-        "backend",
-        "load_format",
-    ),
-    *("device", "threads"),
+# Settings that a model in the YAML file may have: those of the engine, and its own with their types. Numbers and sizes
+# of the engine are checked by `EngineConfig`.
+ENGINE_TEXTS = ("dtype", "precision", "kv_cache_dtype", "backend", "load_format", "device")
+ENGINE_NUMBERS = (
+    *("max_model_len", "max_num_seqs", "num_blocks", "kv_memory", "host_cache", "disk_cache", "quantize", "threads"),
 )
+MODEL_FIELDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("model", "name", "priority", "tool_format", *ENGINE_TEXTS), (str | None, "text")),
+    **dict.fromkeys(("default_max_tokens", *ENGINE_NUMBERS), (object, "a number or a size")),
+    **dict.fromkeys(("pinned", "preload"), (bool, "yes or no")),
+    "aliases": (str | list | None, "a list of names"),
+    "idle_unload": (int | float | None, "a number of seconds"),
+}
 DEPLOY_FIELDS = ("replicas", "autoscale", "resources")  # of `quire deploy`
 # Options whose values are paths; state_dir may also be `none`.
 PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile", "state_dir", "cache_dir")
@@ -687,36 +682,29 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
     if not isinstance(entry, dict):
         raise InvalidRequest(f"model = {entry!r:.80} is neither a name nor settings of a model")
     given = {str(name).replace("-", "_"): value for name, value in entry.items()}
-    known = {
-        *("model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", "tool_format"),
-        *("default_max_tokens", *ENGINE_FIELDS),
-    }
-    for field in given:
-        if field not in known:
-            raise InvalidRequest(f"{field}: there is no such field; there are {', '.join(sorted(known))}")
-    name = _text(given, "model")
-    if not name:
+    for field, value in given.items():
+        if field not in MODEL_FIELDS:
+            raise InvalidRequest(f"{field}: there is no such field; there are {', '.join(sorted(MODEL_FIELDS))}")
+        kind, what = MODEL_FIELDS[field]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise InvalidRequest(f"{field} = {value!r:.80} is not {what}")
+    if not (name := given.get("model")):
         raise InvalidRequest("model is missing" if name is None else "model = '' is no name, folder or file")
-    served = _text(given, "name") or _served_name(name)
     aliases = given.get("aliases") or []
     aliases = [aliases] if isinstance(aliases, str) else aliases
-    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+    if not all(isinstance(alias, str) for alias in aliases):
         raise InvalidRequest(f"aliases = {aliases!r:.80} is not a list of names")
-    idle_s = given.get("idle_unload", options["idle_unload"])
-    if idle_s is not None and (isinstance(idle_s, bool) or not isinstance(idle_s, int | float)):
-        raise InvalidRequest(f"idle_unload = {idle_s!r:.80} is not a number of seconds")
-    tier = _text(given, "priority")
     try:
         return ModelConfig(
             _place(name),
-            (served, *aliases),
+            (given.get("name") or _served_name(name), *aliases),
             _served_name(name),
             _own_engine(given, engine),
-            is_pinned=_flag(given, "pinned"),
-            is_preloaded=_flag(given, "preload"),
-            idle_unload=idle_s,
-            priority=priority_of(tier),
-            tool_format=_text(given, "tool_format"),
+            is_pinned=given.get("pinned", False),
+            is_preloaded=given.get("preload", False),
+            idle_unload=given.get("idle_unload", options["idle_unload"]),
+            priority=priority_of(given.get("priority")),
+            tool_format=given.get("tool_format"),
             default_max_tokens=given.get("default_max_tokens", options["default_max_tokens"]),
         )
     except InvalidRequest as error:
@@ -727,28 +715,10 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
 
 def _own_engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:
     """The engine settings of a model: its own, else those of all models."""
-    settings = {name: value for name, value in given.items() if name in ENGINE_FIELDS}
-    types = {field.name: field.type for field in fields(engine)}
-    for name, value in settings.items():
-        if types[name] == "str" and not isinstance(value, str):
-            raise InvalidRequest(f"{name} = {value!r:.80} is not text")
+    settings = {name: value for name, value in given.items() if name in ENGINE_TEXTS + ENGINE_NUMBERS}
     if "kv_memory" in settings and "num_blocks" not in settings:
         settings["num_blocks"] = None  # the setting for all models would override it
     return replace(engine, **settings)
-
-
-def _text(given: Mapping[str, Any], name: str) -> str | None:
-    value = given.get(name)
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"{name} = {value!r:.80} is not text")
-    return value
-
-
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} = {value!r:.80} is not yes or no")
-    return value
 
 
 # quire deploy

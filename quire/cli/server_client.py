@@ -2,16 +2,11 @@
 
 Every response is checked. A response that does not follow the API raises `ServerError` with the server's URL.
 
-The transport is httpcore, the lower half of httpx: importing httpx would add 130 ms of CPU time to the 240 ms of
-`quire generate --server`, httpcore adds 25 ms. It is imported with the first request. Load generators have many
-connections at once and use `quire.bench.http_load` instead.
-
-Also a private `quire serve` process on a free port, for `quire bench` and `quire batch`, which stop it when they end.
+Also a private `quire serve` process on a free port, for `quire batch`, which stops it when it ends.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,49 +14,36 @@ import subprocess
 import sys
 import threading
 import time
-from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import IncrementalNewlineDecoder
-from itertools import chain
 from tempfile import TemporaryFile
-from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from quire.cli.http_stream import (
+    STREAM_READ_S,
+    HttpStream,
+    RefusedRequest,
+    ServerError,
+    ServerNotFound,
+    Timeouts,
+    malformed,
+    parse,
+    printable,
+    value_of,
+)
 from quire.cli.terminal import echo
 from quire.errors import ContextTooLong, InvalidRequest, MissingExtra, QueueFull, QuireError
 from quire.version import __version__
 from quire.weights.hub import find_known
 
 if TYPE_CHECKING:
-    import ssl
-
-    import httpcore
-
+    pass
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 WAIT_S = 60.0  # for a server that is still loading
 POLL_S = 0.25
-STREAM_READ_S = 600.0  # between two reads of a response to a POST; the server's queue may be long
-MAX_DOCUMENT_BYTES = 4 << 20
-MAX_EVENT_BYTES = 16 << 20
-MAX_MESSAGE_CHARS = 1000
-
-
-class ServerError(QuireError):
-    """The server cannot be used, or its response does not follow the API. The message names its URL."""
-
-
-class ServerNotFound(ServerError):
-    """No server at this address, or a server that is not quire."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    connect_s: float
-    read_s: float
 
 
 QUICK = Timeouts(0.3, 10.0)  # for the default address: usually no server runs there, and one that does may be busy
@@ -140,16 +122,11 @@ def note(text: str) -> None:
 
 
 class ServerClient:
-    """Sends requests to one server.
-
-    Each request has its own connection, and closing it cancels the request. Proxies of the environment are not used:
-    a server on this machine or in the local network is not reachable through them.
-    """
+    """Sends requests to one server, each on its own connection."""
 
     def __init__(self, url: str, api_key: str | None, timeouts: Timeouts, *, is_own: bool = False) -> None:
         self.url = url
         self.timeouts = timeouts
-        self._parts = urlsplit(url)
         self._api_key = api_key
         self._is_own = is_own  # the server of this process, whose certificate may name another host
         if api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", api_key):
@@ -173,7 +150,7 @@ class ServerClient:
         found = self.get(path)
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise self.malformed(f"a malformed list of {what}", found)
+            raise malformed(self.url, f"a malformed list of {what}", found)
         return entries
 
     def find_model(self, wanted: str | None) -> tuple[str, int]:
@@ -182,7 +159,7 @@ class ServerClient:
         for entry in self.entries("/v1/models", "models"):
             name, size = entry.get("id"), entry.get("max_model_len")
             if not isinstance(name, str) or not name.isprintable() or type(size) is not int:
-                raise self.malformed("a model without id or max_model_len", entry)
+                raise malformed(self.url, "a model without id or max_model_len", entry)
             models[name] = size
         if not models:
             raise ServerError(f"{self.url} has no model")
@@ -196,215 +173,64 @@ class ServerClient:
 
     def get(self, path: str) -> Any:
         """The JSON document at a path."""
-        with self._open("GET", path) as response:
-            return self.parse(self._body(response))
+        with self.sent(path) as stream:
+            return parse(self.url, stream.read())
 
     def post(self, path: str, body: Any) -> Any:
         """Send JSON and return the JSON document of the response."""
-        with self._open("POST", path, body) as response:
-            return self.parse(self._body(response))
+        with self.sent(path, body) as stream:
+            return parse(self.url, stream.read())
 
     @contextmanager
-    def events(self, method: str, path: str, body: Any = None) -> Iterator[Iterator[str]]:
-        """The data of the server-sent events of a response, as they arrive. Leaving the block cancels the request."""
-        with self._open(method, path, body) as response:
-            kind = _headers(response).get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "text/event-stream":
-                raise self.malformed("a response that is not an event stream", kind)
-            yield self.read_events(self._chunks(response))
-
-    def read_events(self, chunks: Iterable[bytes]) -> Iterator[str]:
-        """Like the function `read_events`, with errors that name the server."""
+    def sent(self, path: str, body: Any = None) -> Iterator[HttpStream]:
+        """A request, with a body a POST, whose refusal is an error. Leaving the block cancels it."""
+        stream = self.stream(path, body)
         try:
-            yield from read_events(chunks)
-        except OverflowError as error:
-            raise ServerError(f"{self.url} sent {error}") from None
+            yield stream
+        except RefusedRequest as error:
+            raise self._refusal(error) from None
+        finally:
+            stream.cut()
 
-    def headers(self, *, has_body: bool = False, has_key: bool = True) -> dict[str, str]:
-        found = {"user-agent": f"quire/{__version__}", "accept-encoding": "identity"}
-        if has_body:
-            found["content-type"] = "application/json"
+    def stream(self, path: str, body: Any = None, *, has_key: bool = True) -> HttpStream:
+        headers = {"user-agent": f"quire/{__version__}"}
         if has_key and self._api_key is not None:
-            found["authorization"] = f"Bearer {self._api_key}"
-        return found
+            headers["authorization"] = f"Bearer {self._api_key}"
+        timeouts = self.timeouts
+        if body is not None:
+            timeouts = Timeouts(timeouts.connect_s, max(timeouts.read_s, STREAM_READ_S))
+        return HttpStream(self.url, path, body, headers, timeouts=timeouts, is_own=self._is_own)
 
-    def parse(self, data: bytes | str) -> Any:
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError):
-            raise self.malformed("text that is not JSON", data) from None
-
-    def malformed(self, what: str, found: object) -> ServerError:
-        """The error for a response that does not follow the API."""
-        try:
-            shown = repr(found)[:200]
-        except RecursionError:
-            shown = "something nested very deeply"
-        return ServerError(f"{self.url} sent {what}: {printable(shown)}")
-
-    def refusal(self, status: int, reason: str, headers: Mapping[str, str], data: bytes) -> QuireError:
+    def _refusal(self, refused: RefusedRequest) -> QuireError:
         """The error for a response that is not 200: the server's message, the status, the field, when to retry."""
-        try:
-            found = json.loads(data)
-        except (ValueError, RecursionError):
-            found = None
+        found = value_of(refused.body)
         detail = found.get("error") if isinstance(found, dict) else None
         error: dict[str, Any] = detail if isinstance(detail, dict) else {}
-        text = f"{self.url}: {printable(str(error.get('message') or reason or 'refused'))}"
-        text += f" (HTTP {status}{f', {printable(str(param))}' if (param := error.get('param')) else ''})"
-        if (retry := headers.get("retry-after")) is not None:
+        text = f"{self.url}: {printable(str(error.get('message') or refused.reason or 'refused'))}"
+        text += f" (HTTP {refused.status}{f', {printable(str(param))}' if (param := error.get('param')) else ''})"
+        if (retry := refused.headers.get("retry-after")) is not None:
             text += f"; try again in {retry} s" if retry.isdecimal() else f"; try again after {printable(retry)}"
-        if status == 401 and self._api_key is None:
+        if refused.status == 401 and self._api_key is None:
             text += "; --api-key or QUIRE_API_KEY sets a key"
         if error.get("code") == "context_length_exceeded":
             return ContextTooLong(text)
-        if status == 429:
+        if refused.status == 429:
             return QueueFull(text)
-        return InvalidRequest(text) if status in (400, 404, 413, 422) else ServerError(text)
+        return InvalidRequest(text) if refused.status in (400, 404, 413, 422) else ServerError(text)
 
     def _health(self) -> str:
         """The status in /health. Sent without the API key: the server is not known to be quire yet."""
-        with self._connect("GET", "/health", self.headers(has_key=False)) as response:
-            try:
-                found = self.parse(self._body(response))
-            except ServerError:
-                found = None
-            if response.status not in (200, 503) or not isinstance(found, dict) or found.get("server") != "quire":
-                raise ServerNotFound(f"{self.url} answers, but is not a quire server")
-        return "ok" if response.status == 200 else str(found.get("status"))
-
-    @contextmanager
-    def _open(self, method: str, path: str, body: Any = None) -> Iterator[httpcore.Response]:
-        """A response with status 200. Others are raised."""
-        data = None if body is None else json.dumps(body).encode()
-        with self._connect(method, path, self.headers(has_body=data is not None), data) as response:
-            if response.status != 200:
-                try:
-                    content = self._body(response)
-                except ServerError:
-                    content = b""
-                reason = response.extensions.get("reason_phrase", b"").decode("ascii", "replace")
-                raise self.refusal(response.status, reason, _headers(response), content)
-            yield response
-
-    @contextmanager
-    def _connect(
-        self, method: str, path: str, headers: dict[str, str], data: bytes | None = None
-    ) -> Iterator[httpcore.Response]:
-        """Send a request on a new connection. The response's body is still to be read."""
-        import httpcore
-
-        if data is not None:
-            headers = {**headers, "content-length": str(len(data))}
-        read_s = self.timeouts.read_s if data is None else STREAM_READ_S
-        timeouts = {"connect": self.timeouts.connect_s, "write": read_s, "read": read_s}
-        with httpcore.ConnectionPool(ssl_context=self._ssl_context()) as pool:
-            with self._transport_errors("does not answer", ServerNotFound):
-                host = (self._parts.hostname or "").encode("idna")
-                name = f"[{host.decode()}]" if b":" in host else host.decode()  # httpcore omits the brackets
-                name += "" if self._parts.port is None else f":{self._parts.port}"
-                url = httpcore.URL(
-                    scheme=self._parts.scheme.encode(),
-                    host=host,
-                    port=self._parts.port,
-                    target=(self._parts.path + path).encode("ascii"),
-                )
-                response = pool.handle_request(
-                    httpcore.Request(
-                        method,
-                        url,
-                        headers=[("host", name), *headers.items()],
-                        content=data,
-                        extensions={"timeout": timeouts},
-                    )
-                )
-            try:
-                yield response
-            finally:
-                response.close()
-
-    def _ssl_context(self) -> ssl.SSLContext | None:
-        """Trust the certificate authorities of this system; httpcore would use those of certifi."""
-        if self._parts.scheme != "https":
-            return None
-        import ssl
-
-        found = ssl.create_default_context()
-        if self._is_own:
-            found.check_hostname, found.verify_mode = False, ssl.CERT_NONE
-        return found
-
-    @contextmanager
-    def _transport_errors(self, what: str, kind: type[ServerError] = ServerError) -> Iterator[None]:
-        import httpcore
-
         try:
-            yield
-        except httpcore.TimeoutException:
-            raise kind(f"{self.url} {what}: it took too long") from None
-        except (httpcore.NetworkError, httpcore.ProtocolError, UnicodeError) as error:
-            raise kind(f"{self.url} {what}: {_reason(error)}") from None
-
-    def _chunks(self, response: httpcore.Response) -> Iterator[bytes]:
-        with self._transport_errors("broke off the answer"):
-            yield from response.iter_stream()
-
-    def _body(self, response: httpcore.Response) -> bytes:
-        found = bytearray()
-        for chunk in self._chunks(response):
-            found += chunk
-            if len(found) > MAX_DOCUMENT_BYTES:
-                raise ServerError(f"{self.url} sent more than {MAX_DOCUMENT_BYTES} bytes")
-        return bytes(found)
-
-
-def _headers(response: httpcore.Response) -> dict[str, str]:
-    return {name.decode("ascii").lower(): value.decode("latin-1") for name, value in response.headers}
-
-
-def _reason(error: Exception) -> str:
-    """The message of an error, without error numbers and class names."""
-    cause = error.args[0] if error.args else None  # httpcore wraps the error of the socket
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
-    text = printable(str(error))
-    return "the connection ended" if text.startswith("peer closed connection") else text
-
-
-# Server-sent events
-
-
-def read_events(chunks: Iterable[bytes]) -> Iterator[str]:
-    """The data of server-sent events, which may be cut anywhere. Comments and other fields are skipped.
-
-    Raises OverflowError for an event of more than MAX_EVENT_BYTES.
-    """
-    data: list[str] = []
-    for line in _read_lines(chunks):
-        name, _, value = line.partition(":")
-        if name == "data":
-            data.append(value.removeprefix(" "))
-            if sum(map(len, data)) > MAX_EVENT_BYTES:
-                raise OverflowError(f"an event of more than {MAX_EVENT_BYTES} bytes")
-        elif not line and data:
-            yield "\n".join(data)
-            data = []
-
-
-def _read_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    r"""Lines without their ends (\n, \r\n or \r). Characters after the last end are dropped."""
-    decoder = IncrementalNewlineDecoder(getincrementaldecoder("utf-8-sig")("replace"), translate=True)
-    rest = ""
-    for chunk in chain(filter(None, chunks), (b"",)):
-        *lines, rest = (rest + decoder.decode(chunk, final=not chunk)).split("\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise OverflowError(f"a line of more than {MAX_EVENT_BYTES} bytes")
-        yield from lines
-
-
-def printable(text: str) -> str:
-    """A server's text, safe to print: cut to MAX_MESSAGE_CHARS, control characters replaced by blanks."""
-    return "".join(char if char.isprintable() else " " for char in text[:MAX_MESSAGE_CHARS])
+            found = value_of(self.stream("/health", has_key=False).read())
+        except RefusedRequest as error:
+            found = value_of(error.body) if error.status == 503 else None
+        except ServerNotFound:
+            raise
+        except ServerError:
+            found = None
+        if not isinstance(found, dict) or found.get("server") != "quire":
+            raise ServerNotFound(f"{self.url} answers, but is not a quire server")
+        return str(found.get("status"))
 
 
 STOP_S = 10.0  # after SIGTERM; then it is killed
@@ -418,11 +244,10 @@ _SERVE = "from quire.cli.server_client import run_while_parent_lives as run; run
 class ServerProcess:
     pid: int
     url: str
-    num_threads: int
 
 
-def check_installed(what: str = "the server of the fairness part") -> None:
-    """Refuse a missing library of the server before anything is measured."""
+def check_installed(what: str) -> None:
+    """Refuse a missing library of the server before a model is loaded."""
     try:
         import quire.server.launcher  # noqa: F401
     except ModuleNotFoundError as error:
@@ -443,7 +268,7 @@ def serving(model: str, options: Sequence[str], variables: Mapping[str, str] | N
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("QUIRE_") or name in KEPT_VARIABLES
     } | dict(variables or {})
-    with TemporaryFile("a+", encoding="utf-8", errors="replace") as log, _terminable():
+    with TemporaryFile("a+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,  # ends with this process, even if it is killed
@@ -481,13 +306,9 @@ def run_while_parent_lives() -> None:
 def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
     """Wait for the line with the address. There is no time limit: a large model may load for minutes."""
     assert process.stdout is not None
-    text = ""
     for line in process.stdout:
-        text += line
-        url, computes = re.search(r" at (http://\S+)", text), re.search(r"^  computes .*$", text, re.MULTILINE)
-        if url is not None and computes is not None:
-            threads = re.search(r"(\d+) threads?$", computes[0])  # on a CPU only
-            return ServerProcess(process.pid, url[1], int(threads[1]) if threads else 1)
+        if (url := re.search(r" at (http://\S+)$", line)) is not None:
+            return ServerProcess(process.pid, url[1])
     raise ServerError(f"`quire serve` did not start: it ended with exit code {process.wait()}")
 
 
@@ -509,21 +330,3 @@ def _stop(process: subprocess.Popen[str]) -> None:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM raise an exception, so that the server is stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    del frame
-    raise SystemExit(128 + number)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from typer import Argument, Option
 
@@ -40,6 +40,7 @@ from quire.sim.simulator import (
 from quire.sim.traces import SCENARIOS, TraceRequest, read_trace
 from quire.version import __version__
 
+T = TypeVar("T")
 _DEFAULT = SimConfig()
 _SYNTHETIC = {"scenario": "mixed", "requests": 600, "rate": 20.0, "seed": 0}
 _POLICY_FIELDS = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # settings of one policy
@@ -48,19 +49,12 @@ STATES_BLOCKS = (65_536,)  # with states: prompts of agents are long
 REPLICAS_BLOCKS = (2_048,)
 MAX_BLOCKS = 10_000_000  # the simulator has an object for each, and for each state
 MAX_STATES = 1_000_000
-MAX_REPLICAS = 1_000
 MAX_INTERVAL = 10_000_000
 PLOT_SUFFIXES = (".png", ".svg")
 EVERY = "every-"
 DEFAULT_PLACES = (",".join(Place), *Place, f"{EVERY}1024")
 WHOLE = "one machine"  # a single replica with the memory and the rows of all
 
-OLD_OPTIONS = {  # older names, still accepted
-    "--policy": "--scheduling-policy",
-    "--blocks": "--num-blocks",
-    "--cache": "--enable-prefix-caching",
-    "--no-cache": "--no-enable-prefix-caching",
-}
 _named = partial(
     options_named,
     {
@@ -84,7 +78,7 @@ def _machine(
     base_ms: Annotated[float | None, Option(help="Fixed time of a step, in place of the machine's.")] = None,
     token_us: Annotated[float | None, Option(help="Time per computed token, in place of the machine's.")] = None,
     context_us: Annotated[float | None, Option(help="Time per read KV token, in place of the machine's.")] = None,
-    kv_bytes: Annotated[int | None, Option(help="KV bytes per token, in place of the machine's.")] = None,
+    kv_bytes: Annotated[int | None, Option(min=1, help="KV bytes per token, in place of the machine's.")] = None,
 ) -> tuple[str, Machine]:
     if machine not in MACHINES:
         raise InvalidRequest(f"--machine {machine!r} is not one of {', '.join(MACHINES)}")
@@ -92,14 +86,7 @@ def _machine(
     times = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
     with _named():
         step_time = replace(known.step_time, **{key: value for key, value in times.items() if value is not None})
-    kv_bytes = _at_least_1("--kv-bytes", kv_bytes, known.kv_bytes)
-    return machine, replace(known, step_time=step_time, kv_bytes=kv_bytes)
-
-
-def _at_least_1(option: str, size: int | None, default: int) -> int:
-    if size is not None and size < 1:
-        raise InvalidRequest(f"{option} {size} is less than 1")
-    return size or default
+    return machine, replace(known, step_time=step_time, kv_bytes=kv_bytes or known.kv_bytes)
 
 
 def _synthetic(
@@ -154,7 +141,11 @@ class _States(NamedTuple):
 def _states(
     states: Annotated[
         list[int] | None,
-        Option(help="Number of recurrent states in memory; repeatable. Compares how many tokens are reused."),
+        Option(
+            min=2,  # one is the empty state
+            max=MAX_STATES,
+            help="Number of recurrent states in memory; repeatable. Compares how many tokens are reused.",
+        ),
     ] = None,
     places: Annotated[
         list[str] | None,
@@ -163,24 +154,25 @@ def _states(
             " repeatable, by default all four, each alone, and every-1024."
         ),
     ] = None,
-    state_bytes: Annotated[int | None, Option(help="Bytes of a recurrent state, in place of the machine's.")] = None,
+    state_bytes: Annotated[
+        int | None, Option(min=1, help="Bytes of a recurrent state, in place of the machine's.")
+    ] = None,
     window: Annotated[
         int | None, Option(help="Tokens that the layers with a window see; needs --num-window-blocks.")
     ] = None,
     num_window_blocks: Annotated[
         int | None,
-        Option(help="Number of blocks for layers with a window; needs --window. Without both, all layers are whole."),
+        Option(
+            min=2,
+            max=MAX_STATES,
+            help="Number of blocks for layers with a window; needs --window. Without both, all layers are whole.",
+        ),
     ] = None,
 ) -> _States:
     if (window is None) != (num_window_blocks is None):
         raise InvalidRequest("--window and --num-window-blocks must be given together")
-    if num_window_blocks is not None and not 2 <= num_window_blocks <= MAX_STATES:
-        raise InvalidRequest(f"--num-window-blocks {num_window_blocks} is not from 2 to {MAX_STATES}")
     if places and not states:
         raise InvalidRequest("--places needs --states")
-    for count in states or ():
-        if not 2 <= count <= MAX_STATES:
-            raise InvalidRequest(f"--states {count} is not from 2 to {MAX_STATES} (one is the empty state)")
     windows = {} if window is None else {"window": window, "num_window_blocks": num_window_blocks}
     return _States(states or [], places, state_bytes, windows)
 
@@ -194,7 +186,11 @@ class _Cluster(NamedTuple):
 def _cluster(
     replicas: Annotated[
         list[int] | None,
-        Option(help="Number of replicas behind a router, each with the given blocks; repeatable. Compares routers."),
+        Option(
+            min=1,
+            max=1000,
+            help="Number of replicas behind a router, each with the given blocks; repeatable. Compares routers.",
+        ),
     ] = None,
     router: Annotated[
         list[str] | None,
@@ -202,20 +198,19 @@ def _cluster(
     ] = None,
     report_interval: Annotated[
         float | None,
-        Option(help=f"With --replicas, seconds between two reports of a replica to the router ({REPORT_S})."),
+        Option(
+            min=0.001,
+            max=3600,
+            help=f"With --replicas, seconds between two reports of a replica to the router ({REPORT_S}).",
+        ),
     ] = None,
 ) -> _Cluster:
     for option, value in (("--router", router), ("--report-interval", report_interval)):
         if value and not replicas:
             raise InvalidRequest(f"{option} needs --replicas")
-    for count in replicas or ():
-        if not 1 <= count <= MAX_REPLICAS:
-            raise InvalidRequest(f"--replicas {count} is not from 1 to {MAX_REPLICAS}")
     for name in router or ():
         if name not in ROUTERS:
             raise InvalidRequest(f"--router {name!r} is not one of {', '.join(ROUTERS)}")
-    if report_interval is not None and replicas and not 0 < report_interval <= 3600:
-        raise InvalidRequest(f"--report-interval {report_interval} is not more than 0 and at most 3600")
     names = [*dict.fromkeys(router or ROUTERS)]
     return _Cluster([*dict.fromkeys(replicas or ())], names, report_interval or REPORT_S)
 
@@ -232,7 +227,8 @@ def sim(
         list[str] | None, Option(help=f"Scheduling policy: {', '.join(POLICIES)}; repeatable, by default all.")
     ] = None,
     num_blocks: Annotated[
-        list[int] | None, Option(help="Number of blocks of the KV cache; repeatable, by default 512 and 4096.")
+        list[int] | None,
+        Option(min=2, max=MAX_BLOCKS, help="Number of blocks of the KV cache; repeatable, by default 512 and 4096."),
     ] = None,
     *,
     machine: tuple[str, Machine],
@@ -247,7 +243,7 @@ def sim(
     """Run the scheduler on a trace and compare policies and cache sizes: throughput, waits, hits, preemptions."""
     _check_outputs(trace, plot, save_trace, is_plotted=not states.counts and not cluster.replicas)
     name, device = machine
-    device = replace(device, state_bytes=_at_least_1("--state-bytes", states.num_bytes, device.state_bytes))
+    device = replace(device, state_bytes=states.num_bytes or device.state_bytes)
     base = replace(scheduler, has_costly_rows=device.has_costly_rows, **states.windows)
     if states.counts or cluster.replicas:
         scheduling_policy = scheduling_policy or ["fair"]
@@ -271,7 +267,9 @@ def sim(
     if cluster.replicas:
         _compare_routers(todo, configs[0], device, cluster, None if as_json else title, document)
         return
-    reports = _run_all(todo, configs, device)
+    step_time = device.step_time
+    runs = {_name(config): partial(simulate, todo, config, step_time) for config in configs}
+    reports = _run_all(todo, runs)
     if as_json:
         echo(json.dumps(document | _figures(device, reports), indent=2))
     else:
@@ -294,10 +292,6 @@ def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None
         raise InvalidRequest(f"--plot {plot} does not end in {' or '.join(PLOT_SUFFIXES)}")
     if plot is not None and find_spec("matplotlib") is None:
         raise MissingExtra.of("--plot", "matplotlib")
-    for option, path in (("--plot", plot), ("--save-trace", save_trace)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-            raise InvalidRequest(f"{option} {path} {problem}")
     if save_trace is not None and trace is not None and save_trace.exists() and save_trace.samefile(trace):
         raise InvalidRequest(f"--save-trace {save_trace} is the trace itself")
 
@@ -309,9 +303,6 @@ def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | No
         for field in settings:
             if getattr(base, field) is not None and policy not in names:
                 raise InvalidRequest(f"{option_name(field)} is for --scheduling-policy {policy} only")
-    for size in sizes:
-        if not 2 <= size <= MAX_BLOCKS:
-            raise InvalidRequest(f"--num-blocks {size} is not from 2 to {MAX_BLOCKS} (one block is never used)")
     unused: dict[str, dict[str, Any]] = {
         name: {field: None for policy, settings in _POLICY_FIELDS.items() if policy != name for field in settings}
         for name in names
@@ -377,19 +368,22 @@ def _trace(path: str | None, synthetic: options.Settings) -> list[TraceRequest]:
 # Policies, cache sizes and states
 
 
-def _run_all(trace: Sequence[TraceRequest], configs: Sequence[SimConfig], machine: Machine) -> list[SimReport]:
-    reports: list[SimReport] = []
-    with terminal.progress_bar("", "count", "left", total=len(configs) * len(trace)) as update:
-        for config in configs:
-            name = f"{config.scheduling_policy}, {config.num_blocks:,} blocks"
-            if config.num_states:
-                name += f", {config.num_states:,} states, {_rules(config)}"
+def _run_all(trace: Sequence[TraceRequest], runs: Mapping[str, Callable[..., T]]) -> list[T]:
+    """The reports of runs of a trace, by their names, with a progress bar."""
+    reports: list[T] = []
+    with terminal.progress_bar("", "count", "left", total=len(runs) * len(trace)) as update:
+        for name, run in runs.items():
 
             def advance(done: int, name: str = name) -> None:
                 update(completed=len(reports) * len(trace) + done, description=name)
 
-            reports.append(simulate(trace, config, machine.step_time, advance))
+            reports.append(run(progress=advance))
     return reports
+
+
+def _name(config: SimConfig) -> str:
+    states = f", {config.num_states:,} states, {_rules(config)}" if config.num_states else ""
+    return f"{config.scheduling_policy}, {config.num_blocks:,} blocks{states}"
 
 
 def summary(report: SimReport) -> dict[str, Any]:
@@ -583,22 +577,13 @@ def _run_cluster(
         max_num_seqs=config.max_num_seqs * count,
         max_num_batched_tokens=config.max_num_batched_tokens * count,
     )
-    names = (WHOLE, *cluster.routers)
-    reports: list[ClusterReport] = []
-    with terminal.progress_bar("", "count", "left", total=len(names) * len(trace)) as update:
-        for name in names:
-
-            def advance(done: int, name: str = name) -> None:
-                update(completed=len(reports) * len(trace) + done, description=f"{count} replicas, {name}")
-
-            if name == WHOLE:
-                report = simulate_cluster(trace, whole_config, machine.step_time, 1, "round-robin", progress=advance)
-                report = replace(report, router=WHOLE, num_replicas=count)
-            else:
-                report = simulate_cluster(
-                    trace, config, machine.step_time, count, name, report_s=cluster.report_s, progress=advance
-                )
-            reports.append(report)
+    whole = partial(simulate_cluster, trace, whole_config, machine.step_time, 1, "round-robin")
+    runs: dict[str, Callable[..., ClusterReport]] = {f"{count} replicas, {WHOLE}": whole}
+    for name in cluster.routers:
+        run = partial(simulate_cluster, trace, config, machine.step_time, count, name, report_s=cluster.report_s)
+        runs[f"{count} replicas, {name}"] = run
+    reports = _run_all(trace, runs)
+    reports[0] = replace(reports[0], router=WHOLE, num_replicas=count)
     hits = reports[0].hit_tokens
     return [
         {

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,18 +37,13 @@ def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     typer.echo(safe(text), nl=nl, err=err)
 
 
-def confirm(question: str) -> bool:
-    """Ask for y or n at the terminal."""
-    return typer.confirm(safe(question))
-
-
 def confirm_deletion(what: str, question: str, *, is_confirmed: bool) -> None:
     """Ask before something is deleted, unless the user gave --yes."""
     if is_confirmed:
         return
     if not sys.stdin.isatty():
         raise InvalidRequest(f"deleting {what} needs --yes: standard input is not a terminal")
-    if not confirm(question):
+    if not typer.confirm(safe(question)):
         raise typer.Exit(1)
 
 
@@ -150,12 +144,27 @@ def make_bar(*columns: str, is_transient: bool = True) -> Progress:
 
 @contextmanager
 def progress_bar(what: str, *columns: str, total: int | None = None) -> Iterator[Callable[..., object]]:
-    """A progress bar on stderr if that is a terminal. Yields `rich.progress.Progress.update` of its task."""
+    """A progress bar on stderr if that is a terminal. Yields `rich.progress.Progress.update` of its task.
+
+    Without a text it is drawn with the first update: the library of the hub may draw its own bars instead.
+    """
     if not sys.stderr.isatty():
         yield lambda **_: None
         return
-    with make_bar(*columns) as bar:
-        yield partial(bar.update, bar.add_task(safe(what), total=total))
+    bar = make_bar(*columns)
+    task = bar.add_task(safe(what), total=total)
+    if what:
+        bar.start()
+
+    def update(**fields: Any) -> None:
+        bar.start()
+        bar.update(task, **fields)
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 @contextmanager
@@ -171,21 +180,16 @@ def bytes_bar(what: str, *columns: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def download_bar(name: str) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A progress bar on stderr if that is a terminal; the path on stdout can be piped."""
+    """A progress bar for the files of a model, of which one is downloaded at a time. None: not at a terminal.
+
+    Without a function to call, the library of the hub draws no bars either.
+    """
     if not sys.stderr.isatty():
         yield None
         return
-    bar = make_bar("bytes", "speed", "left")
-    tasks: dict[str, Any] = {}
+    with progress_bar("", "bytes", "speed", "left") as update:
 
-    def show(what: str, done: int, total: int) -> None:
-        bar.start()  # not before: the library of the hub draws its own bars
-        if what not in tasks:
-            tasks[what] = bar.add_task(f"{what} {safe(name)}", total=total)
-        bar.update(tasks[what], completed=done)
+        def show(what: str, done: int, total: int) -> None:
+            update(completed=done, total=total, description=f"{what} {safe(name)}")
 
-    try:
         yield show
-    finally:
-        if tasks:
-            bar.stop()

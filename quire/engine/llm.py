@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -98,6 +98,24 @@ class LLM:
             for chat, chosen in ((as_chat(one), chosen) for one, chosen in _pair(todo, params))
         ]
         return self._run(asked, on_output)
+
+    def stream(
+        self,
+        request: GenerationRequest,
+        chat: ChatRequest | None = None,
+        on_end: Callable[[GenerationOutput], object] = lambda _output: None,
+    ) -> Generator[Delta, None, None]:
+        """Yield the deltas of one request, made of `chat` if given. Closing the generator early cancels it.
+
+        `on_end` gets the whole output, with its usage.
+        """
+        run = _Run(self, [(request, chat)])
+        try:
+            while not run.is_finished:
+                yield from (delta for _, delta in run.step())
+        finally:
+            run.close()
+        on_end(run.generations[0].output())
 
     def cache_stats(self) -> CacheStats:
         return self.engine.scheduler.cache.stats()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.cli.scripted import HttpThread
 
 COMMIT = "c" * 40
 
@@ -36,38 +35,18 @@ class Repository:
         return [{"type": "file", "path": name, "size": len(data), "oid": "b"} for name, data in self.files.items()]
 
 
-class FakeHub:
-    def __init__(self, repositories: dict[str, Repository]) -> None:
-        self.repositories = repositories
-        self.fetched: list[str] = []  # files, in order
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._http.daemon_threads = True
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
-        self._thread.start()
+class FakeHub(HttpThread):
+    """`org_name=` is the repository org/name."""
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}"
+    def __init__(self, **repositories: Repository) -> None:
+        self.repositories = {name.replace("_", "/"): one for name, one in repositories.items()}
+        self.fetched: list[str] = []  # files, in order
+        super().__init__(_handler(self))
 
     def env(self, home: Path) -> dict[str, str]:
         """Variables for a process that uses this hub, with caches of its own."""
         settings = {"HF_ENDPOINT": self.url, "HF_HOME": str(home / "hf"), "QUIRE_CACHE": str(home / "quire")}
         return {**settings, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
-
-
-@contextmanager
-def fake_hub(**repositories: Repository) -> Iterator[FakeHub]:
-    """`org_name=` is the repository org/name."""
-    hub = FakeHub({name.replace("_", "/"): one for name, one in repositories.items()})
-    try:
-        yield hub
-    finally:
-        hub.close()
 
 
 def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:

@@ -10,16 +10,17 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, PackedPrompt
 from quire.engine.generation import Completion, Delta, GenerationOutput, GenerationParams, Usage
 from quire.errors import ContextTooLong
+from quire.text.messages import ChatRequest
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import PlainAnswer
 from tests.fork_server import ForkServer
@@ -99,7 +100,10 @@ class Terminal:
             pass
         return self._process.wait(LIMIT_S)
 
-    def close(self) -> None:
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._fd)
@@ -124,40 +128,35 @@ class EchoLLM:
     thinks: bool = False  # answers with <think> tags contain reasoning
     finish: FinishReason = FinishReason.STOP
     error: str | None = None
-    seen: list[list[dict[str, str]]] = field(default_factory=list)
+    seen: list[list[str]] = field(default_factory=list)
     params: GenerationParams | None = None
 
     @property
     def text(self) -> Any:
-        format = REASONING_FORMATS[0]
         return SimpleNamespace(
-            template=SimpleNamespace(exists=self.has_template, reasoning=format if self.thinks else None),
-            encode_chat=lambda _chat, _max_context: (),
-            new_parser=lambda _chat, _prompt: ThoughtParser(format, Opening.FREE, PlainAnswer()),
+            template=SimpleNamespace(exists=self.has_template),
+            encode=lambda prompt, _size: prompt,
+            encode_chat=self._encode_chat,
+            new_parser=lambda _chat, _prompt: (
+                ThoughtParser(REASONING_FORMATS[0], Opening.FREE, PlainAnswer()) if self.thinks else PlainAnswer()
+            ),
+            request=lambda prompt, params, chat: (prompt, params),  # noqa: ARG005
         )
 
-    def chat(self, messages: list[dict[str, str]], params: GenerationParams, on_output: Any) -> list[GenerationOutput]:
-        self.seen.append(messages)
-        self.params = params
-        num_words = len(" ".join(message["content"] for message in messages).split())
+    def stream(self, request: Any, _chat: object, on_end: Any) -> Iterator[Delta]:
+        prompt, self.params = request
+        words = re.findall(r"\S+\s*|\s+", prompt)
+        for word in words:
+            yield Delta(0, word, (1,), (), None, None)
+        yield Delta(0, "", (), (), self.finish, None, self.error)
+        completion = Completion(0, prompt, (1,) * len(words), self.finish, error=self.error)
+        on_end(GenerationOutput(PackedPrompt.of((1, 2, 3)), (completion,), Usage(3, len(words), 0), None))
+
+    def _encode_chat(self, chat: ChatRequest, _size: int) -> str:
+        self.seen.append([message.text for message in chat.messages])
+        num_words = len(" ".join(self.seen[-1]).split())
         if num_words > self.max_model_len:
             raise ContextTooLong(f"prompt of {num_words} tokens exceeds the context of {self.max_model_len} tokens")
-        return self.generate(messages[-1]["content"], params, on_output)
-
-    def generate(self, prompt: str, params: GenerationParams, on_output: Any) -> list[GenerationOutput]:
-        completions: list[Completion] = []
-        num_tokens = 0
-        for index in reversed(range(params.n)):  # the last first, to test that they are printed in order
-            answer = f"{prompt} {index}" if params.n > 1 else prompt
-            words = re.findall(r"\S+\s*|\s+", answer)
-            for word in words:
-                on_output(0, Delta(index, word, (1,), (), None, None))
-            on_output(0, Delta(index, "", (), (), self.finish, None, self.error))
-            completions.insert(0, Completion(index, answer, (1,) * len(words), self.finish, error=self.error))
-            num_tokens += len(words)
-        return [GenerationOutput(PackedPrompt.of((1, 2, 3)), tuple(completions), Usage(3, num_tokens, 0), None)]
-
-    def cache_stats(self) -> CacheStats:
-        return CacheStats(10, 8, 2, 0, 0, 0, 0, 0, 100, 50, 0, 0, 0, 0, 0)
+        return self.seen[-1][-1]
 
     def close(self) -> None: ...

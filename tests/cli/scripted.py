@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 NAME = "smollm2-135m-instruct"
 HEALTHY = {"status": "ok", "server": "quire", "version": "0"}
-STATS = {
-    **dict.fromkeys(("num_free", "num_in_use", "num_shared", "num_pins", "num_pinned", "num_recovered_tokens"), 0),
-    **dict.fromkeys(("num_partial_hits", "num_adoptions", "num_twins", "num_collisions"), 0),
-    "num_blocks": 10,
-    "num_cached": 2,
-    "num_evictions": 1,
-    "num_queried_tokens": 100,
-    "num_hit_tokens": 25,
-    "hit_rate": 0.25,
-}
 
 
 @dataclass
@@ -40,19 +29,11 @@ class Asked:
     body: Any
 
 
-class ScriptedServer:
-    """Replies of each path, in order. The last one is repeated."""
+class HttpThread:
+    """An HTTP server in a thread."""
 
-    def __init__(self) -> None:
-        models = [{"id": NAME, "object": "model", "owned_by": "quire", "max_model_len": 60, "root": NAME}]
-        self.replies = {
-            "/health": [document(HEALTHY)],
-            "/v1/models": [document({"object": "list", "data": models})],
-            "/v1/cache/stats": [document(STATS)],
-        }
-        self.asked: list[Asked] = []
-        self.was_closed = threading.Event()  # the client closed the connection during an answer
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
         self._thread.start()
@@ -60,6 +41,28 @@ class ScriptedServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._http.server_port}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+class ScriptedServer(HttpThread):
+    """Replies of each path, in order. The last one is repeated."""
+
+    def __init__(self) -> None:
+        models = [{"id": NAME, "object": "model", "owned_by": "quire", "max_model_len": 60, "root": NAME}]
+        self.replies = {
+            "/health": [document(HEALTHY)],
+            "/v1/models": [document({"object": "list", "data": models})],
+        }
+        self.asked: list[Asked] = []
+        self.was_closed = threading.Event()  # the client closed the connection during an answer
+        super().__init__(_handler(self))
 
     def answers(self, *replies: Reply) -> None:
         """Set the replies to prompts and conversations."""
@@ -73,20 +76,6 @@ class ScriptedServer:
         self.asked.append(asked)
         waiting = self.replies.get(asked.path, [refusal(404, "no such path")])
         return waiting.pop(0) if len(waiting) > 1 else waiting[0]
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
-
-
-@contextmanager
-def serving() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 def _handler(script: ScriptedServer) -> type[BaseHTTPRequestHandler]:

@@ -16,7 +16,7 @@ from quire.cli.main import app
 from quire.core.step import MemoryKind
 from quire.engine.levels.block_file import check_block, file_bytes
 from quire.engine.levels.disk_store import STALE_S, DiskStore, root_secret
-from tests.cli.runs import Terminal, quire
+from tests.cli.runs import Terminal
 from tests.engine.levels.contents import FACTS, PAYLOAD_BYTES, all_files, make_content, make_payload, read_back
 
 FILE_BYTES = file_bytes(128, PAYLOAD_BYTES)
@@ -73,7 +73,7 @@ def damage(path: str) -> None:
 def test_folders_that_are_not_a_cache(tmp_path: Path, command: str) -> None:
     assert "there is no such folder" in refused(command, "--cache-dir", str(tmp_path / "nothing"))
     (tmp_path / "file").write_text("")
-    assert "is not a folder" in refused(command, "--cache-dir", str(tmp_path / "file"))
+    assert "cannot be read: Not a directory" in refused(command, "--cache-dir", str(tmp_path / "file"))
     assert f"{tmp_path} is not a cache folder of quire" in refused(command, "--cache-dir", str(tmp_path))
     assert refused(command, "--cache-dir", "") == "--cache-dir is empty: it must be the path of a folder"
     assert (tmp_path / "file").exists()
@@ -87,32 +87,14 @@ def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert shown("verify") == "0 good, 0 damaged, 0 foreign\n"
         assert shown("clear") == f"nothing to delete in {tmp_path / 'kv'}\n"
         assert json.loads(shown("ls", "--json")) == []
-        assert json.loads(shown("stats", "--json"))["num_files"] == 0
         (tmp_path / "kv").mkdir(exist_ok=True)
     write(DiskStore(tmp_path / "kv", FACTS, 1 << 30, name="m"), 1)
     assert shown("ls").splitlines()[1].split()[0] == "m"
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "elsewhere"))
-    assert "QUIRE_CACHE_DIR" in refused("ls")
-    assert "elsewhere: there is no such folder" in refused("ls")
+    assert refused("ls") == f"QUIRE_CACHE_DIR {tmp_path}/elsewhere: there is no such folder"
     assert "m " in shown("ls", "--cache-dir", str(tmp_path / "kv"))
     monkeypatch.setenv("QUIRE_CACHE_DIR", "")
     assert refused("ls") == "QUIRE_CACHE_DIR is empty: it must be the path of a folder"
-
-
-def test_the_command_as_a_process(root: Path) -> None:
-    outcome = quire("cache", "ls", env={"QUIRE_CACHE": str(root.parent)})
-    assert (outcome.returncode, outcome.stderr) == (0, "")
-    assert "org/large" in outcome.stdout
-    outcome = quire("cache", "ls", "--cache-dir", str(root.parent))
-    assert outcome.returncode == 2
-    assert outcome.stderr == (
-        f"quire: {root.parent} is not a cache folder of quire: it has neither a secret nor cached content\n"
-    )
-    outcome = quire("cache", "explode")
-    assert outcome.returncode == 2
-    assert "No such command 'explode'" in outcome.stderr
-    outcome = quire("cache")
-    assert all(f"\n  {name} " in outcome.stdout + outcome.stderr for name in ("ls", "stats", "verify", "clear"))
 
 
 # ls and stats
@@ -319,16 +301,6 @@ def test_files_that_cannot_be_read_or_deleted(root: Path, monkeypatch: pytest.Mo
     assert {file.path for file in all_files(root)} == {before[0].path, before[5].path}
 
 
-def test_progress_on_a_terminal(root: Path) -> None:
-    for command, what in (("verify", "checking"), ("ls", "reading headers")):
-        terminal = Terminal("cache", command, "--cache-dir", str(root), env={"TERM": "xterm", "COLUMNS": "200"})
-        try:
-            terminal.wait_for(what)
-            assert terminal.exit_code() == 0
-        finally:
-            terminal.close()
-
-
 # clear
 
 
@@ -406,14 +378,11 @@ def test_clear_asks_on_a_terminal_and_refuses_elsewhere(root: Path) -> None:
         "clear", "--cache-dir", str(root)
     )
     for answer, code, left in (("n", 1, 6), ("y", 0, 0)):
-        terminal = Terminal("cache", "clear", "--cache-dir", str(root), env={"COLUMNS": "400"})
-        try:
+        with Terminal("cache", "clear", "--cache-dir", str(root), env={"COLUMNS": "400"}) as terminal:
             terminal.wait_for("[y/N]: ")
             assert "Delete 6 files, 0.0 MB, of org/large, small from " in terminal.screen
             terminal.type(f"{answer}\n")
             assert terminal.exit_code() == code
-        finally:
-            terminal.close()
         assert len(all_files(root)) == left
 
 

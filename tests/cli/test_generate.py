@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import chat as chat_model
-from quire.cli.chat import TokenRate, read_grammar
+from quire.cli.chat import Answer, Piece, read_grammar
 from quire.cli.main import app
 from quire.core.values import FinishReason
 from quire.errors import InvalidRequest
@@ -26,13 +25,6 @@ from tests.cli.runs import LIMIT_S, EchoLLM, Terminal, quire
 NO_SHAPE: dict[str, Any] = {"json_schema": None, "regex": None, "grammar": None}
 QUESTION = "What is the capital of Japan?"
 ANSWER = "The capital of Japan is Tokyo."
-
-
-@pytest.fixture
-def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
-    llm = EchoLLM()
-    monkeypatch.setattr(chat_model, "open_llm", lambda _model, _settings: llm)
-    return llm
 
 
 def run(*arguments: str, stdin: str | bytes = "") -> Any:
@@ -97,19 +89,15 @@ def test_the_answer_alone_is_on_stdout() -> None:
 
 @pytest.mark.usefixtures("default_model")
 def test_a_piped_prompt_and_json() -> None:
-    options = ("--json", "--temperature", "0", "--n", "2", "--logprobs", "1")
+    options = ("--json", "--temperature", "0")
     outcome = quire("generate", *options, stdin=f"{QUESTION}\n")
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert document["model"] == "smollm2-135m-instruct"
     assert (document["text"], document["finish_reason"]) == (ANSWER, "stop")
-    assert [one["text"] for one in document["completions"]] == [ANSWER, ANSWER]
     assert document["usage"]["prompt_tokens"] == 37
     assert document["usage"]["cached_tokens"] == 0
     assert document["cache"]["reason"] == "not_found"
-    assert document["logprobs"][0]["text"] == "The"
-    assert bytes(document["logprobs"][0]["bytes"]) == b"The"
-    assert len(document["logprobs"][0]["top"]) == 1
     assert document["timings"]["ttft_ms"] > 0
     assert document["timings"]["tokens_per_s"] > 0
 
@@ -124,18 +112,6 @@ def test_the_answer_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
     found = json.loads(outcome.stdout)  # which city is nearly a tie
     assert list(found) == ["city"]
     assert isinstance(found["city"], str)
-
-
-@pytest.mark.usefixtures("default_model")
-def test_a_closed_stdout_is_no_error() -> None:
-    command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "8000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read(3)
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(LIMIT_S) == 1
 
 
 @pytest.mark.usefixtures("default_model")
@@ -154,14 +130,11 @@ def test_ctrl_c_keeps_what_was_printed() -> None:
 
 @pytest.mark.usefixtures("default_model")
 def test_at_a_terminal_a_bar_and_a_summary() -> None:
-    terminal = Terminal("generate", QUESTION, "--temperature", "0", "--max-tokens", "3")
-    try:
+    with Terminal("generate", QUESTION, "--temperature", "0", "--max-tokens", "3") as terminal:
         assert terminal.exit_code() == 0
         assert "loading smollm2-135m-instruct" in terminal.screen
         assert "The capital of\r\n3 tokens, " in terminal.screen
         assert "0 of 37 prompt tokens cached; stopped at --max-tokens 3\r\n" in terminal.screen
-    finally:
-        terminal.close()
 
 
 def test_a_missing_default_model_is_downloaded(tmp_path: Path) -> None:
@@ -193,9 +166,6 @@ def test_an_unknown_model_is_not_fetched() -> None:
         (["--presence-penalty", "3"], "--presence-penalty = 3.0"),
         (["--frequency-penalty", "nan"], "--frequency-penalty = nan"),
         (["--max-tokens", "0"], "--max-tokens = 0"),
-        (["--n", "0"], "--n = 0"),
-        (["--logprobs", "21", "--json"], "--logprobs = 21"),
-        (["--logprobs", "2"], "--logprobs 2 is shown only with --json"),
         (["--stop", ""], "--stop[0] has 0 characters"),
         (["--threads", "0"], "--threads = 0"),
         (["--max-model-len", "1"], "--max-model-len = 1"),
@@ -231,16 +201,10 @@ def test_an_empty_prompt_is_refused(prompt: list[str], stdin: str | bytes, messa
     assert str(outcome.exception) == message
 
 
-def test_a_bad_value_is_one_line_and_exit_code_2() -> None:
-    outcome = quire("generate", "Hello", "--temperature", "-1")
-    assert (outcome.returncode, outcome.stdout) == (2, "")
-    assert outcome.stderr == "quire: --temperature = -1.0 is not from 0 to 2\n"
-
-
 @pytest.mark.parametrize("stdin", ["Hello", "Hello\n", "Hello\r\n", b"\xef\xbb\xbfHello\n"])
 def test_the_last_line_end_of_a_pipe_is_not_the_prompts(echo: EchoLLM, stdin: str | bytes) -> None:
     run("-", "--system", "Be brief.", stdin=stdin)
-    assert echo.seen == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]]
+    assert echo.seen == [["Be brief.", "Hello"]]
 
 
 # What is printed
@@ -252,11 +216,6 @@ def test_an_answer_that_ends_its_line_gets_no_second_line_end() -> None:
     assert run("Hello", "--raw").stdout == "Hello\n"
 
 
-@pytest.mark.usefixtures("echo")
-def test_several_answers_come_in_their_order() -> None:
-    assert run("Hi", "--n", "3").stdout == "Hi 0\n--------\nHi 1\n--------\nHi 2\n"
-
-
 def test_without_a_template_raw_is_the_way(echo: EchoLLM) -> None:
     echo.has_template = False
     assert (
@@ -265,22 +224,16 @@ def test_without_a_template_raw_is_the_way(echo: EchoLLM) -> None:
     assert run("Hi", "--raw").stdout == "Hi\n"
 
 
-def test_an_answer_that_failed_is_an_error(echo: EchoLLM) -> None:
-    echo.finish, echo.error = FinishReason.ERROR, "NaN"
-    outcome = run("Hi")
-    assert (str(outcome.exception), outcome.stdout) == ("NaN", "Hi\n")
-
-
 def test_the_token_rate_excludes_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", iter((13.0, 13.5)).__next__)
-    pace = TokenRate(started_s=10.0)
-    assert str(pace) == "0 tokens"
-    pace.count(1)
-    assert str(pace) == "1 token"
-    pace.count(0)
-    pace.count(4)
-    assert str(pace) == "5 tokens, 8.0 tok/s"
-    assert pace.ttft_ms == 3000
+    answer = Answer(started_s=10.0)
+    assert answer.rate == "0 tokens"
+    answer.take(Piece("a", 1))
+    assert answer.rate == "1 token"
+    answer.take(Piece())
+    answer.take(Piece("b", 4))
+    assert answer.rate == "5 tokens, 8.0 tok/s"
+    assert answer.ttft_ms == 3000
 
 
 def test_the_package_exports_lazily() -> None:
@@ -314,7 +267,7 @@ def test_two_turns_through_a_pipe_share_their_prefix() -> None:
     assert outcome.stdout.startswith("The capital of Japan is Tokyo.\nlast answer: 8 tokens, ")
     assert "Berlin" in outcome.stdout
     found = [(int(cached), int(prompt)) for cached, prompt in re.findall(r"; (\d+) of (\d+) prompt", outcome.stdout)]
-    first, _, second, _ = found
+    first, second = found
     assert first == (0, 37)
     assert second[0] > 37  # the first prompt, and the answer after it
     assert second[1] > second[0]
@@ -327,7 +280,7 @@ def test_two_turns_through_a_pipe_share_their_prefix() -> None:
 def test_history_system_and_reset(echo: EchoLLM) -> None:
     outcome = talk("one two", "/system Be brief.", "three", "/reset", "four", "/system", "five", "/exit", "not said")
     assert outcome.stdout == "one two\nthree\nfour\nfive\n"
-    assert [[message["content"] for message in seen] for seen in echo.seen] == [
+    assert echo.seen == [
         ["one two"],
         ["Be brief.", "one two", "one two", "three"],
         ["Be brief.", "four"],
@@ -337,7 +290,7 @@ def test_history_system_and_reset(echo: EchoLLM) -> None:
 
 def test_lines_are_joined_by_a_backslash(echo: EchoLLM) -> None:
     talk("one\\", "two\\", "three", "", "   ", " /usr/bin", "open\\")
-    assert [seen[-1]["content"] for seen in echo.seen] == ["one\ntwo\nthree", "/usr/bin", "open"]
+    assert [seen[-1] for seen in echo.seen] == ["one\ntwo\nthree", "/usr/bin", "open"]
 
 
 @pytest.mark.parametrize(
@@ -375,13 +328,12 @@ def test_set_changes_the_sampling(echo: EchoLLM) -> None:
     assert "max_tokens          9\n" in outcome.stdout
 
 
-@pytest.mark.parametrize("name", ["talk.json", "talk.jsonl"])
-def test_save_and_load(echo: EchoLLM, tmp_path: Path, name: str) -> None:
-    file = tmp_path / name
+def test_save_and_load(echo: EchoLLM, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
     talk("/system Be brief.", "héllo", f"/save {file}", "more", f"/save {file}")
     outcome = talk(f"/load {file}", "again", f"/save {file}")
     assert outcome.stderr.startswith(f"[read 5 messages from {file}]\n[wrote 7 messages")
-    assert [message["content"] for message in echo.seen[-1]] == [
+    assert echo.seen[-1] == [
         "Be brief.", "héllo", "héllo", "more", "more", "again",
     ]  # fmt: skip
 
@@ -403,7 +355,7 @@ def test_save_does_not_overwrite_what_is_not_its_own(tmp_path: Path) -> None:
         ("[]", "messages has 0 entries"),
         ('[{"role": "user"}]', "messages[0] has the fields ['role']"),
         ('[{"role": "pirate", "content": "Arr"}]', "messages[0].role = 'pirate' is not one of"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "messages[0].content is a int, not a string"),
+        ('[{"role": "user", "content": 3}]', "messages[0].content is a int, not a string"),
         ("[" * 100_000, "is nested too deeply"),
     ],
 )
@@ -420,7 +372,7 @@ def test_a_full_context_is_reported_and_the_message_dropped(echo: EchoLLM) -> No
     outcome = talk("short", "word " * 80, "short again")
     assert outcome.stdout == "short\nshort again\n"
     assert "exceeds the context of 60 tokens. /reset forgets the conversation, /save FILE keeps it]" in outcome.stderr
-    assert [message["content"] for message in echo.seen[-1]] == ["short", "short", "short again"]
+    assert echo.seen[-1] == ["short", "short", "short again"]
 
 
 def test_the_reason_of_a_cut_answer_is_printed(echo: EchoLLM) -> None:
@@ -432,28 +384,11 @@ def test_the_reason_of_a_cut_answer_is_printed(echo: EchoLLM) -> None:
     ]
 
 
-def test_reasoning_is_no_part_of_the_conversation(echo: EchoLLM) -> None:
-    echo.thinks = True
-    outcome = talk("<think>Hm, a fox.</think>\\", "A fox.", "And then?")
-    assert (outcome.stdout, outcome.stderr) == ("A fox.\nAnd then?\n", "")  # no terminal
-    assert [message["content"] for message in echo.seen[-1]][1:] == ["A fox.", "And then?"]
-
-
-def test_an_answer_of_reasoning_only_is_dropped(echo: EchoLLM) -> None:
-    echo.thinks, echo.finish = True, FinishReason.LENGTH
-    outcome = talk("<think>Hm", "<think>Hm, well", options=("--max-tokens", "1"))
-    assert outcome.stderr.splitlines() == [
-        "[stopped at max_tokens = 1 before it began to answer; /set max_tokens N changes it]",
-        "[stopped before it began to answer: the context of 60 tokens is full. /reset forgets the conversation]",
-    ]
-    assert len(echo.seen[-1]) == 1
-
-
 def test_a_failed_answer_is_reported_and_dropped(echo: EchoLLM) -> None:
     echo.finish, echo.error = FinishReason.ERROR, "not a number"
     outcome = talk("one", "two")
     assert outcome.stderr == "[the answer failed: not a number]\n" * 2
-    assert [message["content"] for message in echo.seen[-1]] == ["two"]
+    assert echo.seen[-1] == ["two"]
 
 
 def test_without_a_template_there_is_no_chat(echo: EchoLLM) -> None:
@@ -470,4 +405,3 @@ def test_help_and_stats() -> None:
     for name in ("/help", "/reset", "/system TEXT", "/set NAME VALUE", "/save FILE", "/load FILE", "/stats", "/exit"):
         assert f"{name} " in outcome.stdout
     assert "last answer: none yet" in outcome.stdout
-    assert "2 of 10 blocks hold earlier text, 0 evicted; 50 of 100 prompt tokens found (50%)" in outcome.stdout

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
-from tests.cli.scripted import NAME, Reply, ScriptedServer, document, refusal, serving
+from tests.cli.scripted import NAME, Reply, ScriptedServer, document, refusal
 
 REQUEST: dict[str, Any] = {
     "id": "req_1",
@@ -32,7 +32,7 @@ LOADING = {**REQUEST, "id": "req_2", "state": "loading", "prompt_tokens": None, 
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    with serving() as server:
+    with ScriptedServer() as server:
         server.replies["/v1/requests"] = [document({"object": "list", "data": [REQUEST, LOADING]})]
         yield server
 
@@ -68,11 +68,6 @@ def test_ps_can_list_requests_alone(server: ScriptedServer) -> None:
 def test_a_malformed_list_of_requests_is_an_error(server: ScriptedServer, reply: Reply) -> None:
     server.replies["/v1/requests"] = [reply]
     assert f"{server.url} sent a malformed list of requests: " in str(run(server, "ps").exception)
-
-
-def test_a_server_that_does_not_list_requests(server: ScriptedServer) -> None:
-    server.replies["/v1/requests"] = [refusal(404, "Not Found")]
-    assert NAME in run(server, "ps").stdout
 
 
 def test_models_are_loaded_unloaded_and_pinned(server: ScriptedServer) -> None:

@@ -15,8 +15,8 @@ import pytest
 from quire.cli.doctor import Memory
 from quire.cli.models import Download, find_problems
 from quire.weights.hub import HubName
-from tests.cli.fake_hub import COMMIT, FakeHub, Repository, fake_hub
-from tests.cli.runs import Terminal, quire
+from tests.cli.fake_hub import COMMIT, FakeHub, Repository
+from tests.cli.runs import quire
 from tests.weights.makers import tiny_gguf, write_folder
 from tests.weights.mlx_folder import write_mlx_model
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> dict[str, bytes]:
 def hub(folder: dict[str, bytes]) -> Iterator[FakeHub]:
     other = json.dumps({"architectures": ["MambaForCausalLM"]}).encode()
     sizes = {"huge-Q4_K_M.gguf": 900 * GB}
-    with fake_hub(
+    with FakeHub(
         org_name=Repository(folder),
         org_other=Repository({**folder, "config.json": other}),
         org_gguf=Repository({"tiny-Q4_0.gguf": GGUF, "tiny-Q8_0.gguf": GGUF}, gguf={"architecture": "llama"}),
@@ -95,7 +95,7 @@ def test_a_model_that_does_not_run_is_refused_before_the_download(
 def mlx_hub(tmp_path: Path) -> Iterator[FakeHub]:
     files = {path.name: path.read_bytes() for path in write_mlx_model(tmp_path / "made").iterdir()}
     unknown = json.dumps({**json.loads(files["config.json"]), "architectures": ["Bert"], "model_type": "bert"}).encode()
-    with fake_hub(
+    with FakeHub(
         **{"mlx-community_Tiny-4bit": Repository(files), "org_bert": Repository({**files, "config.json": unknown})}
     ) as hub:
         yield hub
@@ -249,19 +249,6 @@ def test_rm_deletes_one_gguf_or_the_whole_repository(hub: FakeHub, tmp_path: Pat
     assert not second.exists()
     assert not home.exists()
     assert "no such model on this machine" in quire("rm", "org/gguf", "--yes", env=env).stderr
-
-
-def test_rm_asks_at_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
-    path = Path(pull(hub, tmp_path, "org/gguf:Q4_0").stdout.strip())
-    for answer, is_there in (("n", True), ("y", False)):
-        terminal = Terminal("rm", "org/gguf:Q4_0", env=hub.env(tmp_path))
-        try:
-            terminal.wait_for("[y/N]: ")
-            terminal.type(f"{answer}\n")
-            assert terminal.exit_code() == (1 if is_there else 0)
-        finally:
-            terminal.close()
-        assert path.exists() == is_there
 
 
 def test_rm_refuses_what_quire_did_not_download(tmp_path: Path) -> None:

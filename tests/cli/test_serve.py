@@ -136,17 +136,12 @@ def test_paths_in_the_file_are_relative_to_it(tmp_path: Path) -> None:
     assert found["api_keys_file"] == str(tmp_path / "keys.yaml")
     folder = tmp_path / "models"
     assert found["models"] == [str(folder / "one"), {"model": str(folder / "two")}, "some/name", "small"]
+    path.write_text("# later\n")
+    assert read_file(path) == {}
     path.write_text("api-keys-file: keys.yaml\nmodel: ./models/one\n")
     with serving(*FAKE, "--config", str(path)) as server:
         server.wait_for("quire serves one at")
         assert server.get("/v1/models").status == 401
-
-
-def test_an_empty_file_sets_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("# later\n")
-    with serving("--model", str(tiny_model), *FAKE, "--config", str(path)) as server:
-        assert server.get("/health").status == 200
 
 
 def test_on_a_terminal_the_bar_ends_before_the_address_is_printed(tiny_model: Path) -> None:
@@ -174,122 +169,89 @@ def test_on_a_terminal_the_bar_ends_before_the_address_is_printed(tiny_model: Pa
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", after.replace("\x1b[", ""))
 
 
-@pytest.mark.parametrize(
-    ("device", "memory", "settings", "why"),
-    [
-        ("cpu", None, {}, "40% of free memory, at most 4 GiB; --kv-memory sets it"),
-        ("cpu", 8 << 30, {}, "its share of the budget, at most 4 GiB; --kv-memory sets it"),
-        ("cuda:0 (H200)", None, {}, "the memory that steps do not need; --kv-memory sets it"),
-        ("Apple M3 Max (Metal)", None, {}, "from the GPU memory that weights and steps leave; --kv-memory sets it"),
-        ("cuda:0 (H200)", 8 << 30, {}, "its share of the budget; --kv-memory sets it"),
-        ("cpu", None, {"kv_memory": 1 << 30}, "--kv-memory"),
-        ("cpu", None, {"num_blocks": 100}, "--num-blocks"),
-    ],
-)
-def test_the_start_prints_the_reason_for_the_cache_size(
-    device: str, memory: int | None, settings: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=EngineConfig(**settings)),))
-    facts = RunnerFacts("native", device, "int8", 2, weight_bytes=5 << 20, kv_bytes=3 << 30)
-    ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {})
-    announce(Startup(config, "model", ready, {"all": 1.0}, memory))
-    assert f"KV cache 3.0 GiB: 32,000 tokens in 1,000 blocks of 32 ({why})\n" in capsys.readouterr().out
+CAPACITY = Capacity(1001, 32, 8, 2048, 100)
+WINDOWS = {"window": 64, "num_window_blocks": 51}
+FACTS = RunnerFacts("native", "cpu", "int8", 2, kv_bytes=3 << 30, window_bytes=1 << 30, state_bytes=2 << 20)
+METAL, GPU = {"device": "Apple M3 Max (Metal)"}, {"device": "cuda:0 (H200)"}
+PHONE = "; on a phone or another machine: http://"
 
 
-def test_the_start_prints_the_folder_of_the_disk_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = EngineConfig(disk_cache=1 << 30, cache_dir=str(tmp_path))
-    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=engine),))
-    facts = RunnerFacts("native", "cpu", "int8", 2, kv_bytes=3 << 30)
-    level = LevelStats("disk", 0, 0, 1 << 30, 0, 0, 0, 0, 0, 0, 0, 5)
-    ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {}, levels=(level,))
-    announce(Startup(config, "model", ready, {"all": 1.0}, None))
-    assert f"disk cache up to 1.0 GiB; faster than computing from 5 tokens on\n             in {tmp_path}\n" in (
-        capsys.readouterr().out
-    )
+def start(
+    memory: int | None = None,
+    *,
+    engine: Any = None,
+    settings: Any = None,
+    facts: Any = None,
+    capacity: Any = None,
+    **ready: Any,
+) -> Startup:
+    model = ModelConfig(Path("model"), ("model",), engine=EngineConfig(**(engine or {})))
+    config = ServeConfig(models=(model,), **(settings or {}))
+    found = Ready(replace(CAPACITY, **(capacity or {})), 2048, replace(FACTS, **(facts or {})), {}, **ready)
+    return Startup(config, "model", found, {"all": 1.0}, memory)
 
 
-def test_the_start_prints_window_blocks_and_states(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=EngineConfig()),))
-    plain, windows = Capacity(1001, 32, 8, 2048, 100), Capacity(1001, 32, 8, 2048, 100, window=64, num_window_blocks=51)
-    facts = RunnerFacts("native", "cpu", "int8", 2, kv_bytes=3 << 30, window_bytes=1 << 30, state_bytes=2 << 20)
-    printed = []
-    for capacity in (plain, windows, replace(windows, num_states=21)):
-        announce(Startup(config, "model", Ready(capacity, 2048, facts, {}), {"all": 1.0}, None))
-        printed.append(capsys.readouterr().out)
-    assert "window blocks" not in printed[0]
-    assert "\n             with 50 window blocks (1.0 GiB)\n" in printed[1]
-    assert "\n             with 50 window blocks (1.0 GiB) and 20 recurrent states (2.0 MiB)\n" in printed[2]
+def printed(startup: Startup, capsys: pytest.CaptureFixture[str]) -> str:
+    announce(startup)
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("startup", "line"),
     [
-        ({}, "open to    this machine only, without a key"),
-        ({"api_key": ("sk-12345678",)}, "open to    clients with an API key"),
+        (start(), "KV cache 3.0 GiB: 32,000 tokens in 1,000 blocks of 32 (40% of free memory, at most 4 GiB;"),
+        (start(8 << 30), "(its share of the budget, at most 4 GiB; --kv-memory sets it)\n"),
+        (start(facts=GPU), "(the memory that steps do not need; --kv-memory sets it)\n"),
+        (start(facts=METAL), "(from the GPU memory that weights and steps leave; --kv-memory sets it)\n"),
+        (start(8 << 30, facts=GPU), "(its share of the budget; --kv-memory sets it)\n"),
+        (start(engine={"kv_memory": 1 << 30}), "(--kv-memory)\n"),
+        (start(engine={"num_blocks": 100}), "(--num-blocks)\n"),
+        (start(capacity=WINDOWS), "\n             with 50 window blocks (1.0 GiB)\n"),
         (
-            {"host": "0.0.0.0", "insecure": True, "port": 8001},
-            "open to    ALL CLIENTS that can reach it, without a key; on a phone or another machine: http://192.0.2.7:8001",
+            start(capacity={**WINDOWS, "num_states": 21}),
+            "\n             with 50 window blocks (1.0 GiB) and 20 recurrent states (2.0 MiB)\n",
+        ),
+        (start(), "\n  open to    this machine only, without a key\n"),
+        (start(settings={"api_key": ("sk-12345678",)}), "\n  open to    clients with an API key\n"),
+        (
+            start(settings={"host": "0.0.0.0", "insecure": True, "port": 8001}),
+            f"\n  open to    ALL CLIENTS that can reach it, without a key{PHONE}192.0.2.7:8001\n",
         ),
         (
-            {"host": "0.0.0.0", "api_key": ("sk-12345678",)},
-            "open to    clients with an API key; on a phone or another machine: http://192.0.2.7:8000",
+            start(settings={"host": "0.0.0.0", "api_key": ("sk-12345678",)}),
+            f"\n  open to    clients with an API key{PHONE}192.0.2.7:8000\n",
         ),
         (
-            {"host": "10.1.2.3", "insecure": True},
-            "open to    ALL CLIENTS that can reach it, without a key; on a phone or another machine: http://10.1.2.3:8000",
+            start(settings={"host": "10.1.2.3", "insecure": True}),
+            f"\n  open to    ALL CLIENTS that can reach it, without a key{PHONE}10.1.2.3:8000\n",
         ),
+        (start(), "\n  computes   native, cpu, int8, 2 threads\n  memory"),
+        (start(facts={"num_threads": 1}), "\n  computes   native, cpu, int8, 1 thread\n"),
+        (start(facts=METAL), "\n  computes   native, Apple M3 Max (Metal), int8\n"),
+        (start(facts={"notice": "short requests"}), "int8, 2 threads\n             short requests\n"),
     ],
 )
-def test_the_start_says_from_where_it_can_be_reached(
-    settings: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_start_prints_what_was_chosen(
+    startup: Startup, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.cli.serve._lan_address", lambda: "192.0.2.7")
-    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",)),), **settings)
-    ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, RunnerFacts("native", "cpu", "int8", 2), {})
-    announce(Startup(config, "model", ready, {"all": 1.0}))
-    assert f"  {line}\n" in capsys.readouterr().out
+    assert line in printed(startup, capsys)
 
 
-@pytest.mark.parametrize(
-    ("facts", "line"),
-    [
-        (RunnerFacts("native", "cpu", "int8", 1), "native, cpu, int8, 1 thread"),
-        (RunnerFacts("native", "cpu", "int8", 2), "native, cpu, int8, 2 threads"),
-        (
-            RunnerFacts("mlx 0.32.4, mlx-lm 0.32.2", "Apple M3 Max (Metal)", "bfloat16", 1),
-            "mlx 0.32.4, mlx-lm 0.32.2, Apple M3 Max (Metal), bfloat16",
-        ),
-    ],
-)
-def test_the_start_says_what_computes(facts: RunnerFacts, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",)),))
-    announce(Startup(config, "model", Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {}), {"all": 1.0}))
-    assert f"  computes   {line}\n" in capsys.readouterr().out
-
-
-def test_the_start_says_what_users_must_know_about_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",)),))
-    for notice in ("", "short requests have the factors of long ones"):
-        facts = RunnerFacts("native", "cpu", "int8", 2, notice=notice)
-        announce(Startup(config, "model", Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {}), {"all": 1.0}))
-        line = f"int8, 2 threads\n             {notice}\n" if notice else "int8, 2 threads\n  memory"
-        assert line in capsys.readouterr().out
-
-
-class _NoRoute:
-    """A socket of a machine without a network."""
-
-    def __init__(self, *_: object) -> None: ...
-    def __enter__(self) -> _NoRoute:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-    def connect(self, _address: object) -> None:
-        raise OSError("Network is unreachable")
+def test_the_start_prints_the_folder_of_the_disk_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    level = LevelStats("disk", 0, 0, 1 << 30, 0, 0, 0, 0, 0, 0, 0, 5)
+    startup = start(engine={"disk_cache": 1 << 30, "cache_dir": str(tmp_path)}, levels=(level,))
+    line = f"disk cache up to 1.0 GiB; faster than computing from 5 tokens on\n             in {tmp_path}"
+    assert f"{line}\n" in printed(startup, capsys)
 
 
 def test_without_a_network_the_host_name_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.cli.serve.socket.socket", _NoRoute)
+    def refuse(*_: object) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr("quire.cli.serve.socket.socket", refuse)
     assert _lan_address() == socket.gethostname()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from quire.cli import terminal
 from quire.engine.process import ShortFormatter
 from tests.cli.runs import Terminal, quire
-from tests.cli.scripted import Reply, document, refusal, serving
+from tests.cli.scripted import Reply, ScriptedServer, document, refusal
 from tests.tiny import write_tiny_model
 
 # The title of the window, a bell, a colour, a cleared screen by a one-byte CSI, a backspace and a reversed line.
@@ -28,8 +29,7 @@ SHORT = ("--kv-memory", "1M", "--max-tokens", "2")
 
 def at_a_terminal(*arguments: str, typed: str = "", env: dict[str, str] | None = None) -> str:
     """What a terminal receives. `typed` is typed at the prompt."""
-    process = Terminal(*arguments, env=env)
-    try:
+    with Terminal(*arguments, env=env) as process:
         if typed:
             at = process.wait_for("> ")
             process.type(typed)
@@ -37,8 +37,6 @@ def at_a_terminal(*arguments: str, typed: str = "", env: dict[str, str] | None =
             process.type("\x04")
         process.exit_code()
         return process.screen
-    finally:
-        process.close()
 
 
 def check(screen: str, word: str = "owned") -> None:
@@ -110,14 +108,15 @@ def test_names_of_files_in_the_cache_are_escaped(tmp_path: Path, command: Sequen
 def test_questions_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr("typer.confirm", lambda text: not asked.append(text))  # type: ignore[func-returns-value]
-    assert terminal.confirm(f"Delete {HOSTILE}?")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    terminal.confirm_deletion("it", f"Delete {HOSTILE}?", is_confirmed=False)
     check(asked[0])
 
 
 @pytest.mark.parametrize("reply", [refusal(400, HOSTILE), refusal(500, HOSTILE), Reply(502, [HOSTILE.encode()], {})])
 @pytest.mark.parametrize("command", [("generate", "Hi"), ("ps",), ("top", "--once"), ("load", "m"), ("cancel", "m")])
 def test_errors_of_servers_are_escaped(command: Sequence[str], reply: Reply) -> None:
-    with serving() as server:
+    with ScriptedServer() as server:
         server.answers(*[reply] * 8)
         screen = at_a_terminal(*command, "--server", server.url)
     assert [one for one in HARMFUL if one in screen] == [], screen
@@ -126,7 +125,7 @@ def test_errors_of_servers_are_escaped(command: Sequence[str], reply: Reply) -> 
 def test_names_of_a_server_are_escaped() -> None:
     found = {"data": [{"id": HOSTILE, "max_model_len": 60}], "models": [], "requests": [], "state": HOSTILE}
     for command in (("generate", "Hi"), ("ps",), ("models",), ("load", "m")):
-        with serving() as server:
+        with ScriptedServer() as server:
             server.answers(*[document(found)] * 8)
             screen = at_a_terminal(*command, env={"QUIRE_SERVER": server.url})
         assert [one for one in HARMFUL if one in screen] == [], screen

@@ -152,21 +152,17 @@ def test_all_the_facts_are_there_without_colour() -> None:
     assert "\x1b" not in "".join(found.lines)
 
 
-def test_window_blocks_and_states_are_shown_if_the_model_has_them() -> None:
+def test_window_blocks_states_and_drafts_are_shown_if_there_are_any() -> None:
     lines = "".join(frame(USUAL, Screen(80)).lines)
     assert "windows" not in lines
     assert "states" not in lines
+    assert "drafts" not in lines
     pools = {"windows": WatchedPool(6, 9, 5, 4, 0), "states": WatchedPool(2, 1700, 30, 61_234, 20 << 30)}
-    found = frame(snapshot(model("m", engine(0, COUNTS, **pools))), Screen(80))
+    drafts = {"num_draft_tokens": 2000, "num_draft_tokens_accepted": 1500}
+    found = frame(snapshot(model("m", engine(0, COUNTS, **pools, **drafts))), Screen(80))
+    assert found.line("drafts") == "drafts    1,500 of 2,000 guessed tokens right (75%)"
     assert found.line("windows") == "windows   5 held, 9 cached, 6 free; 4 evicted"
     assert found.line("states") == "states    30 held, 1,700 snapshots, 2 free in 20.0 GiB; 61,234 evicted"
-
-
-def test_drafts_are_shown_if_there_were_any() -> None:
-    assert "drafts" not in "".join(frame(USUAL, Screen(80)).lines)
-    counts = {"num_draft_tokens": 2000, "num_draft_tokens_accepted": 1500}
-    found = frame(snapshot(model("m", engine(0, COUNTS, **counts))), Screen(80))
-    assert found.line("drafts") == "drafts    1,500 of 2,000 guessed tokens right (75%)"
 
 
 def test_the_bar_is_in_proportion_and_shows_every_state() -> None:
@@ -227,19 +223,12 @@ def test_a_name_cannot_move_the_cursor_or_set_colours() -> None:
     assert found.line("a [2Jb[red]c d")
 
 
-def test_colours_where_there_are_any() -> None:
-    out = io.StringIO()
-    Console(file=out, width=80, force_terminal=True, color_system="standard").print(draw(USUAL, URL, Screen(80)))
-    assert "\x1b[" in out.getvalue()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--server", "http://127.0.0.1:9", "--once"], "http://127.0.0.1:9 does not answer"),
         (["--once"], "QUIRE_SERVER is none: name one with --server URL"),
         (["--server", "http://127.0.0.1:9"], "stdout is not a terminal: --once prints one frame"),
-        (["--server", "http://127.0.0.1:9", "--interval", "0"], "--interval 0 is not from 0.1 to 60 seconds"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str) -> None:

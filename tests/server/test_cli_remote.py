@@ -51,23 +51,19 @@ def test_the_answer_alone_is_on_stdout(server: Server) -> None:
 
 @pytest.mark.nightly
 def test_json_is_what_it_is_locally(server: Server) -> None:
-    """The same seed gives the same answers with and without a server. The protocol has no token ids and ranks."""
-    options = ("--json", "--seed", "3", "-n", "2", "--max-tokens", "6", "--logprobs", "1")
+    """The same seed gives the same answer with and without a server."""
+    options = ("--json", "--seed", "3", "--max-tokens", "6")
     there = document(ask(server, "generate", QUESTION, *options))
     here = document(quire("generate", QUESTION, *options, "--local", env=NO_SERVER))
     assert there.keys() == here.keys()
-    assert there["model"] == here["model"] == DEFAULT_MODEL
-    assert [one["text"] for one in there["completions"]] == [one["text"] for one in here["completions"]]
-    assert [one["finish_reason"] for one in there["completions"]] == ["length", "length"]
+    for name in ("model", "text", "finish_reason"):
+        assert there[name] == here[name]
+    assert (here["model"], here["finish_reason"]) == (DEFAULT_MODEL, "length")
     assert there["usage"].keys() == here["usage"].keys()
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert there["usage"][name] == here["usage"][name]
     assert there["cache"].keys() == here["cache"].keys()
     assert there["timings"].keys() == here["timings"].keys()
-    for remote, local in zip(there["logprobs"], here["logprobs"], strict=True):
-        assert (remote["text"], remote["bytes"]) == (local["text"], local["bytes"])
-        assert remote["logprob"] == pytest.approx(local["logprob"], abs=1e-3)
-        assert [top["text"] for top in remote["top"]] == [top["text"] for top in local["top"]]
 
 
 # chat
@@ -77,7 +73,7 @@ def test_a_conversation(server: Server) -> None:
     lines = f"{QUESTION}\nAnd of Italy?\n/stats\n/exit\n"
     outcome = ask(server, "chat", *GREEDY, stdin=lines)
     assert outcome.returncode == 0, outcome.stderr
-    first, second, last, turns, cache = outcome.stdout.splitlines()
+    first, second, last, turns = outcome.stdout.splitlines()
     assert first == ANSWER
     assert "Rome" in second
     found = re.fullmatch(r"last answer: \d+ tokens, .*; (\d+) of (\d+) prompt tokens cached", last)
@@ -85,4 +81,3 @@ def test_a_conversation(server: Server) -> None:
     prompt = len(server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json["tokens"])
     assert int(found[1]) == prompt + 7  # the first question and its answer
     assert turns == "conversation: 2 turns, 8192 tokens of context"
-    assert re.fullmatch(r"cache: \d+ of 399 blocks hold earlier text, \d+ evicted; .*", cache) is not None

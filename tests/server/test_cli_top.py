@@ -55,16 +55,15 @@ def test_snapshots_for_a_program(server: Server) -> None:
 
 def test_at_a_terminal_it_waits_for_a_stopped_server(default_model: Path) -> None:
     del default_model  # downloaded by the fixture
-    with serving(*FAKE) as server:
-        terminal = Terminal("top", "--server", server.url, "--interval", "0.1", env={**NO_SERVER, "TERM": "xterm"})
-        try:
-            at = terminal.wait_for(MODEL)
-            server.stop()
-            terminal.wait_for("disconnected: ", after=at)
-            port = str(server.address[1])
-            with serving(*FAKE, "--port", port, "--served-model-name", "come-back"):
-                terminal.wait_for("come-back", after=at)
-                terminal.type("\x03")
-                assert terminal.exit_code() == 0
-        finally:
-            terminal.close()
+    with (
+        serving(*FAKE) as server,
+        Terminal("top", "--server", server.url, "--interval", "0.1", env={**NO_SERVER, "TERM": "xterm"}) as terminal,
+    ):
+        at = terminal.wait_for(MODEL)
+        server.stop()
+        terminal.wait_for("disconnected: ", after=at)
+        port = str(server.address[1])
+        with serving(*FAKE, "--port", port, "--served-model-name", "come-back"):
+            terminal.wait_for("come-back", after=at)
+            terminal.type("\x03")
+            assert terminal.exit_code() == 0

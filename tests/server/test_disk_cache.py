@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from quire.engine.levels.disk_store import find_spaces
 from tests.cli.runs import quire
 from tests.engine.levels.contents import all_files
 from tests.server.rig import Server, serving
