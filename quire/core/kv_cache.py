@@ -20,7 +20,6 @@ from quire.core.cache.prefix import (
     StateStats,
     StopReason,
 )
-from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.levels.levels import Levels, LevelStats
 from quire.core.levels.lower_level import LowerLevel, Reach, Search
 from quire.core.levels.saves import NO_SAVES, SaveLimits
@@ -72,7 +71,6 @@ class KVCacheManager:
         secret: bytes = b"",
         is_caching: bool = True,
         digest: Digest = hash_block_tokens,
-        observe: Observer = ignore,
         window: int = 0,
         num_window_blocks: int = 0,
         num_states: int = 0,
@@ -85,7 +83,7 @@ class KVCacheManager:
         self.block_size = check_block_size(block_size)
         self.is_caching = is_caching
         self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks, digest=digest)
-        self.pool = BlockPool(num_blocks, self.tree, observe)
+        self.pool = BlockPool(num_blocks, self.tree)
         self.memory = Memory(
             self.tree,
             self.pool,
@@ -96,10 +94,9 @@ class KVCacheManager:
             num_live_states=num_live_states,
             places=places,
         )
-        self.pins = PinBoard(self.memory, observe)
+        self.pins = PinBoard(self.memory)
         self.levels = Levels(self.memory, levels if is_caching else (), save_limits)
         self._device = Search(self.memory)
-        self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
         self._num_recovered_tokens = 0
@@ -117,10 +114,6 @@ class KVCacheManager:
     def chain(self, context: Context) -> TokenChain:
         if context.chain is None:
             context.chain = self.tree.chain(context.tokens, context.salt)
-            parent = context.parent
-            if parent is not None and parent.chain is not None and parent.salt == context.salt:
-                num_full = min(len(parent.tokens), len(context.tokens)) // self.block_size
-                context.chain.num_common(parent.chain, 0, num_full)  # n samples hash their prompt once
         return context.chain
 
     def match(self, request: Request) -> PrefixHit:
@@ -372,19 +365,6 @@ class KVCacheManager:
         elif self._is_searched(request):
             self._num_queried_tokens += len(request.tokens) - 1
             self._num_hit_tokens += hit.start
-        if not hit.num_tokens:
-            return
         self._num_recomputed_tokens += hit.num_tokens - hit.start
         self._num_adoptions += hit.is_adoptable
         self._num_partial_hits += hit.tail is not None and not hit.is_adoptable
-        self._observe(
-            PrefixHitFound(
-                request_id=request.request_id,
-                num_tokens=hit.start,
-                num_kv_tokens=hit.num_tokens,
-                num_blocks=len(hit.blocks),
-                num_tail_tokens=hit.num_tail_tokens,
-                is_adopted=hit.is_adoptable,
-                is_fork=hit.is_fork,
-            )
-        )

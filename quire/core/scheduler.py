@@ -11,14 +11,14 @@ from collections.abc import Collection
 from types import MappingProxyType
 
 from quire.core.cache.prefix import CacheExplanation
-from quire.core.events import Arrived, Finished, Observer, Refused, StaleResultDropped, ignore
+from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.planner import Planner
 from quire.core.policy import Policy, RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import Content, SeqSlice, StepPlan, StepResult, TokenUpdate
 from quire.core.values import FinishReason, Level
-from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
+from quire.errors import Draining, InvalidRequest, InvariantViolation
 
 MAX_IN_FLIGHT = 2  # uncommitted plans: one on the device, one just made
 
@@ -49,7 +49,6 @@ class Scheduler:
         self.max_model_len = cache.max_model_len if max_model_len is None else min(max_model_len, cache.max_model_len)
         for group in cache.memory.groups:
             group.reserve(max_num_seqs, min(max_chunk_tokens, self.max_model_len))
-        self._observe = observe
         self._requests: dict[int, Request] = {}  # running and waiting requests by id
         self.requests = MappingProxyType(self._requests)  # read-only view
         self.running = RunningSet(max_num_seqs, cache)
@@ -94,16 +93,12 @@ class Scheduler:
 
     def add(self, request: Request, now_ns: int) -> None:
         """Add a request to the waiting queue, or raise and change nothing."""
-        try:
-            if self._is_draining:
-                raise Draining("the scheduler is draining and accepts no new requests")
-            if request.state is not RequestState.NEW or request.request_id in self._requests:
-                raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
-            self.cache.check_fits(request.num_prompt_tokens, self.max_model_len)
-            self.waiting.check_room()
-        except QuireError as error:
-            self._observe(Refused(request.request_id, type(error).__name__))
-            raise
+        if self._is_draining:
+            raise Draining("the scheduler is draining and accepts no new requests")
+        if request.state is not RequestState.NEW or request.request_id in self._requests:
+            raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
+        self.cache.check_fits(request.num_prompt_tokens, self.max_model_len)
+        self.waiting.check_room()
         self._now_ns = max(self._now_ns, now_ns)
         self._num_arrived += 1
         request.sequence = self._num_arrived
@@ -115,7 +110,6 @@ class Scheduler:
         self._requests[request.request_id] = request
         self.policy.ledger.arrive(request)
         self.waiting.push(request)
-        self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 
     def cancel(self, request_id: int) -> bool:
         """End a request in any state and free its blocks.
@@ -205,7 +199,6 @@ class Scheduler:
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
             if request is None or request.epoch != piece.epoch:
-                self._observe(StaleResultDropped(piece.request_id, piece.epoch))
                 continue
             if has_more and index in result.failures:
                 self._end(request.request_id, FinishReason.ERROR)
@@ -285,15 +278,4 @@ class Scheduler:
         self.policy.ledger.leave(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        self._observe(
-            Finished(
-                request_id=request_id,
-                priority=request.priority,
-                reason=reason,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
-                num_cached_tokens=request.num_cached_tokens,
-                num_preemptions=request.num_preemptions,
-            )
-        )
         return True

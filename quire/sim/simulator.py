@@ -153,7 +153,6 @@ class SimConfig:
             self.num_blocks,
             self.block_size,
             is_caching=self.enable_prefix_caching,
-            observe=observe,
             window=self.window,
             num_window_blocks=self.num_window_blocks,
             num_states=self.num_states,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.cache.context import KVCacheBlock, Linked
+from quire.core.cache.context import KVCacheBlock, Unit
 from quire.core.check import audit, check_scheduler
 from quire.core.levels.levels import PrefixLoad
 from quire.core.request import Request, RequestState
@@ -53,30 +53,24 @@ def in_slices(scheduler: Scheduler, size: int = SLICE) -> int:
 
 
 def cached(scheduler: Scheduler) -> list[KVCacheBlock]:
-    return [block for block in scheduler.cache.pool.free if block.key is not None]
+    return [block for block in scheduler.cache.pool.unused() if block.key is not None]
 
 
 def swap_children(scheduler: Scheduler) -> None:
     """Swap two of the ten children of the root."""
     _, children = max(scheduler.cache.tree.positions(), key=lambda position: len(list(position[1])))
-    (bucket,) = children._buckets  # type: ignore[attr-defined]
-    bucket[-1], bucket[-2] = bucket[-2], bucket[-1]
-
-
-def break_ring(scheduler: Scheduler) -> None:
-    """Make a cycle in the free list."""
-    *_, before, last = scheduler.cache.pool.free
-    last.next_free = before
-
-
-def break_link(scheduler: Scheduler) -> None:
-    *_, before, last = scheduler.cache.pool.free
-    last.prev_free = before.prev_free
+    blocks = children._blocks  # type: ignore[attr-defined]
+    blocks[-1], blocks[-2] = blocks[-2], blocks[-1]
 
 
 def lose_free_block(scheduler: Scheduler) -> None:
-    free = scheduler.cache.pool.free
-    free.remove(list(free)[-1])
+    scheduler.cache.pool.free.popitem()
+
+
+def free_used_block(scheduler: Scheduler) -> None:
+    pool = scheduler.cache.pool
+    block_id = scheduler.running.requests[-1].block_table[-1]
+    pool.free[block_id] = pool.blocks[block_id]
 
 
 def forget_request(scheduler: Scheduler) -> None:
@@ -190,10 +184,8 @@ VIOLATIONS: dict[str, Callable[[Scheduler], None]] = {
     "twin with another parent": damage_twin("parent_key", b"?" * 16),
     "twin missing from the list of twins": lose_twin,
     "order of siblings": swap_children,
-    "cycle in the free list": break_ring,
-    "wrong backward link in the free list": break_link,
     "free block missing from the free list": lose_free_block,
-    "length of the free list": miscount("cache.pool.free._len"),
+    "block in use in the free list": free_used_block,
     "number of cached blocks": miscount("cache.pool.num_cached"),
     "number of shared blocks": miscount("cache.pool.num_shared"),
     "null block": hold_null_block,
@@ -263,7 +255,7 @@ class CountedTable(list[int]):
 def count_blocks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Record the ids of all blocks of which an attribute is read. The caller empties the set."""
     touched: set[int] = set()
-    slots = {name: owner.__dict__[name] for owner in (Linked, KVCacheBlock) for name in owner.__slots__}
+    slots = {name: owner.__dict__[name] for owner in (Unit, KVCacheBlock) for name in owner.__slots__}
     block_id = slots["block_id"]
 
     def watch(descriptor: Any) -> property:

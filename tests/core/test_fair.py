@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.events import Preempted, PrefixWaited
-from quire.core.policy import UNITS, Aging, Fair, Fcfs, StepCost, make_policy
+from quire.core.events import Preempted
+from quire.core.policy import UNITS, Aging, Fair, Policy, StepCost, make_policy
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
 from tests.core.helpers import Rig, shape
@@ -112,7 +112,6 @@ def test_each_prefix_waiter_is_processed_once() -> None:
     rig.step()
     waiters = rig.scheduler.waiting.prefix_waiters
     assert len(waiters) == 999
-    assert len(rig.happened(PrefixWaited)) == 999
 
     def touched(_request: object) -> bool:
         raise AssertionError("a waiter was processed again")
@@ -159,7 +158,7 @@ def test_settings_of_another_policy_are_refused(arguments: tuple[str, float], me
 
 
 def test_make_policy_passes_the_settings() -> None:
-    assert isinstance(make_policy("fcfs"), Fcfs)
+    assert type(make_policy("fcfs")) is Policy
     aging = make_policy("aging", 3.0)
     assert isinstance(aging, Aging)
     assert aging.patience_s == 3.0

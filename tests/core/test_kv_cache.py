@@ -104,7 +104,7 @@ def test_a_fork_shares_all_computed_blocks_of_its_parent() -> None:
     cache = make_cache()
     parent = make_request(1, 6)
     compute(cache, parent)
-    child = parent.sibling(2, 1)
+    child = Request(2, parent.tokens, parent=parent)
     hit = cache.fork(parent, child)
     assert (ids(hit.blocks), hit.num_tokens, hit.is_fork) == ([1], 5, True)
     assert cache.grow(child, 6, hit) == [BlockCopy(2, 3)]

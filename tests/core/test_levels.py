@@ -10,7 +10,6 @@ import pytest
 from quire.core.admission import MAX_LOAD_WAITS
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.check import check_scheduler
-from quire.core.events import PrefixLoaded
 from quire.core.levels.levels import MIN_TIMEOUT_NS, READY_NS
 from quire.core.levels.lower_level import LevelSpeed
 from quire.core.request import Request
@@ -84,7 +83,7 @@ def test_an_evicted_prefix_is_saved_to_host_memory_and_loaded_on_its_next_use() 
     rig.run()
     rig.check_answer(again)
     assert explanation_of(again) == CacheExplanation(16, 4, 16, StopReason.COMPLETE, 0, Level.HOST, 16)
-    assert rig.happened(PrefixLoaded) == [PrefixLoaded(Level.HOST, 16, True)]
+    assert rig.levels.stats()[0].num_loaded_tokens == 16
     check_nothing_is_held(rig)
 
 
@@ -217,8 +216,8 @@ def test_the_pieces_before_a_failed_one_are_used_and_the_rest_is_computed() -> N
     assert explanation_of(request) == CacheExplanation(8, 2, 8, StopReason.LOAD_FAILED, 0, Level.HOST, 8)
     assert damaged not in rig.level(Level.HOST)
     assert rig.content(PROMPT, 3) in rig.level(Level.HOST)
-    assert rig.happened(PrefixLoaded) == [PrefixLoaded(Level.HOST, 8, False)]
-    assert rig.levels.stats()[0].num_failed_loads == 1
+    host = rig.levels.stats()[0]
+    assert (host.num_loaded_tokens, host.num_failed_loads) == (8, 1)
     check_nothing_is_held(rig)
 
 
@@ -549,7 +548,7 @@ def test_a_restart_finds_what_was_on_disk() -> None:
     assert found == CacheExplanation(19, 4, 19, StopReason.NOT_FOUND, 0, Level.DISK, 19)
     request = again.compute(turn)
     assert explanation_of(request) == found
-    assert again.happened(PrefixLoaded) == [PrefixLoaded(Level.DISK, 19, True)]
+    assert again.levels.stats()[1].num_loaded_tokens == 19
 
 
 @pytest.mark.parametrize(("window", "num_states"), [(6, 0), (0, 40), (6, 40)], ids=["windows", "states", "both"])
@@ -576,7 +575,7 @@ def test_a_prefix_from_two_loads_names_the_slower_tier() -> None:
     rig.arrive(PROMPT[:5])  # the load of one block, from disk
     request = rig.arrive(PROMPT)  # waits for it, and then for three from host memory
     rig.run()
-    assert [load.source for load in rig.happened(PrefixLoaded)] == [Level.DISK, Level.HOST]
+    assert [level.num_loads for level in rig.levels.stats()] == [1, 1]
     found = explanation_of(request)
     assert (found.source, found.num_loaded_tokens) == (Level.DISK, 16)
 

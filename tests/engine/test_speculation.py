@@ -12,7 +12,7 @@ from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import Fcfs
+from quire.core.policy import Policy
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan
 from quire.core.values import PackedPrompt, SamplingParams
@@ -29,7 +29,7 @@ def make(*, has_overlap: bool, num_states: int = 0, max_num_seqs: int = 32) -> E
         200, BLOCK_SIZE, max_num_seqs, 400, VOCAB_SIZE, has_overlap=has_overlap, max_drafts=7, num_states=num_states
     )
     cache = KVCacheManager(200, BLOCK_SIZE, num_states=num_states, num_live_states=capacity.num_live_states)
-    scheduler = Scheduler(cache, Fcfs(), max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=400)
+    scheduler = Scheduler(cache, Policy(), max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=400)
     return Engine(FakeRunner(capacity, is_late=has_overlap), scheduler, has_drafts=True)
 
 
