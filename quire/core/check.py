@@ -425,6 +425,8 @@ def _check_level(level: LowerLevel, loading: Mapping[int, int], size: int) -> It
         if number % size == 0:
             yield
     assert level.num_bytes == num_bytes, f"{level.level} counts {level.num_bytes} bytes, and stores {num_bytes}"
-    for kind in MemoryKind if level.limits is not None else ():
+    if level.limits is None:
+        return
+    for kind in MemoryKind:
         num_used = len(level.pieces(kind)) + level.num_reserved[kind]
         assert num_used <= level.limits[kind], f"{level.level} has {num_used} {kind.name}, of {level.limits}"

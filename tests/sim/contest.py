@@ -56,7 +56,7 @@ class Contest:
         longest = MAX_PROMPT + MAX_ANSWER
         num_blocks = 1 + self.max_num_seqs * -(-longest // 4) * random.choice((1, 2))
         self.scheduler = Scheduler(
-            KVCacheManager(num_blocks + 2 * self.max_num_seqs, 4, observe=self._observe),
+            KVCacheManager(num_blocks + 2 * self.max_num_seqs, 4),
             self.aging or self.fair,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

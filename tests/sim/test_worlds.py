@@ -28,7 +28,7 @@ MINIMA = {
     "partial hits": 4_000,
     "stale results": 7_500,
     "prefix waits": 4_500,
-    "pins dropped": 500,
+    "pins dropped": 250,
     "collisions": 500,
     "explained off": 100,
     "refused, too long": 200,
@@ -58,7 +58,7 @@ HYBRID_MINIMA = {
     "adoptions": 200,
     "partial hits": 1_500,
     "prefix waits": 1_000,
-    "pins dropped": 150,
+    "pins dropped": 70,
     "collisions": 200,
 }
 
@@ -168,7 +168,7 @@ PRESSED_MINIMA = {
     "HIGH waits for a spared request": 800,
     "preemptions while catching up": 20,
     "blocks for guesses": 450,
-    "pins dropped": 35,
+    "pins dropped": 15,
     "preemptions by waiting": 500,
     "resumed": 650,
     "reads that hung": 9,
