@@ -258,7 +258,8 @@ class KVCacheManager:
             pool.share((hit.tail,))
             table.append(hit.tail.block_id)
         elif hit.tail is not None:
-            block = pool.fork(hit.tail)
+            pool.share((hit.tail,))  # until the copy is done
+            (block,) = pool.take(1)
             table.append(block.block_id)
             copies.append(BlockCopy(hit.tail.block_id, block.block_id))
             num_existing -= hit.num_tail_tokens

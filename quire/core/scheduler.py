@@ -174,14 +174,6 @@ class Scheduler:
         """Apply the end of a load: all its copies are made, except those of `failures`."""
         self.planner.loads.finish(load_id, failures)
 
-    def finish_save(self, content: Content, level: Level, *, is_saved: bool) -> None:
-        """Apply the end of a save to one level."""
-        self.cache.levels.finish_save(content, level, is_saved=is_saved)
-
-    def lose_stored(self, level: Level, contents: Collection[Content]) -> None:
-        """Forget content that is no longer stored in a lower level."""
-        self.cache.levels.lose(level, contents)
-
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Apply the result of the oldest plan in flight. Slices of an old epoch are dropped."""
         if not self._in_flight or self._in_flight[0] is not plan:

@@ -317,9 +317,9 @@ class Engine:
                 case LoadDone(load_id, failures):
                     self.scheduler.finish_load(load_id, failures)
                 case SaveDone(content, level, is_saved):
-                    self.scheduler.finish_save(content, level, is_saved=is_saved)
+                    self.scheduler.cache.levels.finish_save(content, level, is_saved=is_saved)
                 case Lost(contents):
-                    self.scheduler.lose_stored(Level.DISK, contents)
+                    self.scheduler.cache.levels.lose(Level.DISK, contents)
 
     def _start_loads_early(self, loads: Sequence[Load]) -> None:
         """Start copies while the rest of the plan is made."""

@@ -136,7 +136,6 @@ class SimConfig:
     window: int = 0  # of the layers with a window
     num_window_blocks: int = 0  # 0: the window layers keep the KV of the whole context, like the others
     num_states: int = 0  # slots of recurrent states, one of which is the empty state; 0: the model has none
-    num_live_states: int = 2  # slots of a running request
     places: tuple[Place, ...] = tuple(Place)  # where snapshots of states are stored
     interval: int = 0  # store snapshots in prompts every so many tokens as well; 0: no
     acceptance: float | None = None  # probability that a guessed token is right; None: no tokens are guessed
@@ -156,7 +155,6 @@ class SimConfig:
             window=self.window,
             num_window_blocks=self.num_window_blocks,
             num_states=self.num_states,
-            num_live_states=self.num_live_states,
             places={*self.places, Place.MESSAGE} if self.interval else self.places,
         )
         return Scheduler(

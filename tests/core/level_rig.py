@@ -71,7 +71,7 @@ class Store:
         for one in saving:
             if is_saved:
                 self.stored[one.level][one.save.content] = one.payload
-            scheduler.finish_save(one.save.content, one.level, is_saved=is_saved)
+            scheduler.cache.levels.finish_save(one.save.content, one.level, is_saved=is_saved)
 
     def finish_load(self, scheduler: Scheduler, load_id: int, failing: Collection[Content] = ()) -> None:
         """Make the copies of a load, except those that fail."""

@@ -603,8 +603,8 @@ def test_counters() -> None:
     host, disk = rig.cache.stats().levels
     assert (host.num_loads, host.num_loaded_tokens, host.num_loaded_bytes) == (1, 16, 40)
     assert disk.num_saves == 4, "used twice"
-    rig.scheduler.lose_stored(Level.DISK, rig.contents(PROMPT, (0, 1)))
-    rig.scheduler.lose_stored(Level.DISK, rig.contents(OTHER, (0,)))
+    rig.levels.lose(Level.DISK, rig.contents(PROMPT, (0, 1)))
+    rig.levels.lose(Level.DISK, rig.contents(OTHER, (0,)))
     assert (rig.levels.stats()[1].num_evictions, rig.levels.stats()[1].num_pieces) == (2, 2)
     stats = rig.cache.stats()
     assert stats.num_hit_tokens == 16

@@ -152,29 +152,6 @@ def test_only_the_last_released_twin_stays_cached() -> None:
     assert len(tree) == 2
 
 
-def test_fork_holds_its_source_until_it_is_released() -> None:
-    pool, tree = make_pool(6)
-    taken = pool.take(1)
-    publish_chain(pool, tree, taken)
-    pool.release(taken)
-    assert free_ids(pool) == [2, 3, 4, 5, 1]
-    copy = pool.fork(pool.blocks[1])
-    assert copy.block_id == 2
-    assert [pool.blocks[1].ref_count, copy.ref_count] == [1, 1]
-    assert free_ids(pool) == [3, 4, 5]
-    pool.release([pool.blocks[1]])
-    assert free_ids(pool) == [3, 4, 5, 1]
-
-
-def test_fork_never_takes_its_own_source() -> None:
-    pool, tree = make_pool(3)
-    taken = pool.take(2)
-    publish_chain(pool, tree, taken)
-    pool.release(taken)
-    assert free_ids(pool) == [2, 1]
-    assert pool.fork(pool.blocks[2]).block_id == 1
-
-
 def test_releasing_a_free_block_fails() -> None:
     pool, _ = make_pool(3)
     with pytest.raises(AssertionError, match="released without a reference"):

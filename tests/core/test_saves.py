@@ -428,10 +428,10 @@ def test_content_on_its_way_to_disk_is_saved_to_host_memory_when_it_is_evicted()
 def test_a_save_that_nothing_awaits_is_ignored() -> None:
     rig = TieredRig(host_bytes=50, has_disk=True)
     content = rig.content(PROMPT, 0)
-    rig.scheduler.finish_save(content, Level.HOST, is_saved=True)
+    rig.levels.finish_save(content, Level.HOST, is_saved=True)
     assert content not in rig.level(Level.HOST)
     rig.compute(PROMPT)
     rig.cache.evict_unused()
     rig.step()
-    rig.scheduler.finish_save(content, Level.DISK, is_saved=True)  # it goes to host memory only
+    rig.levels.finish_save(content, Level.DISK, is_saved=True)  # it goes to host memory only
     assert content not in rig.level(Level.DISK)

@@ -205,12 +205,12 @@ class LowerStore:
         self.num_failures += not is_saved
         if is_saved:
             self.stored[saving.level][saving.content] = saving.payload
-        scheduler.finish_save(saving.content, saving.level, is_saved=is_saved)
+        scheduler.cache.levels.finish_save(saving.content, saving.level, is_saved=is_saved)
         disk = self.stored[Level.DISK]
         while len(disk) > self._disk_pieces:
             content, _ = disk.popitem(last=False)
             self.num_evictions += 1
-            scheduler.lose_stored(Level.DISK, [content])
+            scheduler.cache.levels.lose(Level.DISK, [content])
 
     def _read_files(self, scheduler: Scheduler, reading: _Reading) -> None:
         """End a read. Buffers of one that was dropped are given back."""

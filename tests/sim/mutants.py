@@ -91,9 +91,9 @@ MUTANTS = (
         "copy source reused",
         (
             Edit(
-                "core/cache/prefix.py",
-                "        self.share((source,))\n        return self.take(1)[0]",
-                "        return self.take(1)[0]",
+                "core/kv_cache.py",
+                "            pool.share((hit.tail,))  # until the copy is done\n",
+                "",
             ),
             Edit(
                 "core/kv_cache.py",

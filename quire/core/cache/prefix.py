@@ -634,14 +634,6 @@ class BlockPool(Pool[KVCacheBlock]):
         """
         super().release(blocks[::-1])
 
-    def fork(self, source: KVCacheBlock) -> KVCacheBlock:
-        """Allocate a block to copy `source` into.
-
-        Also holds `source`, until the copy is done (`settle`).
-        """
-        self.share((source,))
-        return self.take(1)[0]
-
     def publish(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> None:
         """Insert the content of a held block into the tree, in place of its previous content.
 
