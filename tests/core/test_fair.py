@@ -75,18 +75,6 @@ def test_rows_are_not_rationed_where_they_cost_almost_nothing() -> None:
             assert len(rig.step().slices) == 17
 
 
-def test_rationed_rows_run_in_a_step_in_which_high_is_stalled() -> None:
-    rig = Rig(max_num_seqs=2, num_blocks=13, max_chunk_tokens=4, policy=costly(0, 10))
-    low = rig.add(1, range(16), priority=LOW, max_tokens=20)
-    for _ in range(30):
-        rig.step()
-    assert low.num_output_tokens > 0
-    rig.add(2, range(100, 120), priority=HIGH, max_tokens=20)
-    for _ in range(200):
-        plan = rig.step()
-        assert not plan.is_empty or not rig.scheduler.has_work
-
-
 # Tenants
 
 

@@ -61,15 +61,6 @@ def test_grow_is_all_or_nothing() -> None:
     assert free_ids(cache.pool) == [3, 4, 5, 2, 1]
 
 
-def test_the_last_token_is_never_a_hit() -> None:
-    cache = make_cache()
-    compute(cache, make_request(1, 8))
-    again = make_request(2, 8)
-    hit = cache.match(again)
-    assert hit.num_tokens == 7
-    assert (ids(hit.blocks), hit.tail and hit.tail.block_id, hit.num_tail_tokens) == ([1], 2, 3)
-
-
 def test_the_next_turn_continues_the_tail_of_a_finished_request_in_place() -> None:
     cache = make_cache()
     first = make_request(1, 6)
@@ -167,15 +158,6 @@ def test_pinning_the_prompt_of_a_request_computes_no_new_keys() -> None:
     assert digest.num_calls == num_calls
     assert cache.pin("c", range(50), "", 10**9) == 48  # by tokens
     assert [ids(pin.held.blocks) for pin in cache.pins] == [list(range(1, 13)), [1, 2], list(range(1, 13))]
-
-
-def test_release_does_not_change_the_old_table_that_a_plan_may_read() -> None:
-    cache = make_cache()
-    request = make_request(1, 8)
-    compute(cache, request)
-    table = request.block_table
-    cache.release(request)
-    assert table == [1, 2]
 
 
 def test_a_disabled_cache_finds_and_publishes_nothing() -> None:

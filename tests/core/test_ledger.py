@@ -227,24 +227,6 @@ def test_a_tier_saves_credit_for_a_preempted_request() -> None:
     assert ledger.credits[LOW] == 0  # nothing to save for, and no rivals
 
 
-def test_unused_time_accumulates_to_a_token() -> None:
-    """HIGH has one decode, and a token costs as much as the step: LOW gets one token every third step."""
-    ledger, given = Fair().ledger, []
-    ledger.cost = StepCost(base_ns=0, token_ns=10)
-    for _ in range(12):
-        ledger.begin_step([TierWork(1, 0, 0), IDLE, TierWork(16, 0, 0)])
-        *_, low = ledger.turns()
-        assert low.max_ns is not None
-        request = Request(1, [1], priority=LOW)
-        num_tokens = ledger.affordable(request, low.max_ns)
-        ledger.charge(request, num_tokens)
-        ledger.charge_decodes(HIGH, "", 1)
-        ledger.end_step((LOW,), MAX_STEP)
-        given.append(num_tokens)
-    assert sum(given) in (3, 4)
-    assert max(given) == 1
-
-
 def test_a_step_of_low_alone_is_kept_short() -> None:
     low = TierWork(64, 0, 0)
     ledger = rationed(StepCost(5_000_000, 2_000_000), IDLE, IDLE, low)

@@ -79,22 +79,3 @@ def test_a_long_prompt_is_not_starved_by_later_ones_of_its_tier() -> None:
         rig.add(steps, [steps] * 100, max_tokens=1)  # more new work per step than a step can compute
         rig.step()
     assert steps == -(-2_000 // 64)
-
-
-def test_a_preempted_request_keeps_its_age() -> None:
-    rig = Rig(max_num_seqs=1, policy=Aging(patience_s=10))
-    rig.add(1, [1, 2], priority=Priority.HIGH, max_tokens=2)
-    rig.step()
-    low = rig.add(2, [3, 4], priority=Priority.LOW, max_tokens=20)
-    rig.now_ns += 6 * NS
-    rig.step()  # 1 is done
-    rig.step()
-    assert low.waited_ns == 6 * NS
-    rig.now_ns += 100 * NS
-    rig.add(3, [5, 6], priority=Priority.HIGH, max_tokens=1)
-    rig.step()
-    assert low.num_preemptions == 1
-    late = rig.add(4, [7, 8], priority=Priority.LOW, max_tokens=1)
-    assert rig.scheduler.policy.key(low) == rig.now_ns + (20 - 6) * NS
-    assert rig.scheduler.waiting.head() == ((rig.scheduler.policy.key(low), low.sequence), low)
-    assert late in rig.scheduler.waiting

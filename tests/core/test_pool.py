@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.cache.context import KVCacheBlock, check_block_size, hash_block_tokens, pack_tokens
-from quire.core.cache.prefix import BlockPool, PoolStats, PrefixTree
+from quire.core.cache.prefix import BlockPool, PrefixTree
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import free_ids, ids
 
@@ -29,14 +29,6 @@ def test_block_sizes_that_are_no_power_of_two_up_to_256_are_refused(size: object
     assert [check_block_size(1 << exponent) for exponent in range(9)] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     with pytest.raises(InvalidRequest, match=r"block_size = .* is not a power of two from 1 to 256"):
         check_block_size(size)  # type: ignore[arg-type]
-
-
-def test_block_0_is_never_allocated() -> None:
-    pool, _ = make_pool(5)
-    assert free_ids(pool) == [1, 2, 3, 4]
-    assert ids(pool.take(4)) == [1, 2, 3, 4]
-    assert pool.blocks[0].ref_count == 1
-    assert pool.num_usable == 4
 
 
 @pytest.mark.parametrize("num_blocks", [-1, 0, 1])
@@ -84,19 +76,6 @@ def test_shared_blocks_are_free_after_the_last_release() -> None:
     assert free_ids(pool) == [4, 5, 3, 2, 1]
 
 
-def test_a_hit_takes_cached_blocks_out_of_the_middle() -> None:
-    pool, tree = make_pool(6)
-    taken = pool.take(5)
-    publish_chain(pool, tree, taken)
-    pool.release(taken)
-    assert free_ids(pool) == [5, 4, 3, 2, 1]
-    pool.share([pool.blocks[1], pool.blocks[2], pool.blocks[3]])
-    assert free_ids(pool) == [5, 4]
-    assert (pool.stats(), pool.num_shared) == (PoolStats(5, num_free=2, num_cached=2, num_in_use=3, num_evictions=0), 0)
-    pool.release([pool.blocks[1], pool.blocks[2], pool.blocks[3]])
-    assert free_ids(pool) == [5, 4, 3, 2, 1]
-
-
 def test_eviction_is_lazy_and_least_recently_used_first() -> None:
     pool, tree = make_pool(6)
     old, new = pool.take(2), pool.take(2)
@@ -109,19 +88,6 @@ def test_eviction_is_lazy_and_least_recently_used_first() -> None:
     assert ids(pool.take(3)) == [5, 2, 1]
     assert len(tree) == 2
     assert pool.stats().num_evictions == 2
-
-
-def test_a_reused_head_is_evicted_after_its_tail_and_newer_heads() -> None:
-    pool, tree = make_pool(5)
-    a, b = pool.take(2), pool.take(2)
-    publish_chain(pool, tree, a, first_token=0)
-    publish_chain(pool, tree, b, first_token=100)
-    pool.release(a)
-    pool.release(b)
-    assert free_ids(pool) == [2, 1, 4, 3]
-    pool.share(a[:1])
-    pool.release(a[:1])
-    assert free_ids(pool) == [2, 4, 3, 1]  # after one use, 1 is the most recently used
 
 
 def test_descendants_of_an_evicted_block_move_to_the_front() -> None:

@@ -205,23 +205,6 @@ def test_a_new_twin_replaces_a_free_block() -> None:
     assert forest.match(range(8)) == ([new.block_id, 2], None, 8, False)
 
 
-def test_removing_a_twin_leaves_the_indexed_block() -> None:
-    forest = Forest()
-    forest.put(range(4), held=True)
-    twin = forest.put(range(4), held=True)[0]
-    forest.tree.remove(twin)
-    assert forest.match(range(4)) == ([1], None, 4, False)
-    assert not twin.is_published
-
-
-def test_a_block_with_a_twin_is_redundant() -> None:
-    forest = Forest()
-    first = forest.put(range(6), held=True)
-    assert not any(forest.tree.is_redundant(block) for block in first)
-    twin = forest.put(range(4), held=True)[0]
-    assert [forest.tree.is_redundant(block) for block in (first[0], twin, first[1])] == [True, True, False]
-
-
 def test_descendants_of_an_evicted_block_are_explained_as_evicted() -> None:
     forest = Forest()
     first = forest.put(range(12))

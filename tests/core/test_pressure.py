@@ -93,28 +93,6 @@ def test_a_resumed_request_does_not_start_as_owed_before_credit_covers_it() -> N
     assert low.num_preemptions == 1
 
 
-def test_credit_is_saved_beyond_the_tokens_of_a_step_for_a_request_that_needs_it() -> None:
-    """HIGH comes in bursts. In each pause LOW starts again, and is preempted before it catches up."""
-    fair = Fair()
-    rig = Rig(num_blocks=200, max_num_seqs=1, max_num_batched_tokens=16, max_chunk_tokens=16, policy=fair)
-    low = rig.add(1, range(400), priority=LOW, max_tokens=20)
-    number = 2
-    for _ in range(600):
-        for _ in range(4):  # a burst, which evicts everything
-            rig.add(number, range(number * 1000, number * 1000 + 30), priority=HIGH, max_tokens=4)
-            number += 1
-        while rig.scheduler.waiting.head((HIGH,)) is not None or any(r.priority is HIGH for r in rig.scheduler.running):
-            rig.step()
-        for _ in range(3):  # a pause
-            rig.step()
-        if low.finish_reason is not None:
-            break
-        if low.state is RequestState.WAITING:
-            rig.cache.evict_unused()
-    assert low.finish_reason is not None, f"{low!r} after {low.num_preemptions} preemptions"
-    assert low.num_preemptions > 5
-
-
 def test_tiers_below_a_request_that_waits_for_a_spared_one_admit_nobody() -> None:
     fair = Fair()
     rig = Rig(num_blocks=33, max_num_seqs=4, max_chunk_tokens=4, policy=fair)

@@ -7,7 +7,7 @@ import pytest
 from quire.backends.fake import run_alone
 from quire.core.cache.prefix import StopReason
 from quire.core.check import check_scheduler
-from quire.core.events import Admitted, Preempted, PrefixHitFound
+from quire.core.events import Preempted, PrefixHitFound
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Aging
 from quire.core.request import Request, RequestState
@@ -55,18 +55,6 @@ def test_prompts_beside_answers_are_bounded() -> None:
     assert shape(rig.step()) == [(1, 50, 1), (2, 0, 6)]
     assert shape(rig.step()) == [(1, 51, 1), (2, 6, 4), (3, 0, 3)]
     assert shape(rig.step()) == [(1, 52, 1), (2, 10, 1), (3, 3, 7)]  # its reserved token and 6 more
-
-
-def test_a_batch_index_is_held_from_admission_to_release() -> None:
-    rig = Rig(max_num_seqs=2)
-    rig.add(1, [1], max_tokens=1)
-    rig.add(2, [2], max_tokens=3)
-    rig.add(3, [3], max_tokens=3)
-    first = rig.step()
-    assert [(piece.request_id, piece.batch_index) for piece in first.slices] == [(1, 0), (2, 1)]
-    second = rig.step()
-    assert [(piece.request_id, piece.batch_index) for piece in second.slices] == [(2, 1), (3, 0)]
-    assert second.released == (0,)
 
 
 def test_waiting_and_running_requests_are_merged_by_key() -> None:
@@ -127,24 +115,6 @@ def test_eight_siblings_of_one_new_prompt_cost_one_prefill() -> None:
     assert len({tuple(sibling.output) for sibling in siblings}) == 1  # the answer does not depend on a cache hit
 
 
-def test_a_prefix_waiter_does_not_block_later_requests() -> None:
-    rig = Rig(max_chunk_tokens=8)
-    rig.add(1, range(30))
-    rig.add(2, range(30))
-    rig.add(3, range(500, 504))
-    assert shape(rig.step()) == [(1, 0, 8), (3, 0, 4)]
-
-
-def test_high_does_not_wait_for_the_prefix_of_low() -> None:
-    rig = Rig(max_chunk_tokens=8)
-    rig.add(1, range(30), priority=Priority.LOW)
-    rig.step()
-    rig.add(2, range(30), priority=Priority.HIGH)
-    assert shape(rig.step()) == [(2, 8, 8), (1, 8, 8)]  # both compute the same blocks: twins
-    rig.run()
-    assert rig.cache.stats().num_twins > 0
-
-
 def test_n_samples_wait_for_a_chunked_prompt() -> None:
     rig = Rig(max_chunk_tokens=3)
     first = rig.add(1, range(20), max_tokens=1)
@@ -163,18 +133,6 @@ def test_prompt_logprobs_are_computed_in_full_even_beside_a_parent() -> None:
     rig.step()
     rig.scheduler.add(Request(2, range(10), first.sampling, parent=first), 0)
     assert shape(rig.step()) == [(1, 10, 1), (2, 0, 10)]
-
-
-def test_cached_tokens_are_those_of_the_first_admission() -> None:
-    rig = Rig()
-    rig.add(1, range(10), max_tokens=1)
-    rig.run()
-    again = rig.add(2, range(14), max_tokens=1)
-    rig.run()
-    assert again.num_cached_tokens == 10
-    explanation = again.cache_explanation
-    assert explanation is not None
-    assert (explanation.num_tokens, explanation.reason) == (10, StopReason.NOT_FOUND)  # at admission
 
 
 def test_explain_sees_prefixes_in_flight_and_changes_nothing() -> None:
@@ -430,15 +388,6 @@ def test_drain_completes_current_requests_and_refuses_new_ones() -> None:
     rig.run()
     assert [request.finish_reason for request in requests] == [FinishReason.LENGTH] * 2
     assert not rig.scheduler.has_work
-
-
-def test_the_scheduler_time_never_decreases() -> None:
-    rig = Rig(max_num_seqs=1)
-    rig.now_ns = 5 * NS
-    rig.add(1, range(3))
-    rig.now_ns = 2 * NS
-    rig.step()
-    assert rig.happened(Admitted)[0].waited_ns == 0
 
 
 @pytest.mark.parametrize(

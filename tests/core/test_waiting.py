@@ -39,21 +39,6 @@ def test_order_is_by_key_across_tiers_and_by_arrival_within_a_tier() -> None:
     assert (len(queue), queue.num_tokens) == (0, 0)
 
 
-def test_later_requests_of_a_tier_do_not_overtake_a_preempted_one() -> None:
-    queue = WaitingQueue(Aging(patience_s=10).make_lane, max_requests=10)
-    old, young, high = (make_request(request_id, 1) for request_id in (1, 2, 3))
-    for request in (old, young, high):
-        request.sequence = request.request_id
-    old.enqueued_ns = 100 * NS  # preempted after a long run
-    young.enqueued_ns = 50 * NS
-    high.enqueued_ns, high.priority = 55 * NS, Priority.HIGH
-    for request in (young, old):
-        queue.push(request)
-    assert queue.head() == ((60 * NS, 2), old)  # the older request, with the smaller key of the younger one
-    queue.push(high)
-    assert queue.head() == ((55 * NS, 3), high)
-
-
 def test_cancelled_entries_are_removed_from_the_heaps() -> None:
     queue = WaitingQueue(Aging().make_lane, max_requests=10)
     first = make_request(0, 1)

@@ -157,22 +157,6 @@ def test_tpot_excludes_the_first_token() -> None:
     assert record.tpot_s is None
 
 
-def test_siblings_that_arrive_together_share_one_prefill() -> None:
-    trace = [TraceRequest(0, 3000, 50, shared=(("manual", 2900),), priority=Priority.LOW)] * 4
-    for policy in ("aging", "fcfs"):
-        report = simulate(
-            trace, SimConfig(scheduling_policy=policy, num_blocks=4096), MACHINES["h200-llama3-8b"].step_time
-        )
-        assert report.cache.num_hit_tokens == 3 * 2900
-
-
-def test_own_blocks_found_after_a_preemption_are_not_counted_as_hits() -> None:
-    trace = [TraceRequest(0, 64, 64), TraceRequest(0, 64, 64)]
-    report = simulate(trace, SimConfig(num_blocks=8), SECOND)
-    assert report.num_preemptions > 0
-    assert (report.cache.num_hit_tokens, report.cache.num_recovered_tokens > 0) == (0, True)
-
-
 def test_a_smaller_pool_has_fewer_hits_and_answers_every_request() -> None:
     trace = mixed(150, 20.0, 0)
     small, large = (
@@ -200,11 +184,6 @@ def test_progress_ends_at_the_number_of_requests() -> None:
 def test_impossible_step_times_are_refused(times: tuple[float, float, float], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         StepTime(*times)
-
-
-def test_unknown_policies_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidRequest, match="policy = 'lifo' is not one of fair, aging, fcfs"):
-        simulate([TraceRequest(0, 1, 1)], SimConfig(scheduling_policy="lifo"), SECOND)
 
 
 def test_percentiles_are_nearest_rank() -> None:
