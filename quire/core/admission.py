@@ -218,7 +218,7 @@ class LoadAdmission:
         request.num_missing_copies = num_missing
         return True
 
-    def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int) -> None:
+    def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int = 0) -> None:
         """End a read, and send its waiters back to the queue. At their turn, what was read is copied to the device."""
         read = self._levels.reads.get(read_id)
         if read is None:
@@ -720,17 +720,17 @@ class Admission:
         request.waited_ns += step.now_ns - request.enqueued_ns
         request.parent = None  # a resumed request finds its blocks through the tree
         step.admitted.add(request.request_id)
-        batch_index = self._running.add(request)
+        self._running.add(request)
         step.budget -= 1
         self.note_pending(step, request)
-        self._observe(Admitted(request.request_id, request.priority, batch_index, request.waited_ns, is_resumed))
+        self._observe(Admitted(request.request_id, request.waited_ns, is_resumed))
 
     def preempt(self, step: StepBuilder, victim: Request, by: Request) -> None:
         """Put a running request back into the queue.
 
         It keeps its age, and its computed blocks stay in the cache.
         """
-        self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
+        self._observe(Preempted(victim.request_id, by.request_id))
         ledger = self._policy.ledger
         ledger.give_back(victim)
         # Its tier saves credit for it from now on. Otherwise the credit that it gives back would exceed the limit.

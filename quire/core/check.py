@@ -277,7 +277,7 @@ def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
     indexed = tree.find(block.key)
     if indexed is not block:
         assert indexed is not None, f"{block!r} is published but not in the index"
-        assert block in (indexed.twins or ()), f"{block!r} is not in the index, and no twin of {indexed!r}"
+        assert block in indexed.twins, f"{block!r} is not in the index, and no twin of {indexed!r}"
         is_same = (indexed.tokens, indexed.parent_key) == (block.tokens, block.parent_key)
         assert is_same, f"{block!r} and its twin {indexed!r} differ"
     assert block.ref_count or not tree.is_redundant(block), f"{block!r} is cached, and so is a block with its content"
@@ -300,7 +300,7 @@ def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | 
             is_in_place = block.parent_key == parent_key and previous < block.tokens
             assert is_in_place, f"{block!r} is misplaced among its siblings"
             previous = block.tokens
-            num_reached += 1 + len(block.twins or ())
+            num_reached += 1 + len(block.twins)
             if block.key is not None:
                 num_full += 1
                 assert block.key == digest(parent_key, previous), f"{block!r} has a key that does not match its content"

@@ -9,14 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.core.values import Priority
-
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     request_id: int
-    priority: Priority
-    batch_index: int
     waited_ns: int  # total of all its waits
     is_resumed: bool
 
@@ -33,9 +29,7 @@ class PrefixHitFound:
 @dataclass(frozen=True, slots=True)
 class Preempted:
     request_id: int
-    priority: Priority
     by_request_id: int
-    num_computed: int
 
 
 Event = Admitted | PrefixHitFound | Preempted

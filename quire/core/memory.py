@@ -434,16 +434,12 @@ class Memory:
         keeps_answers = Place.ANSWER in places
         self.states = StateGroup(num_states, num_live_states, size, can_cache, keeps_answers=keeps_answers)
         self.groups: list[WindowGroup | StateGroup] = [group for group in (self.states, self.windows) if group.is_used]
+        self.is_hybrid = bool(self.groups)  # the model has windows or states
         self.pools: tuple[Pool[Any], ...] = (blocks, self.windows.pool, self.states.pool)  # by `MemoryKind`
         self.places = frozenset(places)
         self._spacing = size // 2  # of two points closer than this, one is used
         if self.is_hybrid:
             tree.on_removal = self._forget
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether the model has windows or states."""
-        return bool(self.groups)
 
     @property
     def num_releases(self) -> int:

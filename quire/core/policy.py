@@ -372,14 +372,13 @@ class RunningSet:
     def num_free_seqs(self) -> int:
         return len(self.free_batch_indices)
 
-    def add(self, request: Request) -> int:
-        """Assign a batch row to a request and insert it in order. Returns the batch index."""
+    def add(self, request: Request) -> None:
+        """Assign a batch row to a request and insert it in order."""
         request.batch_index = self.free_batch_indices.pop()
         request.state = RequestState.RUNNING
         insort(self.requests, request, key=_order)
         self.prompts[request.request_id] = request
         self.counts[request.priority] += 1
-        return request.batch_index
 
     def vacate(self, request: Request) -> None:
         """Remove a request: free its batch row and blocks, and invalidate its results in flight."""

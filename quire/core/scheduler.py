@@ -7,7 +7,6 @@ Knows nothing of text, tensors or clocks: `now_ns` is an argument.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from types import MappingProxyType
 
 from quire.core.cache.prefix import CacheExplanation
@@ -16,8 +15,8 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.planner import Planner
 from quire.core.policy import Policy, RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
-from quire.core.step import Content, SeqSlice, StepPlan, StepResult, TokenUpdate
-from quire.core.values import FinishReason, Level
+from quire.core.step import SeqSlice, StepPlan, StepResult, TokenUpdate
+from quire.core.values import FinishReason
 from quire.errors import Draining, InvalidRequest, InvariantViolation
 
 MAX_IN_FLIGHT = 2  # uncommitted plans: one on the device, one just made
@@ -63,7 +62,8 @@ class Scheduler:
             max_mixed_tokens=max_mixed_tokens,
             observe=observe,
         )
-        self._in_flight: deque[StepPlan] = deque()
+        self.loads = self.planner.loads
+        self.in_flight: deque[StepPlan] = deque()  # plans that are not committed, the oldest first
         self._now_ns = 0
         self._num_arrived = 0
         self.num_drafted = self.num_accepted = 0  # draft tokens that were verified, and those that were right
@@ -72,12 +72,8 @@ class Scheduler:
     # Queries
 
     @property
-    def in_flight(self) -> tuple[StepPlan, ...]:
-        return tuple(self._in_flight)
-
-    @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight) or self.planner.loads.has_work
+        return bool(self._requests or self.in_flight) or self.loads.has_work
 
     def get(self, request_id: int) -> Request | None:
         return self._requests.get(request_id)
@@ -143,17 +139,17 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the next step. Plans that are not empty must be committed in order."""
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
-            raise InvariantViolation(f"{len(self._in_flight)} plans are in flight: commit the oldest first")
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            raise InvariantViolation(f"{len(self.in_flight)} plans are in flight: commit the oldest first")
         self._now_ns = now_ns = max(self._now_ns, now_ns)
         self.cache.pins.expire(now_ns)
-        step = self.planner.draft(now_ns, has_in_flight=bool(self._in_flight))
+        step = self.planner.draft(now_ns, has_in_flight=bool(self.in_flight))
         transfers = self.cache.levels.pop_plan()
         if not step.slices:
             return StepPlan((), (), (), (), *transfers)
         released = self.running.pop_released()
         plan = StepPlan(tuple(step.slices), tuple(step.copies), released, tuple(step.window_copies), *transfers)
-        self._in_flight.append(plan)
+        self.in_flight.append(plan)
         return plan
 
     # Lower levels
@@ -163,24 +159,13 @@ class Scheduler:
         self.cache.levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.held.blocks)
         return StepPlan((), (), (), (), *self.cache.levels.pop_plan())
 
-    def finish_read(self, read_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
-        """Apply the end of a read: all its pieces are in buffers, except those of `failures`.
-
-        `read_ns`: the time that it took.
-        """
-        self.planner.loads.finish_read(read_id, failures, read_ns)
-
-    def finish_load(self, load_id: int, failures: Collection[Content] = ()) -> None:
-        """Apply the end of a load: all its copies are made, except those of `failures`."""
-        self.planner.loads.finish(load_id, failures)
-
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Apply the result of the oldest plan in flight. Slices of an old epoch are dropped."""
-        if not self._in_flight or self._in_flight[0] is not plan:
+        if not self.in_flight or self.in_flight[0] is not plan:
             raise InvariantViolation("commit of a plan that is not the oldest in flight")
         if len(result.tokens) != len(plan.slices):
             raise InvariantViolation(f"{len(result.tokens)} results for {len(plan.slices)} slices")
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         updates: list[TokenUpdate] = []
         requests, memory = self._requests, self.cache.memory
         # Before requests end: the sources of copies are ends of prefixes, to be evicted before the blocks they follow.

@@ -313,9 +313,9 @@ class Engine:
             self.has_progressed |= isinstance(done, ReadDone | LoadDone)
             match done:
                 case ReadDone(read_id, failures, read_ns):
-                    self.scheduler.finish_read(read_id, failures, read_ns)
+                    self.scheduler.loads.finish_read(read_id, failures, read_ns)
                 case LoadDone(load_id, failures):
-                    self.scheduler.finish_load(load_id, failures)
+                    self.scheduler.loads.finish(load_id, failures)
                 case SaveDone(content, level, is_saved):
                     self.scheduler.cache.levels.finish_save(content, level, is_saved=is_saved)
                 case Lost(contents):

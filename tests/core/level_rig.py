@@ -59,7 +59,7 @@ class Store(StoredContent):
         found = {content: self.stored[Level.DISK].get(content) for content in contents if content not in failing}
         if read_id not in self.dropped_reads:
             self.buffers |= {(read_id, content): payload for content, payload in found.items() if payload is not None}
-        scheduler.finish_read(read_id, {content for content in contents if found.get(content) is None})
+        scheduler.loads.finish_read(read_id, {content for content in contents if found.get(content) is None})
 
     def finish_saves(self, scheduler: Scheduler, *, is_saved: bool = True) -> None:
         saving, self.saving = self.saving, []
@@ -77,7 +77,7 @@ class Store(StoredContent):
                 failures.add(load.content)
             else:
                 self.write(load.target, payload)
-        scheduler.finish_load(load_id, failures)
+        scheduler.loads.finish(load_id, failures)
 
     def clear(self) -> None:
         super().clear()

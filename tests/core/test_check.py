@@ -108,13 +108,13 @@ def damage(name: str, value: Any) -> Callable[[Scheduler], None]:
 def damage_twin(name: str, value: Any) -> Callable[[Scheduler], None]:
     def apply(scheduler: Scheduler) -> None:
         indexed = next(block for block in reversed(scheduler.cache.pool.blocks) if block.twins)
-        setattr(indexed.twins[-1], name, value)  # type: ignore[index]
+        setattr(indexed.twins[-1], name, value)
 
     return apply
 
 
 def lose_twin(scheduler: Scheduler) -> None:
-    next(block for block in reversed(scheduler.cache.pool.blocks) if block.twins).twins = None
+    next(block for block in reversed(scheduler.cache.pool.blocks) if block.twins).twins = ()
 
 
 def unindex(scheduler: Scheduler) -> None:

@@ -185,7 +185,7 @@ def test_a_window_of_any_block_with_the_same_tokens_is_found() -> None:
     node, *twins = map(KVCacheBlock, range(3))
     own, other = map(WindowBlock, range(2))
     assert cached_window(node) is None
-    node.twins = twins
+    node.twins = tuple(twins)
     assert cached_window(node) is None
     twins[1].window = other
     assert cached_window(node) is other

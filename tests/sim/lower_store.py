@@ -261,7 +261,7 @@ class LowerStore(StoredContent):
             elif not reading.is_dropped:
                 self.buffers[reading.read_id, content] = payload
         self.num_failures += bool(failures)
-        scheduler.finish_read(reading.read_id, failures, self._random.choice((0, 1_000, 10**9)))
+        scheduler.loads.finish_read(reading.read_id, failures, self._random.choice((0, 1_000, 10**9)))
 
     def _load(self, scheduler: Scheduler, loading: _Loading) -> None:
         self._loading.remove(loading)
@@ -269,7 +269,7 @@ class LowerStore(StoredContent):
         for piece in loading.pieces[loading.num_written :]:
             self._copy(loading, piece)
         self.num_failures += bool(loading.failures)
-        scheduler.finish_load(loading.load_id, loading.failures)
+        scheduler.loads.finish(loading.load_id, loading.failures)
 
     def _copy(self, loading: _Loading, piece: Load) -> None:
         payload = self.take(piece)

@@ -60,7 +60,7 @@ class KVCacheBlock(Unit):
         super().__init__(block_id)
         self.key: bytes | None = None  # chain key; only of a published full block
         self.tokens = b""  # published tokens, packed (see chain.pack_tokens)
-        self.twins: list[KVCacheBlock] | None = None  # on the indexed block: other blocks with the same content
+        self.twins: tuple[KVCacheBlock, ...] = ()  # on the indexed block: other blocks with the same content
         # On the indexed block: the full block after it that was added or found last. Most blocks have one child, and a
         # match then reads this instead of the tables of the tree.
         self.last_child: KVCacheBlock | None = None

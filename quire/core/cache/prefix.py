@@ -347,9 +347,7 @@ class PrefixTree:
                 self.num_collisions += 1
                 return None
             block.key, block.parent_key, block.tokens = key, parent_key, tokens
-            if indexed.twins is None:
-                indexed.twins = []
-            indexed.twins.append(block)
+            indexed.twins = (*indexed.twins, block)
             self.num_twins += 1
             if indexed.ref_count:
                 return None
@@ -391,8 +389,7 @@ class PrefixTree:
             return []
         indexed = self._index[key]
         if indexed is not block:
-            assert indexed.twins is not None
-            indexed.twins.remove(block)
+            indexed.twins = tuple(twin for twin in indexed.twins if twin is not block)
             self._unpublish(block)
             return []
         if block.twins:
@@ -418,7 +415,7 @@ class PrefixTree:
         """Remove everything, including evicted keys. Blocks in use stay in use, unpublished."""
         for children in self._children.values():
             for block in children:
-                for twin in block.twins or ():
+                for twin in block.twins:
                     self._unpublish(twin)
                 self._unpublish(block)
         self._index.clear()
@@ -430,10 +427,9 @@ class PrefixTree:
 
     def _promote_twin(self, block: KVCacheBlock, key: bytes) -> None:
         """Replace an indexed block by its first twin. Its children stay."""
-        assert block.twins
         assert block.parent_key is not None
         twin, *others = block.twins
-        twin.twins = others or None
+        twin.twins = tuple(others)
         self._index[key] = twin
         self._children[block.parent_key].replace(block, twin)
         self._unpublish(block)
@@ -456,7 +452,7 @@ class PrefixTree:
                     self.remember(block.key)
                     keys.append(block.key)
                     removed.append(block.key)
-                for member in (block, *(block.twins or ())):
+                for member in (block, *block.twins):
                     self._unpublish(member)
                     dropped.append(member)
         return dropped
@@ -468,8 +464,9 @@ class PrefixTree:
             parent = self._index.get(block.parent_key)
             if parent is not None and parent.last_child is block:
                 parent.last_child = None
-        block.key = block.parent_key = block.twins = block.last_child = None
+        block.key = block.parent_key = block.last_child = None
         block.tokens = b""
+        block.twins = ()
         block.is_reused = False
 
 
