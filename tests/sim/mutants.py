@@ -446,8 +446,8 @@ MUTANTS = (
     _mutant(
         "unpublished blocks evicted last",
         "core/cache/prefix.py",
-        "            self._put_first(block)\n        else:\n            self.num_cached += 1\n            self.free[",
-        "            self.free[block.block_id] = block\n        else:\n            self.num_cached += 1\n            self.free[",
+        "            self._put_first(block)\n        else:  # not",
+        "            self.free[block.block_id] = block\n        else:  # not",
         "tests/core/test_pool.py",
     ),
     _mutant(

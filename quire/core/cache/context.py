@@ -166,9 +166,10 @@ class TokenChain:
 
     def key(self, index: int) -> bytes:
         """Chain key of full block `index`. All of its tokens must be known."""
-        keys, digest = self._keys, self._digest
+        keys = self._keys
         if len(keys) <= index:
             self.block(index)
+            digest = self._digest
             key = keys[-1] if keys else self.root
             for block in self._blocks[len(keys) : index + 1]:
                 key = digest(key, block)

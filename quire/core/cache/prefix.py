@@ -85,7 +85,7 @@ class SortedBlocks(Generic[B]):
         self._blocks[i] = new
 
     def remove(self, block: B) -> None:
-        i = self._index(block.tokens)
+        i = 0 if self._blocks[0] is block else self._index(block.tokens)  # most nodes have one child
         assert self._blocks[i] is block, f"{block!r} is not among these children"
         del self._blocks[i]
 
@@ -666,7 +666,11 @@ class BlockPool(Pool[KVCacheBlock]):
     def _keep(self, block: KVCacheBlock) -> None:
         if block.parent_key is not None and self._tree.is_redundant(block):
             self._tree.remove(block)  # a twin has the same content; one cached copy is enough
-        super()._keep(block)
+        if block.parent_key is None:
+            self._put_first(block)
+        else:  # not by a call of the same method above, because this is a hot path
+            self.num_cached += 1
+            self.free[block.block_id] = block
 
     def _evict(self, block: KVCacheBlock) -> None:
         if self.on_eviction is not None:
