@@ -8,7 +8,7 @@ from quire.core.events import Preempted
 from quire.core.policy import UNITS, Aging, Fair, Policy, StepCost, make_policy
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
-from tests.core.helpers import Rig, shape
+from tests.core.helpers import Rig
 
 HIGH, NORMAL, LOW = Priority
 
@@ -76,16 +76,6 @@ def test_rows_are_not_rationed_where_they_cost_almost_nothing() -> None:
 
 
 # Tenants
-
-
-def test_the_prompt_of_a_new_tenant_is_computed_next_to_long_prompts_of_another() -> None:
-    rig = Rig(max_num_seqs=8, num_blocks=2000, max_num_batched_tokens=64, max_chunk_tokens=32)
-    for request_id in range(4):
-        rig.add(request_id, range(1000 * request_id, 1000 * request_id + 900), max_tokens=1, tenant="batch")
-    for _ in range(6):
-        rig.step()
-    rig.add(9, range(7000, 7020), max_tokens=1, tenant="person")
-    assert (9, 0, 20) in shape(rig.step())
 
 
 # Prefixes in flight

@@ -34,18 +34,6 @@ def refs(cache: KVCacheManager) -> list[int]:
     return [block.ref_count for block in cache.pool.blocks[1:]]
 
 
-def test_a_table_grows_by_whole_blocks_as_needed() -> None:
-    cache = make_cache()
-    request = make_request(1, 5)
-    assert cache.grow(request, 5) == []
-    assert request.block_table == [1, 2]
-    cache.grow(request, 8)
-    assert request.block_table == [1, 2]  # less than one block is unused
-    cache.grow(request, 9)
-    assert request.block_table == [1, 2, 3]
-    assert free_ids(cache.pool) == [4, 5, 6, 7, 8]
-
-
 def test_grow_is_all_or_nothing() -> None:
     cache = make_cache(num_blocks=6)
     holder = make_request(1, 8)

@@ -176,15 +176,6 @@ def test_a_collision_is_a_miss_and_is_not_published() -> None:
 # Twins and removal
 
 
-def test_a_twin_replaces_a_removed_block_and_its_children_stay() -> None:
-    forest = Forest()
-    forest.put(range(8), held=True)
-    twins = forest.put(range(4), held=True)
-    assert forest.match(range(8))[0] == [1, 2]
-    assert forest.tree.remove(forest.blocks[0]) == []
-    assert forest.match(range(8)) == ([twins[0].block_id, 2], None, 8, False)
-
-
 def test_removing_the_last_twin_removes_all_descendants() -> None:
     forest = Forest()
     first = forest.put(range(14), held=True)
@@ -195,14 +186,6 @@ def test_removing_the_last_twin_removes_all_descendants() -> None:
     assert not any(block.is_published for block in forest.blocks)
     assert len(forest.tree) == 0
     assert list(forest.tree.positions()) == []
-
-
-def test_a_new_twin_replaces_a_free_block() -> None:
-    forest = Forest()
-    old = forest.put(range(8))
-    new = forest.put(range(4), held=True)[0]
-    assert not old[0].is_published
-    assert forest.match(range(8)) == ([new.block_id, 2], None, 8, False)
 
 
 def test_descendants_of_an_evicted_block_are_explained_as_evicted() -> None:

@@ -56,10 +56,6 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
         SamplingParams(min_tokens=3, max_tokens=2)
 
 
-def test_defaults_are_plain_sampling() -> None:
-    assert SamplingParams() == SamplingParams(temperature=1.0, top_k=0, top_p=1.0, max_tokens=None)
-
-
 @pytest.mark.parametrize("token", [-1, 2**32, 1.5, "7", None])
 def test_errors_name_the_token_position_and_value(token: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"prompt\[2\] = .* is not a token id"):

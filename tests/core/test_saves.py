@@ -370,15 +370,3 @@ def test_content_on_its_way_to_disk_is_saved_to_host_memory_when_it_is_evicted()
     assert all(save.levels == (Level.HOST,) for save in plan.saves if save.content in rig.contents(PROMPT, range(4)))
     rig.finish_saves()
     assert [len(level) for level in rig.levels.levels] == [5, 4]
-
-
-def test_a_save_that_nothing_awaits_is_ignored() -> None:
-    rig = TieredRig(host_bytes=50, has_disk=True)
-    content = rig.content(PROMPT, 0)
-    rig.levels.finish_save(content, Level.HOST, is_saved=True)
-    assert content not in rig.level(Level.HOST)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    rig.step()
-    rig.levels.finish_save(content, Level.DISK, is_saved=True)  # it goes to host memory only
-    assert content not in rig.level(Level.DISK)

@@ -14,7 +14,7 @@ from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepResult
 from quire.core.values import FinishReason, Priority, SamplingParams
-from quire.errors import ContextTooLong, Draining, InvalidRequest, InvariantViolation
+from quire.errors import Draining, InvalidRequest, InvariantViolation
 from tests.core.helpers import NS, Rig, answer, shape
 from tests.sim.world import sibling
 
@@ -331,16 +331,6 @@ def test_pins_are_dropped_before_requests_are_preempted() -> None:
 
 
 # End of requests
-
-
-def test_a_prompt_that_cannot_fit_is_refused() -> None:
-    rig = Rig(num_blocks=5)
-    with pytest.raises(ContextTooLong, match="prompt of 16 tokens and one to generate exceed the context of 16 tokens"):
-        rig.add(1, range(16))
-    longest = rig.add(2, range(15), max_tokens=None)
-    rig.run()
-    assert longest.finish_reason is FinishReason.LENGTH
-    assert len(longest.tokens) == 16
 
 
 def test_an_id_in_use_is_refused() -> None:

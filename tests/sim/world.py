@@ -550,7 +550,6 @@ class World:
         self.now_ns = max(self.now_ns, self.clock_ns)
         if not should_fit:
             raise WorldFailure(f"{request!r} cannot fit and was accepted")
-        self.counts["requests"] += 1
         self.counts["forks"] += is_fork
         # The sample index must be the world's number of the sibling, not one chosen by the core.
         sampling = request.sampling
@@ -591,7 +590,6 @@ class World:
             self._count_cancelled_waiter(book.request)
             self._require(self.scheduler.cancel(book.request.request_id), "a live request could not be cancelled")
             self._require(not book.request.block_table, "a cancelled request kept its blocks")
-            self.counts["cancels"] += 1
             self.counts["cancels of running"] += held > 0
             self._retire(book)
         self._require(not self.scheduler.cancel(self.next_id + 1000), "cancelled a request that does not exist")
@@ -622,15 +620,13 @@ class World:
             book = self.random.choice(books)
             tokens, salt = [*book.request.tokens], book.request.salt
         ttl = self.random.choice((1_000, 1_000_000, 10**12, 10**12))
-        num_pinned = self.scheduler.cache.pin(f"pin-{self.random.randint(0, 4)}", tokens, salt, self.now_ns + ttl)
-        self.counts["pins"] += num_pinned > 0
+        self.scheduler.cache.pin(f"pin-{self.random.randint(0, 4)}", tokens, salt, self.now_ns + ttl)
 
     def _unpin(self) -> None:
         self.scheduler.cache.pins.unpin(f"pin-{self.random.randint(0, 4)}")
 
     def _clear(self) -> None:
         levels = self.scheduler.cache.levels
-        self.counts["clears during loads"] += self._is_loading
         self.counts["clears during reads"] += len(levels.reads) > 0
         self.counts["clears during saves"] += self.store.is_saving
         self.scheduler.cache.clear()
@@ -1093,7 +1089,6 @@ class World:
         self._require(len(planned) == len(plan.slices), "a request occurs twice in a plan")
         self._require(plan.num_tokens <= setup.max_num_batched_tokens, "the token budget was exceeded")
         if setup.max_mixed_tokens is not None and self._has_answers and not self._has_preempted:
-            self.counts["mixed steps"] += 1
             self._require(self._num_beside(plan) <= setup.max_mixed_tokens, "too many prompt tokens beside answers")
         for batch_index in plan.released:
             self._batch_rows.pop(batch_index, None)

@@ -82,17 +82,6 @@ def test_equal_names_share_a_prefix_and_answers_can_be_continued() -> None:
     assert simulate([first, second], SimConfig(enable_prefix_caching=False), SECOND).cache.num_hit_tokens == 0
 
 
-def test_tiers_matter_under_aging_and_not_under_fcfs() -> None:
-    trace = [TraceRequest(0.0, 10, 20, priority=Priority.LOW), TraceRequest(0.5, 10, 2, priority=Priority.HIGH)]
-    aging = simulate(trace, SimConfig(scheduling_policy="aging", max_num_seqs=1), SECOND)
-    fcfs = simulate(trace, SimConfig(scheduling_policy="fcfs", max_num_seqs=1), SECOND)
-    assert (aging.num_preemptions, fcfs.num_preemptions) == (1, 0)
-    waits = [report.tier(Priority.HIGH)[0].wait_s for report in (aging, fcfs)]
-    assert waits[0] == 0.5
-    assert waits[1] is not None
-    assert waits[1] > 15
-
-
 def p95_ttft_s(report: SimReport, priority: Priority, tenant: str = "") -> float:
     found = percentile([one.ttft_s for one in report.tier(priority) if one.tenant == tenant and one.ttft_s], 0.95)
     assert found is not None
