@@ -28,13 +28,6 @@ def test_sim_prints_a_table_a_person_can_read() -> None:
     assert outcome.stderr == ""
 
 
-def test_sim_models_drafts() -> None:
-    arguments = ("sim", "--requests", "30", "--policy", "fair", "--num-blocks", "2000", "--acceptance", "0.9")
-    assert "draft tokens were right (" in quire(*arguments).stdout
-    (run,) = json.loads(quire(*arguments, "--draft-share", "0.5", "--json").stdout)["runs"]
-    assert 0 < run["draft_tokens_accepted"] < run["draft_tokens"]
-
-
 def test_sim_reports_requests_without_a_complete_answer(tmp_path: Path) -> None:
     lines = [
         {"arrival_s": 0, "prompt_tokens": 100, "output_tokens": 5000},
@@ -154,8 +147,6 @@ BAD: list[tuple[list[str], str]] = [
     (["--window", "64"], "--window and --num-window-blocks must be given together"),
     (["--window", "0", "--num-window-blocks", "99"], "--window = 0 is less than 1"),
     (["--window", "64", "--num-window-blocks", "9"], "--num-window-blocks = 9 is less than"),
-    (["--acceptance", "1.4"], "--acceptance = 1.4 is not from 0 to 1"),
-    (["--draft-share", "0.4"], "--draft-share 0.4 needs --acceptance"),
     (["--plot", "x.gif"], "--plot x.gif does not end in .png or .svg"),
     (["--plot", "nowhere/x.png"], "--plot nowhere/x.png is in a folder that does not exist"),
     (["--save-trace", "."], "--save-trace . is a folder"),

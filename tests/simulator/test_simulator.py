@@ -30,42 +30,6 @@ def test_step_time_counts_tokens_and_context() -> None:
     assert simulate([TraceRequest(0, 10, 2)], SimConfig(), reading).makespan_s == 2 + 10 + 11
 
 
-def test_right_drafts_save_steps() -> None:
-    config = SimConfig(acceptance=1.0)
-    report = simulate([TraceRequest(0, 10, 65)], config, SECOND)
-    # One token each in two steps, because the second is planned before the first has ended; then 32 and 31.
-    assert report.num_steps == report.makespan_s == 4
-    assert report.records[0].num_outputs == 65
-    assert report.num_accepted == report.num_drafted == 31 + 30
-    assert simulate([TraceRequest(0, 10, 65)], SimConfig(), SECOND).num_steps == 65
-    never = simulate([TraceRequest(0, 10, 65)], replace(config, draft_share=0.0), SECOND)
-    assert (never.num_steps, never.num_drafted) == (65, 0)
-
-
-def test_wrong_drafts_cost_the_time_of_their_tokens() -> None:
-    wrong = simulate([TraceRequest(0, 10, 5)], SimConfig(acceptance=0.0), StepTime(1000, 1_000_000, 0))
-    # 10 tokens, then 1 in the second step; 2 drafts of the third and 1 of the fourth fit before the last token.
-    assert (wrong.num_steps, wrong.num_drafted, wrong.num_accepted) == (5, 2 + 1, 0)
-    assert wrong.makespan_s == 5 + (10 + 1 + 3 + 2 + 1)
-
-
-def test_drafts_change_no_answer_and_are_off_in_a_large_batch() -> None:
-    trace = SCENARIOS["mixed"](80, 30.0, 1)
-    config, step_time = SimConfig(num_blocks=400), MACHINES["h200-llama3-8b"].step_time
-    plain, drafted = (simulate(trace, replace(config, acceptance=rate), step_time) for rate in (None, 0.7))
-    assert [one.num_outputs for one in plain.records] == [one.num_outputs for one in drafted.records]
-    assert drafted.num_preemptions
-    assert 0 < drafted.num_accepted < drafted.num_drafted
-    crowd = [TraceRequest(0, 10, 50) for _ in range(60)]
-    assert simulate(crowd, replace(config, acceptance=0.7), step_time).num_drafted == 0
-
-
-@pytest.mark.parametrize("changes", [{"acceptance": 1.1}, {"draft_share": -0.1}])
-def test_shares_of_drafts_are_from_0_to_1(changes: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequest, match=f"{next(iter(changes))} = .* is not from 0 to 1"):
-        SimConfig(**changes)  # type: ignore[arg-type]
-
-
 def test_a_request_that_arrives_during_a_step_waits_for_the_next_plan() -> None:
     report = simulate([TraceRequest(0, 10, 10), TraceRequest(0.5, 10, 1)], SimConfig(), SECOND)
     second = report.records[1]
