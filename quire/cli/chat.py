@@ -887,7 +887,7 @@ class RemoteModel:
         try:
             names = [field.name for field in fields(CacheStats) if field.type == "int" and field.default is MISSING]
             counts: dict[str, Any] = {name: _whole(found[name]) for name in names}
-            return replace(CacheStats.none(), **counts)
+            return replace(CacheStats(), **counts)
         except (KeyError, TypeError, ValueError):
             raise self._server.malformed("malformed cache statistics", found) from None
 

@@ -6,8 +6,7 @@ Knows requests, counts and blocks. Knows nothing of scheduling order, batch rows
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from quire.core.cache.context import BLOCK_SIZE, Context, Digest, TokenChain, check_block_size, hash_block_tokens
 from quire.core.cache.prefix import (
@@ -34,26 +33,20 @@ from quire.errors import ContextTooLong, OutOfBlocks
 class CacheStats(PoolStats):
     """Current state of the pool, and counters of the cache since it was created."""
 
-    num_shared: int  # with two or more references
-    num_pins: int
-    num_pinned: int  # distinct pinned blocks
-    num_queried_tokens: int  # looked up by first admissions
-    num_hit_tokens: int  # found by first admissions
-    num_recovered_tokens: int  # found by preempted requests when they resumed
-    num_partial_hits: int  # tails copied
-    num_adoptions: int  # tails continued in place
-    num_twins: int  # blocks filled with content that was already in the tree
-    num_collisions: int
+    num_shared: int = 0  # with two or more references
+    num_pins: int = 0
+    num_pinned: int = 0  # distinct pinned blocks
+    num_queried_tokens: int = 0  # looked up by first admissions
+    num_hit_tokens: int = 0  # found by first admissions
+    num_recovered_tokens: int = 0  # found by preempted requests when they resumed
+    num_partial_hits: int = 0  # tails copied
+    num_adoptions: int = 0  # tails continued in place
+    num_twins: int = 0  # blocks filled with content that was already in the tree
+    num_collisions: int = 0
     num_recomputed_tokens: int = 0  # computed again although their keys and values were found: no state or window
     windows: PoolStats | None = None  # None: the model has no window blocks
     states: StateStats | None = None  # None: the model has no recurrent states
     levels: tuple[LevelStats, ...] = ()  # below the device, the fastest first
-
-    @classmethod
-    def none(cls) -> CacheStats:
-        """Statistics of a cache that does not exist yet."""
-        counts: dict[str, Any] = {field.name: 0 for field in fields(cls) if field.default is MISSING}
-        return cls(**counts)
 
     @property
     def hit_rate(self) -> float:

@@ -317,7 +317,7 @@ class Engine:
                 case LoadDone(load_id, failures):
                     self.scheduler.loads.finish(load_id, failures)
                 case SaveDone(content, level, is_saved):
-                    self.scheduler.cache.levels.finish_save(content, level, is_saved=is_saved)
+                    self.scheduler.cache.levels.saves.finish(content, level, is_saved=is_saved)
                 case Lost(contents):
                     self.scheduler.cache.levels.lose(Level.DISK, contents)
 

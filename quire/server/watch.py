@@ -35,7 +35,7 @@ from quire.version import __version__
 MAX_REQUESTS_SHOWN = 100  # per model
 MAX_FINISHED_SHOWN = 32  # per model
 RECENT_S = 300.0  # the requests behind the percentiles of times to first token
-_NO_CACHE_STATS = CacheStats.none()
+_NO_CACHE_STATS = CacheStats()
 
 
 class BlockCounts(msgspec.Struct, frozen=True):

@@ -66,7 +66,7 @@ class Store(StoredContent):
         for one in saving:
             if is_saved:
                 self.stored[one.level][one.save.content] = one.payload
-            scheduler.cache.levels.finish_save(one.save.content, one.level, is_saved=is_saved)
+            scheduler.cache.levels.saves.finish(one.save.content, one.level, is_saved=is_saved)
 
     def finish_load(self, scheduler: Scheduler, load_id: int, failing: Collection[Content] = ()) -> None:
         """Make the copies of a load, except those that fail."""

@@ -241,7 +241,7 @@ class LowerStore(StoredContent):
         self.num_failures += not is_saved
         if is_saved:
             self.stored[saving.level][saving.content] = saving.payload
-        scheduler.cache.levels.finish_save(saving.content, saving.level, is_saved=is_saved)
+        scheduler.cache.levels.saves.finish(saving.content, saving.level, is_saved=is_saved)
         disk = self.stored[Level.DISK]
         while len(disk) > self._disk_pieces:
             content, _ = disk.popitem(last=False)

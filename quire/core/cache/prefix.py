@@ -475,11 +475,11 @@ L = TypeVar("L", bound=Unit)
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    num_blocks: int  # blocks that can be allocated
-    num_free: int  # including cached blocks
-    num_cached: int  # free, with content that can be matched until the block is taken
-    num_in_use: int  # held by requests or pins
-    num_evictions: int
+    num_blocks: int = 0  # blocks that can be allocated
+    num_free: int = 0  # including cached blocks
+    num_cached: int = 0  # free, with content that can be matched until the block is taken
+    num_in_use: int = 0  # held by requests or pins
+    num_evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -530,12 +530,6 @@ class Levels:
         for content in contents:
             self._by_level[level].num_evictions += self._by_level[level].remove(content)
 
-    def finish_save(self, content: Content, level: Level, *, is_saved: bool) -> None:
-        """End a save to one level, unless the cache was cleared in the meantime."""
-        if self.saves.finish(content, level, is_saved):
-            self._by_level[level].num_saves += is_saved
-            self._by_level[level].num_failed_saves += not is_saved
-
     def pop_plan(self) -> Transfers:
         """Saves, loads and reads of the next plan, and content to drop from host memory before them."""
         if not self.levels:

@@ -305,14 +305,16 @@ class Saves:
             is_known = disk.has_key(stored.content) or stored.content in self.pending
             yield () if is_known or stored.content not in host else ((stored.content, None),)
 
-    def finish(self, content: Content, level: Level, is_saved: bool) -> bool:
-        """Record the end of a save. Returns False if it is not awaited: the cache was cleared in the meantime."""
+    def finish(self, content: Content, level: Level, *, is_saved: bool) -> None:
+        """End a save to one level, unless the cache was cleared in the meantime."""
         if level not in self.pending.get(content, ()):
-            return False
+            return
         self._end(content, level)
+        stored = self._levels[level]
+        stored.num_saves += is_saved
+        stored.num_failed_saves += not is_saved
         if is_saved:
-            self._levels[level].add(content)
-        return True
+            stored.add(content)
 
     def clear(self) -> None:
         self._chosen.clear()
