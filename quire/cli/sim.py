@@ -117,16 +117,8 @@ def _scheduler(
     normal_share: options.NormalShareOption = None,
     low_share: options.LowShareOption = None,
     enable_prefix_caching: Annotated[bool, Option(help="Reuse the KV cache of equal prefixes.")] = True,
-    acceptance: Annotated[
-        float | None, Option(help="Drafts: probability that a guessed token is right; by default there are none.")
-    ] = None,
-    draft_share: Annotated[
-        float | None, Option(help="Drafts: probability that the text after a token is guessed (1.0).")
-    ] = None,
 ) -> SimConfig:
-    given: options.Settings = {**locals(), "draft_share": 1.0 if draft_share is None else draft_share}
-    if draft_share is not None and acceptance is None:
-        raise InvalidRequest(f"--draft-share {draft_share} needs --acceptance")
+    given: options.Settings = {**locals()}
     with _named():
         return SimConfig(**given)
 
@@ -401,8 +393,6 @@ def summary(report: SimReport) -> dict[str, Any]:
         "steps": report.num_steps,
         "hit_rate": report.cache.hit_rate,
         "preemptions": report.num_preemptions,
-        "draft_tokens": report.num_drafted,
-        "draft_tokens_accepted": report.num_accepted,
         "peak_running": max((sample.num_running for sample in timeline), default=0),
         "peak_waiting": max((sample.num_waiting for sample in timeline), default=0),
         "peak_blocks_in_use": max((sample.num_blocks_in_use for sample in timeline), default=0),
@@ -529,11 +519,8 @@ def _state_rows(machine: Machine, reports: Sequence[SimReport]) -> Iterator[Sequ
 
 
 def _remarks(report: SimReport) -> Iterator[str]:
-    """Drafts that were right, and requests without a complete answer, which the figures do not include."""
+    """Requests without a complete answer, which the figures do not include."""
     run = f"{report.config.scheduling_policy}, {report.config.num_blocks:,} blocks"
-    if report.config.acceptance is not None:
-        share = report.num_accepted / report.num_drafted if report.num_drafted else 0.0
-        yield f"{run}: {report.num_accepted:,} of {report.num_drafted:,} draft tokens were right ({share:.0%})"
     texts = {
         Outcome.CUT: "cut at the end of the context: the pool is too small for them",
         Outcome.LEFT: "not answered in full: the client disconnected (waits and TTFT include those that were admitted)",

@@ -12,9 +12,9 @@ from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
 
-from quire.core.cache.context import NULL_BLOCK_ID, Linked
+from quire.core.cache.context import NULL_BLOCK_ID, Unit
 from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
-from quire.core.events import Admitted, Observer, Preempted, PrefixLoaded, PrefixWaited
+from quire.core.events import Admitted, Observer, Preempted, PrefixHitFound
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import Memory, Pin
 from quire.core.policy import Policy, RunningSet, WaitingQueue
@@ -175,11 +175,10 @@ MAX_LOAD_WAITS = 2
 class LoadAdmission:
     """Lets requests wait for loads from lower levels: they return to the queue when their load ends or is late."""
 
-    def __init__(self, cache: KVCacheManager, waiting: WaitingQueue, observe: Observer) -> None:
+    def __init__(self, cache: KVCacheManager, waiting: WaitingQueue) -> None:
         self._cache = cache
         self._levels = cache.levels
         self._waiting = waiting
-        self._observe = observe
 
     @property
     def has_work(self) -> bool:
@@ -219,7 +218,7 @@ class LoadAdmission:
         request.num_missing_copies = num_missing
         return True
 
-    def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int) -> None:
+    def finish_read(self, read_id: int, failures: Collection[Content], read_ns: int = 0) -> None:
         """End a read, and send its waiters back to the queue. At their turn, what was read is copied to the device."""
         read = self._levels.reads.get(read_id)
         if read is None:
@@ -242,7 +241,6 @@ class LoadAdmission:
                 request.loaded_from = Level.DISK if Level.DISK in (request.loaded_from, source) else Level.HOST
             if not is_whole and not load.is_void:
                 self._give_up(request)
-        self._observe(PrefixLoaded(source, num_tokens, is_whole))
 
     def expire(self, now_ns: int) -> None:
         """Send requests back to the queue whose load takes too long, or is of no use since the cache was cleared."""
@@ -346,7 +344,7 @@ class _FreedBlocks:
 class _Holders:
     """Counts references that would be dropped, to find the blocks that lose their last one."""
 
-    def __init__(self, blocks: Sequence[Linked], kept: Iterable[Linked], num_missing: int) -> None:
+    def __init__(self, blocks: Sequence[Unit], kept: Iterable[Unit], num_missing: int) -> None:
         self._blocks = blocks
         self._kept = {block.block_id for block in kept}
         self._dropped: Counter[int] = Counter()
@@ -381,7 +379,7 @@ class Admission:
         self._waiting = waiting
         self._max_chunk_tokens = max_chunk_tokens
         self._observe = observe
-        self.loads = LoadAdmission(cache, waiting, observe)
+        self.loads = LoadAdmission(cache, waiting)
         self._failed_attempt: tuple[int, ...] = ()  # key of the last failed `_plan_preemption`
         self._failed_missing: Missing = (0, 0)
 
@@ -435,9 +433,6 @@ class Admission:
         self._waiting.park(request, *found)
         if self._cache.memory.is_hybrid:
             self._cache.memory.note_branch(*found)
-        if not request.is_prefix_waiting:
-            request.is_prefix_waiting = True
-            self._observe(PrefixWaited(request.request_id))
         return True
 
     def _find_owner(self, step: StepBuilder, request: Request) -> tuple[Request, int] | None:
@@ -523,7 +518,7 @@ class Admission:
             if step.budget < 1 and not plan.victims:
                 return Outcome.BLOCKED  # no tokens are left in this step, and no victim gives any back
             for _ in range(plan.num_pins):
-                self._cache.pins.yield_oldest(request.request_id)
+                self._cache.pins.yield_oldest()
             for victim in plan.victims:
                 self.preempt(step, victim, request)
             may_take_free = may_take_free or bool(plan.victims)
@@ -716,25 +711,26 @@ class Admission:
             request.num_cached_tokens = hit.start
             request.cache_explanation = self.explain(request, hit, is_started=True)
         step.copies += self._cache.grow(request, len(request.tokens), hit)
+        if hit.num_tokens:
+            self._observe(PrefixHitFound(request.request_id, hit.start, hit.num_tokens))
         if self._cache.memory.is_hybrid:
             step.window_copies += self._cache.memory.begin(request, hit)
         self._waiting.remove(request)
         request.urgency = self._policy.urgency(request, step.now_ns)
         request.waited_ns += step.now_ns - request.enqueued_ns
         request.parent = None  # a resumed request finds its blocks through the tree
-        request.is_prefix_waiting = False
         step.admitted.add(request.request_id)
-        batch_index = self._running.add(request)
+        self._running.add(request)
         step.budget -= 1
         self.note_pending(step, request)
-        self._observe(Admitted(request.request_id, request.priority, batch_index, request.waited_ns, is_resumed))
+        self._observe(Admitted(request.request_id, request.waited_ns, is_resumed))
 
     def preempt(self, step: StepBuilder, victim: Request, by: Request) -> None:
         """Put a running request back into the queue.
 
         It keeps its age, and its computed blocks stay in the cache.
         """
-        self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
+        self._observe(Preempted(victim.request_id, by.request_id))
         ledger = self._policy.ledger
         ledger.give_back(victim)
         # Its tier saves credit for it from now on. Otherwise the credit that it gives back would exceed the limit.

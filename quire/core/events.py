@@ -1,4 +1,4 @@
-"""Events of the core, as plain values for observers (metrics, logs, the web page).
+"""Events of the core, as plain values for observers: the worker, the simulator, readers of the prefix tree.
 
 The core itself logs nothing.
 """
@@ -9,27 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.core.values import FinishReason, Level, Priority
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    request_id: int
-    priority: Priority
-    num_prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    request_id: int
-    reason: str
-
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     request_id: int
-    priority: Priority
-    batch_index: int
     waited_ns: int  # total of all its waits
     is_resumed: bool
 
@@ -41,84 +24,15 @@ class PrefixHitFound:
     request_id: int
     num_tokens: int  # not computed again
     num_kv_tokens: int  # whose keys and values were found; more than `num_tokens` if a state or window is missing
-    num_blocks: int  # full blocks, shared without a copy
-    num_tail_tokens: int  # after the last full block
-    is_adopted: bool  # the tail block is continued in place; otherwise it is copied
-    is_fork: bool  # taken from a running parent's table, not found in the tree
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixWaited:
-    """A request waits because a running request is computing their common prefix."""
-
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixLoaded:
-    """A load from a lower level has ended."""
-
-    source: Level  # the slowest level that it read
-    num_tokens: int
-    is_whole: bool  # everything was loaded and published
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
     request_id: int
-    priority: Priority
     by_request_id: int
-    num_computed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """A cached block was taken for new content."""
-
-    block_id: int
-    num_tokens: int
-    num_descendants: int  # blocks after it that became unreachable
-
-
-@dataclass(frozen=True, slots=True)
-class PinYielded:
-    """A pin was dropped because a request or a newer pin needed its blocks."""
-
-    pin_id: str
-    block_ids: tuple[int, ...]
-    by_request_id: int | None = None  # None: a newer pin
-
-
-@dataclass(frozen=True, slots=True)
-class StaleResultDropped:
-    request_id: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    request_id: int
-    priority: Priority
-    reason: FinishReason
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-
-
-Event = (
-    Arrived
-    | Refused
-    | Admitted
-    | PrefixHitFound
-    | PrefixWaited
-    | PrefixLoaded
-    | Preempted
-    | Evicted
-    | PinYielded
-    | StaleResultDropped
-    | Finished
-)
+Event = Admitted | PrefixHitFound | Preempted
 Observer = Callable[[Event], None]
 
 

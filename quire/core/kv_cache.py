@@ -6,8 +6,7 @@ Knows requests, counts and blocks. Knows nothing of scheduling order, batch rows
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from quire.core.cache.context import BLOCK_SIZE, Context, Digest, TokenChain, check_block_size, hash_block_tokens
 from quire.core.cache.prefix import (
@@ -20,7 +19,6 @@ from quire.core.cache.prefix import (
     StateStats,
     StopReason,
 )
-from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.levels.levels import Levels, LevelStats
 from quire.core.levels.lower_level import LowerLevel, Reach, Search
 from quire.core.levels.saves import NO_SAVES, SaveLimits
@@ -35,26 +33,20 @@ from quire.errors import ContextTooLong, OutOfBlocks
 class CacheStats(PoolStats):
     """Current state of the pool, and counters of the cache since it was created."""
 
-    num_shared: int  # with two or more references
-    num_pins: int
-    num_pinned: int  # distinct pinned blocks
-    num_queried_tokens: int  # looked up by first admissions
-    num_hit_tokens: int  # found by first admissions
-    num_recovered_tokens: int  # found by preempted requests when they resumed
-    num_partial_hits: int  # tails copied
-    num_adoptions: int  # tails continued in place
-    num_twins: int  # blocks filled with content that was already in the tree
-    num_collisions: int
+    num_shared: int = 0  # with two or more references
+    num_pins: int = 0
+    num_pinned: int = 0  # distinct pinned blocks
+    num_queried_tokens: int = 0  # looked up by first admissions
+    num_hit_tokens: int = 0  # found by first admissions
+    num_recovered_tokens: int = 0  # found by preempted requests when they resumed
+    num_partial_hits: int = 0  # tails copied
+    num_adoptions: int = 0  # tails continued in place
+    num_twins: int = 0  # blocks filled with content that was already in the tree
+    num_collisions: int = 0
     num_recomputed_tokens: int = 0  # computed again although their keys and values were found: no state or window
     windows: PoolStats | None = None  # None: the model has no window blocks
     states: StateStats | None = None  # None: the model has no recurrent states
     levels: tuple[LevelStats, ...] = ()  # below the device, the fastest first
-
-    @classmethod
-    def none(cls) -> CacheStats:
-        """Statistics of a cache that does not exist yet."""
-        counts: dict[str, Any] = {field.name: 0 for field in fields(cls) if field.default is MISSING}
-        return cls(**counts)
 
     @property
     def hit_rate(self) -> float:
@@ -72,7 +64,6 @@ class KVCacheManager:
         secret: bytes = b"",
         is_caching: bool = True,
         digest: Digest = hash_block_tokens,
-        observe: Observer = ignore,
         window: int = 0,
         num_window_blocks: int = 0,
         num_states: int = 0,
@@ -85,7 +76,7 @@ class KVCacheManager:
         self.block_size = check_block_size(block_size)
         self.is_caching = is_caching
         self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks, digest=digest)
-        self.pool = BlockPool(num_blocks, self.tree, observe)
+        self.pool = BlockPool(num_blocks, self.tree)
         self.memory = Memory(
             self.tree,
             self.pool,
@@ -96,10 +87,9 @@ class KVCacheManager:
             num_live_states=num_live_states,
             places=places,
         )
-        self.pins = PinBoard(self.memory, observe)
+        self.pins = PinBoard(self.memory)
         self.levels = Levels(self.memory, levels if is_caching else (), save_limits)
         self._device = Search(self.memory)
-        self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
         self._num_recovered_tokens = 0
@@ -117,10 +107,6 @@ class KVCacheManager:
     def chain(self, context: Context) -> TokenChain:
         if context.chain is None:
             context.chain = self.tree.chain(context.tokens, context.salt)
-            parent = context.parent
-            if parent is not None and parent.chain is not None and parent.salt == context.salt:
-                num_full = min(len(parent.tokens), len(context.tokens)) // self.block_size
-                context.chain.num_common(parent.chain, 0, num_full)  # n samples hash their prompt once
         return context.chain
 
     def match(self, request: Request) -> PrefixHit:
@@ -265,7 +251,8 @@ class KVCacheManager:
             pool.share((hit.tail,))
             table.append(hit.tail.block_id)
         elif hit.tail is not None:
-            block = pool.fork(hit.tail)
+            pool.share((hit.tail,))  # until the copy is done
+            (block,) = pool.take(1)
             table.append(block.block_id)
             copies.append(BlockCopy(hit.tail.block_id, block.block_id))
             num_existing -= hit.num_tail_tokens
@@ -372,19 +359,6 @@ class KVCacheManager:
         elif self._is_searched(request):
             self._num_queried_tokens += len(request.tokens) - 1
             self._num_hit_tokens += hit.start
-        if not hit.num_tokens:
-            return
         self._num_recomputed_tokens += hit.num_tokens - hit.start
         self._num_adoptions += hit.is_adoptable
         self._num_partial_hits += hit.tail is not None and not hit.is_adoptable
-        self._observe(
-            PrefixHitFound(
-                request_id=request.request_id,
-                num_tokens=hit.start,
-                num_kv_tokens=hit.num_tokens,
-                num_blocks=len(hit.blocks),
-                num_tail_tokens=hit.num_tail_tokens,
-                is_adopted=hit.is_adoptable,
-                is_fork=hit.is_fork,
-            )
-        )

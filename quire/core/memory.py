@@ -39,7 +39,6 @@ from quire.core.cache.prefix import (
     StatePool,
     WindowPool,
 )
-from quire.core.events import Observer, PinYielded, ignore
 from quire.core.step import BlockCopy, SeqSlice, StateSnapshot
 from quire.errors import InvalidRequest
 
@@ -435,16 +434,12 @@ class Memory:
         keeps_answers = Place.ANSWER in places
         self.states = StateGroup(num_states, num_live_states, size, can_cache, keeps_answers=keeps_answers)
         self.groups: list[WindowGroup | StateGroup] = [group for group in (self.states, self.windows) if group.is_used]
+        self.is_hybrid = bool(self.groups)  # the model has windows or states
         self.pools: tuple[Pool[Any], ...] = (blocks, self.windows.pool, self.states.pool)  # by `MemoryKind`
         self.places = frozenset(places)
         self._spacing = size // 2  # of two points closer than this, one is used
         if self.is_hybrid:
             tree.on_removal = self._forget
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether the model has windows or states."""
-        return bool(self.groups)
 
     @property
     def num_releases(self) -> int:
@@ -527,10 +522,9 @@ class PinBoard:
     the blocks of the pins it displaces, and on the number of owners, but not on other pins.
     """
 
-    def __init__(self, memory: Memory, observe: Observer = ignore) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._num_windows = 0  # window blocks of all pins; one that two pins hold counts twice
-        self._observe = observe
         self._pins: dict[str, Pin] = {}
         self._num_made = 0  # pins made so far
         self.owners: dict[str, PinOwner] = {}  # owners with at least one block
@@ -572,7 +566,7 @@ class PinBoard:
         for block in blocks:
             holders[block.block_id] = holders.get(block.block_id, 0) + 1
         while self._pins and (len(holders) > self.max_blocks or len(self._pins) >= MAX_PINS):
-            self._yield(self._next_to_yield())
+            self.unpin(self._next_to_yield())
         self._num_made += 1
         owner.pins[pin_id] = self._num_made
         self._pins[pin_id] = Pin(self._hold(blocks, continuation or FROM_ZERO), expires_ns, name)
@@ -613,17 +607,9 @@ class PinBoard:
         self._num_windows -= len(pin.held.windows)
         return True
 
-    def yield_oldest(self, request_id: int) -> bool:
+    def yield_oldest(self) -> bool:
         """Drop the oldest pin to make room for a request. Returns False if there is none."""
-        if not self._pins:
-            return False
-        self._yield(next(iter(self._pins)), request_id)
-        return True
-
-    def _yield(self, pin_id: str, by_request_id: int | None = None) -> None:
-        block_ids = tuple(block.block_id for block in self._pins[pin_id].held.blocks)
-        self.unpin(pin_id)
-        self._observe(PinYielded(pin_id, block_ids, by_request_id))
+        return bool(self._pins) and self.unpin(next(iter(self._pins)))
 
     def _next_to_yield(self) -> str:
         """The oldest pin of the owner with the most blocks.

@@ -15,7 +15,7 @@ from quire.core.admission import Admission, GrowthRoom, Outcome, StepBuilder
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import NO_STATES
-from quire.core.policy import Key, Ledger, Policy, RunningSet, TierWork, Turn, WaitingQueue
+from quire.core.policy import Key, Policy, RunningSet, TierWork, Turn, WaitingQueue
 from quire.core.request import Request, RequestState
 from quire.core.step import SeqSlice
 from quire.core.values import TIERS, Priority
@@ -53,7 +53,7 @@ class Planner:
         self._cache = cache
         self._hybrid = cache.memory if cache.memory.is_hybrid else None
         self._policy = policy
-        self._ledger: Ledger = policy.ledger
+        self._ledger = policy.ledger
         self._running = running
         self._waiting = waiting
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -417,7 +417,7 @@ class Planner:
         urgent request can always grow, so no two requests wait for each other.
         """
         while self._cache.growth_shortage(request, upto) > 0:
-            if self._cache.pins.yield_oldest(request.request_id):
+            if self._cache.pins.yield_oldest():
                 continue
             running = self._running.requests
             victim = self._find_victim(step, request)

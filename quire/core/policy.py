@@ -3,10 +3,10 @@
 The waiting queue has a lane for each priority, in which tenants may be served fairly, and the requests that wait for a
 prefix to be computed or loaded. The running set has the requests that hold a batch row, most urgent first.
 
-`Fair` is the default. `Aging` and `Fcfs` are simpler policies for comparison, without accounting.
+`Fair` is the default. `Aging` and `Policy` itself (first come, first served) are for comparison, without accounting.
 
 The ledger of a policy divides the planning of a step into turns. The planner processes the turns in order, gives tokens
-to the requests of each, and charges the tokens to the ledger. `FairLedger` implements four rules:
+to the requests of each, and charges the tokens to the ledger. `Ledger` implements four rules:
 
 - **Guaranteed shares.** A lower tier that wants more than it gets earns credit: its share of all computed tokens, minus
   its own tokens. A tier with credit is *owed*: it has the first turn, up to its credit, and no waiting request preempts
@@ -26,11 +26,11 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
+from quire.core.cache.prefix import KeyedHeap
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request, RequestState
 from quire.core.values import TIERS, Priority
@@ -38,50 +38,6 @@ from quire.errors import InvalidRequest, QueueFull
 
 Key = tuple[int, int]  # the policy's key, then order of arrival
 G = TypeVar("G")
-
-
-class RequestHeap:
-    """Requests ordered by a constant key. Every operation is O(log n).
-
-    A removed request is dropped at once. Its heap entry is deleted when it reaches the top, or when half of the heap
-    consists of such entries.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[Key, int, Request]] = []
-        self._live: dict[int, tuple[int, Request]] = {}  # request id -> number of its live entry, and the request
-        self._num_pushes = 0  # unique, so entries never compare requests
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
-        return (request for _, request in self._live.values())
-
-    def push(self, key: Key, request: Request) -> None:
-        self._num_pushes += 1
-        self._live[request.request_id] = self._num_pushes, request
-        heappush(self._heap, (key, self._num_pushes, request))
-
-    def first(self) -> tuple[Key, Request]:
-        """The entry with the smallest key. The heap must not be empty."""
-        heap = self._heap
-        while not self._is_live(heap[0]):
-            heappop(heap)
-        return heap[0][0], heap[0][2]
-
-    def remove(self, request: Request) -> None:
-        del self._live[request.request_id]
-        if self._heap[0][2] is request:
-            heappop(self._heap)
-        elif len(self._heap) > 2 * len(self._live) + 16:
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
-            heapify(self._heap)
-
-    def _is_live(self, entry: tuple[Key, int, Request]) -> bool:
-        live = self._live.get(entry[2].request_id)
-        return live is not None and live[0] == entry[1]
 
 
 class ArrivalLane:
@@ -93,8 +49,8 @@ class ArrivalLane:
 
     def __init__(self, key: Callable[[Request], int]) -> None:
         self._key = key
-        self._by_arrival = RequestHeap()
-        self._by_key = RequestHeap()
+        self._by_arrival: KeyedHeap[Key, Request] = KeyedHeap()
+        self._by_key: KeyedHeap[Key, Request] = KeyedHeap()
 
     def __len__(self) -> int:
         return len(self._by_arrival)
@@ -180,15 +136,14 @@ class TenantClock:
 class TenantLane:
     """The waiting requests of one tier, ordered by the virtual time of their tenants.
 
-    The tenant served least is first; its requests are in order of arrival. Times seldom decrease, so an outdated heap
-    entry is detected and corrected when it reaches the top. After a refund, a tenant gets a second entry before it.
+    The tenant served least is first; its requests are in order of arrival. Times seldom decrease, so an outdated key
+    is detected and corrected when it is the smallest. After a refund, a tenant gets a new key.
     """
 
     def __init__(self, clock: TenantClock) -> None:
         self._clock = clock
-        self._lines: dict[str, RequestHeap] = {}
-        self._heap: list[tuple[int, int, str]] = []  # (time, serial number of the line, tenant)
-        self._times: dict[str, int] = {}  # tenant in `_lines` -> time of its valid entry
+        self._lines: dict[str, KeyedHeap[Key, Request]] = {}
+        self._tenants: KeyedHeap[Key, str] = KeyedHeap()  # those of `_lines`, by time and serial number of the line
         self._num_lines = 0  # created so far
         self._len = 0
 
@@ -203,15 +158,11 @@ class TenantLane:
     def push(self, request: Request) -> None:
         line = self._lines.get(request.tenant)
         if line is None:
-            line = self._lines[request.tenant] = RequestHeap()
+            line = self._lines[request.tenant] = KeyedHeap()
             self._num_lines += 1
-            self._enter(request.tenant, self._num_lines)
+            self._tenants.push((self._clock.time(request.tenant), self._num_lines), request.tenant)
         line.push((request.sequence, 0), request)
         self._len += 1
-
-    def _enter(self, tenant: str, number: int) -> None:
-        self._times[tenant] = time = self._clock.time(tenant)
-        heappush(self._heap, (time, number, tenant))
 
     def remove(self, request: Request) -> None:
         self._lines[request.tenant].remove(request)
@@ -221,20 +172,16 @@ class TenantLane:
         """The next request and its key. The lane must not be empty."""
         while self._clock.refunded:
             if (tenant := self._clock.refunded.pop()) in self._lines:
-                self._enter(tenant, 0)
+                self._tenants.push((self._clock.time(tenant), 0), tenant)
         while True:
-            time, number, tenant = self._heap[0]
-            if self._times.get(tenant) != time:
-                heappop(self._heap)  # replaced after a refund, or its line has ended
-                continue
+            (time, number), tenant = self._tenants.first()
             line = self._lines[tenant]
             now = self._clock.time(tenant)
             if not line:
-                heappop(self._heap)
-                del self._lines[tenant], self._times[tenant]
+                self._tenants.remove(tenant)
+                del self._lines[tenant]
             elif now > time:
-                heapreplace(self._heap, (now, number, tenant))
-                self._times[tenant] = now
+                self._tenants.push((now, number), tenant)
             else:
                 request = line.first()[1]
                 return (time, request.sequence), request
@@ -250,7 +197,7 @@ class Waiters(Generic[G]):
     """
 
     def __init__(self) -> None:
-        self._groups: dict[G, RequestHeap] = {}
+        self._groups: dict[G, KeyedHeap[Key, Request]] = {}
         self._group_of: dict[int, G] = {}  # by request id
         self._counts: Counter[tuple[Priority, str]] = Counter()  # (tier, tenant) -> number of waiters
 
@@ -277,7 +224,7 @@ class Waiters(Generic[G]):
         """Add a waiter to a group. `key`: order within the group; it begins with the length of its prefix."""
         self._group_of[request.request_id] = group
         self._counts[request.priority, request.tenant] += 1
-        self._groups.setdefault(group, RequestHeap()).push(key, request)
+        self._groups.setdefault(group, KeyedHeap()).push(key, request)
 
     def remove(self, request: Request) -> None:
         group = self._group_of.pop(request.request_id)
@@ -425,14 +372,13 @@ class RunningSet:
     def num_free_seqs(self) -> int:
         return len(self.free_batch_indices)
 
-    def add(self, request: Request) -> int:
-        """Assign a batch row to a request and insert it in order. Returns the batch index."""
+    def add(self, request: Request) -> None:
+        """Assign a batch row to a request and insert it in order."""
         request.batch_index = self.free_batch_indices.pop()
         request.state = RequestState.RUNNING
         insort(self.requests, request, key=_order)
         self.prompts[request.request_id] = request
         self.counts[request.priority] += 1
-        return request.batch_index
 
     def vacate(self, request: Request) -> None:
         """Remove a request: free its batch row and blocks, and invalidate its results in flight."""
@@ -463,6 +409,7 @@ SPARE_NUMERATOR, SPARE_DENOMINATOR = 1, 3
 LOW_STEP_NS = 50_000_000
 LOW_STEP_BASES = 4  # or this many times the fixed cost of a step, if longer: otherwise steps would be mostly fixed cost
 NO_NEEDS: Mapping[Priority, int] = MappingProxyType({})
+NO_SHARES: Mapping[Priority, float] = MappingProxyType({})
 
 
 class StepCost(NamedTuple):
@@ -504,83 +451,16 @@ class TierWork(NamedTuple):
 
 
 class Ledger:
-    """Counts of a policy, by which it divides a step into turns. This one counts nothing: one turn for all tiers."""
+    """Counts of a policy, by which it divides a step into turns.
 
-    def __init__(self) -> None:
+    Credits of tiers that have a guaranteed share, virtual time of tenants, and time limits of rationed tiers. Without
+    shares, one turn is for all tiers.
+    """
+
+    def __init__(self, shares: Mapping[Priority, float] = NO_SHARES) -> None:
         self.cost: StepCost | None = None  # None: an additional batch row costs almost nothing
         self.rationed: Collection[Priority] = ()  # tiers whose running requests need a turn to be in this step
-
-    def arrive(self, request: Request) -> None:
-        """Record that a new request entered the queue."""
-
-    def leave(self, request: Request) -> None:
-        """Record that a request ended."""
-
-    def begin_step(self, work: Sequence[TierWork], *, is_awaited: bool = False) -> None:
-        """Start a step. `work`: work of each tier, HIGH first.
-
-        `is_awaited`: a waiting request needs the memory of a request for which credit was set aside. Such requests are
-        not rationed then.
-        """
-
-    def turns(self) -> Iterator[Turn]:
-        """The turns of this step. Each is computed after the previous one has ended."""
-        yield ALL_TIERS
-
-    def affordable(self, request: Request, left_ns: int) -> int:  # noqa: ARG002
-        """Number of tokens of a request that can be computed in `left_ns`."""
-        return 1 << 30
-
-    def price_ns(self, request: Request) -> int:  # noqa: ARG002
-        return 0
-
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Charge tokens that a turn gave to a request."""
-
-    def refund(self, request: Request, num_tokens: int) -> None:
-        """Take back the charge of tokens that are not in the plan of this step after all."""
-
-    def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
-        """Charge tokens that no turn gave: one for each decode of a tenant."""
-
-    def covers(self, priority: Priority, num_tokens: int) -> bool:  # noqa: ARG002
-        """Whether the credit of a tier pays for this many tokens."""
-        return False
-
-    def set_aside(self, request: Request, num_tokens: int) -> None:
-        """Set credit aside for the next tokens of a request, if the credit of its tier covers them."""
-
-    def use_prepaid(self, request: Request, num_tokens: int) -> None:
-        """Use up credit that was set aside: these tokens are in the plan of this step."""
-
-    def give_back(self, request: Request) -> None:
-        """Return unused credit of a request that ends or is preempted to its tier."""
-
-    def end_step(
-        self,
-        short: Collection[Priority],
-        max_num_batched_tokens: int,
-        needs: Mapping[Priority, int] = NO_NEEDS,
-        saving: Collection[Priority] = (),
-    ) -> None:
-        """End a step. `short`: tiers that wanted more tokens than they got.
-
-        `needs`: tokens of the first waiting request of a tier, for which the tier may save credit. `saving`: tiers with
-        a request that was preempted and has not caught up: they do not lose their credit meanwhile.
-        """
-
-
-class FairLedger(Ledger):
-    """Credits of tiers, virtual time of tenants, and time limits of rationed tiers."""
-
-    def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
-        super().__init__()
-        for name, share in (("normal_share", normal_share), ("low_share", low_share)):
-            if type(share) not in (int, float) or not 0 < share < 1:
-                raise InvalidRequest(f"{name} = {share!r} is not a number above 0 and below 1")
-        if normal_share + low_share > MAX_GUARANTEED:
-            raise InvalidRequest(f"{normal_share = } and {low_share = } together are more than {MAX_GUARANTEED}")
-        self.shares = {Priority.NORMAL: round(normal_share * UNITS), Priority.LOW: round(low_share * UNITS)}
+        self.shares = {priority: round(share * UNITS) for priority, share in shares.items()}
         self.credits = dict.fromkeys(self.shares, 0)  # UNITS per token
         self.prepaid = dict.fromkeys(self.shares, 0)  # tokens for which credit was set aside, not planned yet
         self.clocks = {priority: TenantClock() for priority in TIERS}
@@ -615,14 +495,21 @@ class FairLedger(Ledger):
     # One step
 
     def arrive(self, request: Request) -> None:
+        """Record that a new request entered the queue."""
         self.clocks[request.priority].arrive(request.tenant)
 
     def leave(self, request: Request) -> None:
+        """Record that a request ended."""
         self.clocks[request.priority].leave(request.tenant)
 
     def begin_step(self, work: Sequence[TierWork], *, is_awaited: bool = False) -> None:
+        """Start a step. `work`: work of each tier, HIGH first.
+
+        `is_awaited`: a waiting request needs the memory of a request for which credit was set aside. Such requests are
+        not rationed then.
+        """
         self._work = work
-        self.rationed = frozenset() if self.cost is None else self._find_rationed()
+        self.rationed = self._find_rationed() if self.shares and self.cost is not None else frozenset()
         self._is_awaited = is_awaited
         self._deferred_ns = 0
         for priority in TIERS:
@@ -635,6 +522,10 @@ class FairLedger(Ledger):
         return frozenset(tier for tier in TIERS if tier > highest or tier is Priority.LOW)
 
     def turns(self) -> Iterator[Turn]:
+        """The turns of this step. Each is computed after the previous one has ended."""
+        if not self.shares:
+            yield ALL_TIERS
+            return
         for priority, num_tokens in self.prepaid.items():
             if num_tokens:
                 if self._is_awaited:
@@ -704,6 +595,7 @@ class FairLedger(Ledger):
         return sum(self._spent_ns[tier] for tier in TIERS if tier > top)
 
     def affordable(self, request: Request, left_ns: int) -> int:
+        """Number of tokens of a request that can be computed in `left_ns`."""
         num_tokens = max(left_ns, 0) // self.price_ns(request)
         if not num_tokens:
             self._deferred_ns = max(self._deferred_ns, self.price_ns(request))
@@ -713,23 +605,28 @@ class FairLedger(Ledger):
         return 1 if self.cost is None else self.cost.price_ns(request)
 
     def charge(self, request: Request, num_tokens: int) -> None:
+        """Charge tokens that a turn gave to a request."""
         self._served[request.priority] += num_tokens
         self._spent_ns[request.priority] += num_tokens * self.price_ns(request)
         self.clocks[request.priority].charge(request.tenant, num_tokens)
 
     def refund(self, request: Request, num_tokens: int) -> None:
+        """Take back the charge of tokens that are not in the plan of this step after all."""
         self._served[request.priority] -= num_tokens
         self._spent_ns[request.priority] -= num_tokens * self.price_ns(request)
         self.clocks[request.priority].refund(request.tenant, num_tokens)
 
     def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
+        """Charge tokens that no turn gave: one for each decode of a tenant."""
         self._served[priority] += num_tokens
         self.clocks[priority].charge(tenant, num_tokens)
 
     def covers(self, priority: Priority, num_tokens: int) -> bool:
+        """Whether the credit of a tier pays for this many tokens."""
         return priority in self.credits and self.credits[priority] >= num_tokens * UNITS
 
     def set_aside(self, request: Request, num_tokens: int) -> None:
+        """Set credit aside for the next tokens of a request, if the credit of its tier covers them."""
         request.is_covered = self.covers(request.priority, num_tokens)
         if request.is_covered:
             request.num_prepaid = num_tokens
@@ -737,12 +634,14 @@ class FairLedger(Ledger):
             self.credits[request.priority] -= num_tokens * UNITS
 
     def use_prepaid(self, request: Request, num_tokens: int) -> None:
+        """Use up credit that was set aside: these tokens are in the plan of this step."""
         num_used = min(num_tokens, request.num_prepaid)
         request.num_prepaid -= num_used
         self.prepaid[request.priority] -= num_used
         self._num_prepaid[request.priority] += num_used
 
     def give_back(self, request: Request) -> None:
+        """Return unused credit of a request that ends or is preempted to its tier."""
         if request.num_prepaid:
             self.prepaid[request.priority] -= request.num_prepaid
             self.credits[request.priority] += request.num_prepaid * UNITS
@@ -756,6 +655,11 @@ class FairLedger(Ledger):
         needs: Mapping[Priority, int] = NO_NEEDS,
         saving: Collection[Priority] = (),
     ) -> None:
+        """End a step. `short`: tiers that wanted more tokens than they got.
+
+        `needs`: tokens of the first waiting request of a tier, for which the tier may save credit. `saving`: tiers with
+        a request that was preempted and has not caught up: they do not lose their credit meanwhile.
+        """
         self._keep_spare()
         self._max_step_tokens = max_num_batched_tokens
         total = sum(self._served.values())
@@ -855,7 +759,12 @@ class Fair(Policy):
     """
 
     def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
-        self.ledger: FairLedger = FairLedger(normal_share, low_share)
+        for name, share in (("normal_share", normal_share), ("low_share", low_share)):
+            if type(share) not in (int, float) or not 0 < share < 1:
+                raise InvalidRequest(f"{name} = {share!r} is not a number above 0 and below 1")
+        if normal_share + low_share > MAX_GUARANTEED:
+            raise InvalidRequest(f"{normal_share = } and {low_share = } together are more than {MAX_GUARANTEED}")
+        self.ledger = Ledger({Priority.NORMAL: normal_share, Priority.LOW: low_share})
 
     def make_lane(self, priority: Priority) -> Lane:
         return TenantLane(self.ledger.clocks[priority])
@@ -923,21 +832,6 @@ class Aging(Policy):
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
         return waiting.priority < running.priority and self.urgency(waiting, now_ns) < running.urgency
 
-    def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
-        """Starvation bound in seconds.
-
-        A request of tier `behind` that arrives at time t is admitted before every request of tier `ahead` that arrives
-        later than t plus this bound. The exception is a request that waits for a prefix in flight.
-        """
-        return max(0, behind - ahead) * self.patience_s
-
-
-class Fcfs(Policy):
-    """First come, first served. Ignores tiers."""
-
-    def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:  # noqa: ARG002
-        return 0.0
-
 
 def make_policy(
     name: str, patience_s: float | None = None, normal_share: float | None = None, low_share: float | None = None
@@ -963,5 +857,5 @@ def make_policy(
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fair": Fair,
     "aging": Aging,
-    "fcfs": Fcfs,
+    "fcfs": Policy,
 }

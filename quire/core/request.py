@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 
 from quire.core.cache.context import Context
@@ -43,7 +42,6 @@ class Request(Context):
         "has_failed_load",
         "is_covered",
         "is_held",
-        "is_prefix_waiting",
         "last_step",
         "loaded_from",
         "num_cached_tokens",
@@ -100,7 +98,6 @@ class Request(Context):
         self.arrived_ns = self.enqueued_ns = 0  # the second is the start of the last wait
         self.earlier_waits_ns = 0  # total time of the waits before it, so that a preemption does not reset the age
         self.waited_ns = 0  # total time of all completed waits
-        self.is_prefix_waiting = False
         self.num_load_waits = 0  # waits for loads from lower levels that brought it no further
         self.num_missing_copies = 0  # when it last began to wait for a load: reads and copies; 0: it has not waited
         self.num_unloaded_tokens = self.num_loaded_tokens = 0  # on the device before the first of them; brought by them
@@ -139,23 +136,6 @@ class Request(Context):
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :].tolist()
-
-    def sibling(self, request_id: int, sample_index: int) -> Request:
-        """Another sample of the same prompt (n > 1).
-
-        It shares the prompt's blocks and has its own random numbers.
-        """
-        sampling = replace(self.sampling, sample_index=sample_index)
-        prompt = self.tokens[: self.num_prompt_tokens]
-        return Request(
-            request_id, prompt, sampling, priority=self.priority, salt=self.salt, tenant=self.tenant, parent=self
-        )
-
-    def branch(self, request_id: int, sampling: SamplingParams) -> Request:
-        """A new request that continues from all tokens of this one, prompt and output."""
-        return Request(
-            request_id, self.tokens, sampling, priority=self.priority, salt=self.salt, tenant=self.tenant, parent=self
-        )
 
     def __repr__(self) -> str:
         return (

@@ -7,18 +7,17 @@ Knows nothing of text, tensors or clocks: `now_ns` is an argument.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from types import MappingProxyType
 
 from quire.core.cache.prefix import CacheExplanation
-from quire.core.events import Arrived, Finished, Observer, Refused, StaleResultDropped, ignore
+from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.planner import Planner
 from quire.core.policy import Policy, RunningSet, WaitingQueue
 from quire.core.request import Request, RequestState
-from quire.core.step import Content, SeqSlice, StepPlan, StepResult, TokenUpdate
-from quire.core.values import FinishReason, Level
-from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
+from quire.core.step import SeqSlice, StepPlan, StepResult, TokenUpdate
+from quire.core.values import FinishReason
+from quire.errors import Draining, InvalidRequest, InvariantViolation
 
 MAX_IN_FLIGHT = 2  # uncommitted plans: one on the device, one just made
 
@@ -49,7 +48,6 @@ class Scheduler:
         self.max_model_len = cache.max_model_len if max_model_len is None else min(max_model_len, cache.max_model_len)
         for group in cache.memory.groups:
             group.reserve(max_num_seqs, min(max_chunk_tokens, self.max_model_len))
-        self._observe = observe
         self._requests: dict[int, Request] = {}  # running and waiting requests by id
         self.requests = MappingProxyType(self._requests)  # read-only view
         self.running = RunningSet(max_num_seqs, cache)
@@ -64,7 +62,8 @@ class Scheduler:
             max_mixed_tokens=max_mixed_tokens,
             observe=observe,
         )
-        self._in_flight: deque[StepPlan] = deque()
+        self.loads = self.planner.loads
+        self.in_flight: deque[StepPlan] = deque()  # plans that are not committed, the oldest first
         self._now_ns = 0
         self._num_arrived = 0
         self.num_drafted = self.num_accepted = 0  # draft tokens that were verified, and those that were right
@@ -73,12 +72,8 @@ class Scheduler:
     # Queries
 
     @property
-    def in_flight(self) -> tuple[StepPlan, ...]:
-        return tuple(self._in_flight)
-
-    @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight) or self.planner.loads.has_work
+        return bool(self._requests or self.in_flight) or self.loads.has_work
 
     def get(self, request_id: int) -> Request | None:
         return self._requests.get(request_id)
@@ -94,16 +89,12 @@ class Scheduler:
 
     def add(self, request: Request, now_ns: int) -> None:
         """Add a request to the waiting queue, or raise and change nothing."""
-        try:
-            if self._is_draining:
-                raise Draining("the scheduler is draining and accepts no new requests")
-            if request.state is not RequestState.NEW or request.request_id in self._requests:
-                raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
-            self.cache.check_fits(request.num_prompt_tokens, self.max_model_len)
-            self.waiting.check_room()
-        except QuireError as error:
-            self._observe(Refused(request.request_id, type(error).__name__))
-            raise
+        if self._is_draining:
+            raise Draining("the scheduler is draining and accepts no new requests")
+        if request.state is not RequestState.NEW or request.request_id in self._requests:
+            raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
+        self.cache.check_fits(request.num_prompt_tokens, self.max_model_len)
+        self.waiting.check_room()
         self._now_ns = max(self._now_ns, now_ns)
         self._num_arrived += 1
         request.sequence = self._num_arrived
@@ -115,7 +106,6 @@ class Scheduler:
         self._requests[request.request_id] = request
         self.policy.ledger.arrive(request)
         self.waiting.push(request)
-        self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 
     def cancel(self, request_id: int) -> bool:
         """End a request in any state and free its blocks.
@@ -149,17 +139,17 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the next step. Plans that are not empty must be committed in order."""
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
-            raise InvariantViolation(f"{len(self._in_flight)} plans are in flight: commit the oldest first")
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            raise InvariantViolation(f"{len(self.in_flight)} plans are in flight: commit the oldest first")
         self._now_ns = now_ns = max(self._now_ns, now_ns)
         self.cache.pins.expire(now_ns)
-        step = self.planner.draft(now_ns, has_in_flight=bool(self._in_flight))
+        step = self.planner.draft(now_ns, has_in_flight=bool(self.in_flight))
         transfers = self.cache.levels.pop_plan()
         if not step.slices:
             return StepPlan((), (), (), (), *transfers)
         released = self.running.pop_released()
         plan = StepPlan(tuple(step.slices), tuple(step.copies), released, tuple(step.window_copies), *transfers)
-        self._in_flight.append(plan)
+        self.in_flight.append(plan)
         return plan
 
     # Lower levels
@@ -169,32 +159,13 @@ class Scheduler:
         self.cache.levels.saves.choose_idle(block for pin in self.cache.pins for block in pin.held.blocks)
         return StepPlan((), (), (), (), *self.cache.levels.pop_plan())
 
-    def finish_read(self, read_id: int, failures: Collection[Content] = (), read_ns: int = 0) -> None:
-        """Apply the end of a read: all its pieces are in buffers, except those of `failures`.
-
-        `read_ns`: the time that it took.
-        """
-        self.planner.loads.finish_read(read_id, failures, read_ns)
-
-    def finish_load(self, load_id: int, failures: Collection[Content] = ()) -> None:
-        """Apply the end of a load: all its copies are made, except those of `failures`."""
-        self.planner.loads.finish(load_id, failures)
-
-    def finish_save(self, content: Content, level: Level, *, is_saved: bool) -> None:
-        """Apply the end of a save to one level."""
-        self.cache.levels.finish_save(content, level, is_saved=is_saved)
-
-    def lose_stored(self, level: Level, contents: Collection[Content]) -> None:
-        """Forget content that is no longer stored in a lower level."""
-        self.cache.levels.lose(level, contents)
-
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Apply the result of the oldest plan in flight. Slices of an old epoch are dropped."""
-        if not self._in_flight or self._in_flight[0] is not plan:
+        if not self.in_flight or self.in_flight[0] is not plan:
             raise InvariantViolation("commit of a plan that is not the oldest in flight")
         if len(result.tokens) != len(plan.slices):
             raise InvariantViolation(f"{len(result.tokens)} results for {len(plan.slices)} slices")
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         updates: list[TokenUpdate] = []
         requests, memory = self._requests, self.cache.memory
         # Before requests end: the sources of copies are ends of prefixes, to be evicted before the blocks they follow.
@@ -205,7 +176,6 @@ class Scheduler:
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
             if request is None or request.epoch != piece.epoch:
-                self._observe(StaleResultDropped(piece.request_id, piece.epoch))
                 continue
             if has_more and index in result.failures:
                 self._end(request.request_id, FinishReason.ERROR)
@@ -285,15 +255,4 @@ class Scheduler:
         self.policy.ledger.leave(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        self._observe(
-            Finished(
-                request_id=request_id,
-                priority=request.priority,
-                reason=reason,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
-                num_cached_tokens=request.num_cached_tokens,
-                num_preemptions=request.num_preemptions,
-            )
-        )
         return True

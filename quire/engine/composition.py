@@ -645,7 +645,6 @@ def make_scheduler(
         given.block_size,
         secret=(levels.secret if levels is not None else b"") or chain_secret or secrets.token_bytes(16),
         is_caching=given.enable_prefix_caching,
-        observe=observe,
         window=given.window,
         num_window_blocks=given.num_window_blocks,
         num_states=given.num_states,

@@ -640,13 +640,13 @@ class Engine:
             self.has_progressed |= isinstance(done, ReadDone | LoadDone)
             match done:
                 case ReadDone(read_id, failures, read_ns):
-                    self.scheduler.finish_read(read_id, failures, read_ns)
+                    self.scheduler.loads.finish_read(read_id, failures, read_ns)
                 case LoadDone(load_id, failures):
-                    self.scheduler.finish_load(load_id, failures)
+                    self.scheduler.loads.finish(load_id, failures)
                 case SaveDone(content, level, is_saved):
-                    self.scheduler.finish_save(content, level, is_saved=is_saved)
+                    self.scheduler.cache.levels.saves.finish(content, level, is_saved=is_saved)
                 case Lost(contents):
-                    self.scheduler.lose_stored(Level.DISK, contents)
+                    self.scheduler.cache.levels.lose(Level.DISK, contents)
 
     def _start_loads_early(self, loads: Sequence[Load]) -> None:
         """Start copies while the rest of the plan is made."""

@@ -550,7 +550,7 @@ class ReplicaView:
         return self.limits.num_blocks - 1
 
     def status(self) -> ReplicaStatus:
-        cache = CacheStats.none() if self.stats is None else self.stats.cache
+        cache = CacheStats() if self.stats is None else self.stats.cache
         return ReplicaStatus(
             self.replica,
             self.is_accepting,

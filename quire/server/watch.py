@@ -34,7 +34,7 @@ from quire.version import __version__
 MAX_REQUESTS_SHOWN = 100  # per model
 MAX_FINISHED_SHOWN = 32  # per model
 RECENT_S = 300.0  # the requests behind the percentiles of times to first token
-_NO_STATS = Stats(CacheStats.none(), 0, 0, (TierStats(0, 0, 0.0),) * len(Priority), 0, 0, 0)
+_NO_STATS = Stats(CacheStats(), 0, 0, (TierStats(0, 0, 0.0),) * len(Priority), 0, 0, 0)
 
 
 class BlockCounts(msgspec.Struct, frozen=True):

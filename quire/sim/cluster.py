@@ -6,12 +6,9 @@ A router chooses the replica for a request, by what the replicas have reported a
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import count
-from random import Random
 
 from quire.core.cache.context import BLOCK_SIZE, TokenChain, hash_block_tokens, root_key
 from quire.core.policy import NS_PER_S
@@ -20,7 +17,6 @@ from quire.scale.routing import DEFAULT_MAX_BLOCKS, PrefixRouter, Prompt, Replic
 from quire.sim.simulator import Progress, RunReport, SimConfig, SimReplica, StepTime, make_records, to_ns
 from quire.sim.traces import TraceRequest
 
-NUM_POINTS = 100  # of each replica on the ring of consistent hashing
 REPORT_S = 0.5  # a replica tells the router its load and the changes of its cache this often
 
 Router = Callable[[int, TraceRequest, Sequence[ReplicaLoad]], int]  # the replica for request `number` of a trace
@@ -30,33 +26,6 @@ def round_robin(number: int, one: TraceRequest, loads: Sequence[ReplicaLoad]) ->
     """Each replica in turn."""
     del one
     return number % len(loads)
-
-
-class PowerOfTwo:
-    """Of two random replicas, the one with fewer requests."""
-
-    def __init__(self) -> None:
-        self._random = Random(0)
-
-    def __call__(self, number: int, one: TraceRequest, loads: Sequence[ReplicaLoad]) -> int:
-        del number, one
-        pair = self._random.sample(range(len(loads)), 2) if len(loads) > 1 else [0]
-        return min(pair, key=lambda replica: loads[replica].num_requests)
-
-
-class ConsistentHash:
-    """By the session of a request, or by the start of its prompt if it has none. Knows no load."""
-
-    def __init__(self, num_replicas: int) -> None:
-        places = [(replica, point) for replica in range(num_replicas) for point in range(NUM_POINTS)]
-        ring = sorted((_hash(f"{replica} {point}"), replica) for replica, point in places)
-        self._points: list[int] = [point for point, _ in ring]
-        self._replicas: list[int] = [replica for _, replica in ring]
-
-    def __call__(self, number: int, one: TraceRequest, loads: Sequence[ReplicaLoad]) -> int:
-        del loads
-        name = f"{one.salt} {one.session or one.prompt_ids(number)[:BLOCK_SIZE]}"
-        return self._replicas[bisect_left(self._points, _hash(name)) % len(self._points)]
 
 
 class ByPrefix(PrefixRouter[int]):
@@ -76,20 +45,14 @@ class ByPrefix(PrefixRouter[int]):
         return chosen
 
 
-ROUTERS: dict[str, Callable[[int, int], Router]] = {  # for a number of replicas and a block size
-    "prefix": lambda _, block_size: ByPrefix(block_size),
-    "round-robin": lambda _, __: round_robin,
-    "power-of-two": lambda _, __: PowerOfTwo(),
-    "consistent-hash": lambda num_replicas, _: ConsistentHash(num_replicas),
+ROUTERS: dict[str, Callable[[int], Router]] = {  # for a block size
+    "prefix": ByPrefix,
+    "round-robin": lambda _: round_robin,
 }
 
 
 def _num_blocks(one: TraceRequest, block_size: int) -> int:
     return -(-(one.prompt_tokens + one.output_tokens) // block_size)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def imbalance(values: Sequence[float]) -> float:
@@ -129,7 +92,7 @@ def simulate_cluster(
     """Simulate a trace on a cluster. Every replica has a cache of `config.num_blocks`."""
     records, numbers = make_records(trace), count(1)
     replicas = [SimReplica(trace, config, step_time, records, numbers, progress) for _ in range(num_replicas)]
-    choose = ROUTERS[router](num_replicas, config.block_size)
+    choose = ROUTERS[router](config.block_size)
     by_prefix = choose if isinstance(choose, ByPrefix) else None
     expected = {} if by_prefix is None else by_prefix.num_expected_tokens
     reporters = [] if by_prefix is None else [CacheReporter(replica.scheduler.cache) for replica in replicas]

@@ -2,22 +2,17 @@
 
 It compares policies and pool sizes without the hardware. Only the device is simulated: `StepTime` gives the duration of
 a step. Queue, block pool, prefix tree, preemption and the step in flight are the production code.
-
-Drafts are modelled as guesses of which a given share is right. The most tokens per draft and the steps that are awaited
-are those of the engine. Matches are not modelled, so wrong guesses do not reduce the number of drafts, as they do in
-the engine.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import accumulate, count
 from math import ceil
-from random import Random
 
 from quire.core.cache.context import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
@@ -26,44 +21,12 @@ from quire.core.memory import Place, choose_boundaries
 from quire.core.policy import NS_PER_S, StepCost, make_policy
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.core.step import StepPlan, StepResult, TokenUpdate, accepted
+from quire.core.step import StepPlan, StepResult, TokenUpdate
 from quire.core.values import Priority, SamplingParams
-from quire.engine.engine import MIN_DRAFTS, awaits_tokens, num_allowed, num_paying
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull
 from quire.sim.traces import TraceRequest
 
-MAX_DRAFTS = 31  # of a slice, as on a GPU
-MAX_COSTLY_DRAFTS = 15  # where rows cost time
-SEED = 27
-
 Progress = Callable[[int], None]  # with the number of requests that have ended
-
-
-class SimDrafts:
-    """Makes the drafts of one replica. `outputs`: the whole answers of its requests, by request id."""
-
-    def __init__(self, outputs: Mapping[int, Sequence[int]], config: SimConfig) -> None:
-        self._outputs = outputs
-        self._config = config
-        self._acceptance = config.acceptance or 0.0
-        self._random = Random(SEED)
-
-    def update(self, request: Request, num_running: int, cost: StepCost | None) -> None:
-        """Make a new draft for a request whose last tokens have arrived. `cost`: where rows cost time."""
-        was_held = request.is_held
-        request.draft, request.is_held = (), False
-        max_drafts = MAX_DRAFTS if cost is None else MAX_COSTLY_DRAFTS
-        most = num_allowed(max_drafts, self._config.max_num_seqs, num_running, has_costly_rows=cost is not None)
-        if most < 1 or not (was_held or self._random.random() < self._config.draft_share):
-            return
-        if request.num_in_flight:
-            request.is_held = most > MIN_DRAFTS
-            return
-        if cost is not None:
-            most = num_paying(self._acceptance, most, num_running, cost)
-        done = request.num_output_tokens
-        coming = self._outputs[request.request_id][done : done + most]
-        request.draft = [token if self._random.random() < self._acceptance else token ^ 1 for token in coming]
 
 
 MAX_SAMPLES = 2_000  # points of a timeline, for runs of any length
@@ -136,16 +99,8 @@ class SimConfig:
     window: int = 0  # of the layers with a window
     num_window_blocks: int = 0  # 0: the window layers keep the KV of the whole context, like the others
     num_states: int = 0  # slots of recurrent states, one of which is the empty state; 0: the model has none
-    num_live_states: int = 2  # slots of a running request
     places: tuple[Place, ...] = tuple(Place)  # where snapshots of states are stored
     interval: int = 0  # store snapshots in prompts every so many tokens as well; 0: no
-    acceptance: float | None = None  # probability that a guessed token is right; None: no tokens are guessed
-    draft_share: float = 1.0  # probability that the text after a token is guessed
-
-    def __post_init__(self) -> None:
-        for name, value in (("acceptance", self.acceptance), ("draft_share", self.draft_share)):
-            if value is not None and not 0 <= value <= 1:
-                raise InvalidRequest(f"{name} = {value!r} is not from 0 to 1")
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
         policy = make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)
@@ -153,11 +108,9 @@ class SimConfig:
             self.num_blocks,
             self.block_size,
             is_caching=self.enable_prefix_caching,
-            observe=observe,
             window=self.window,
             num_window_blocks=self.num_window_blocks,
             num_states=self.num_states,
-            num_live_states=self.num_live_states,
             places={*self.places, Place.MESSAGE} if self.interval else self.places,
         )
         return Scheduler(
@@ -250,8 +203,6 @@ class SimReport(RunReport):
     timeline: tuple[Sample, ...]
     cache: CacheStats
     num_steps: int
-    num_drafted: int  # guessed tokens that were verified
-    num_accepted: int  # and those that were right
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -305,7 +256,6 @@ class SimReplica:
         self._inbox: deque[int] = deque()  # requests that have arrived, or will
         self._cancels: list[tuple[int, int]] = []  # (time, request), a heap
         self._outputs: dict[int, list[int]] = {}  # complete outputs of live requests
-        self._drafts = None if config.acceptance is None else SimDrafts(self._outputs, config)
         self._timeline: list[Sample] = []
         self._in_flight: tuple[StepPlan, int] | None = None  # plan and its end time
 
@@ -320,13 +270,6 @@ class SimReplica:
         """Run all steps that begin before this time; None: until all requests have ended."""
         while (limit_ns is None or self.now_ns < limit_ns) and (self._in_flight is not None or self._wait_for_work()):
             self._arrive()
-            if (
-                self._drafts is not None
-                and self._in_flight is not None
-                and awaits_tokens(self.scheduler.running.requests)
-            ):
-                self._commit()
-                self._arrive()
             plan = self.scheduler.schedule(self.now_ns)
             self._commit()
             if not plan.is_empty:
@@ -352,8 +295,6 @@ class SimReplica:
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
             makespan_s=self.now_ns / NS_PER_S,
-            num_drafted=self.scheduler.num_drafted,
-            num_accepted=self.scheduler.num_accepted,
         )
 
     def _wait_for_work(self) -> bool:
@@ -411,8 +352,7 @@ class SimReplica:
             elif output is None:
                 tokens.append((0,))
             else:
-                end = piece.start + piece.length - self.trace[piece.request_id].prompt_tokens
-                tokens.append(accepted(output[end - piece.num_drafts : end + 1], piece.drafts))
+                tokens.append((output[piece.start + piece.length - self.trace[piece.request_id].prompt_tokens],))
         return StepResult(tuple(tokens))
 
     def _deliver(self, updates: Sequence[TokenUpdate]) -> None:
@@ -426,9 +366,6 @@ class SimReplica:
                 record.finish_s = now_s
                 is_whole = record.num_outputs == self.trace[update.request_id].output_tokens
                 self._end(update.request_id, Outcome.FINISHED if is_whole else Outcome.CUT)
-            elif self._drafts is not None:
-                request = self.scheduler.requests[update.request_id]
-                self._drafts.update(request, len(self.scheduler.running), self.scheduler.policy.ledger.cost)
 
     def _end(self, number: int, outcome: Outcome) -> None:
         self.records[number].outcome = outcome

@@ -21,17 +21,21 @@ The format of the public Mooncake traces is accepted as well (timestamp in ms, i
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
-from quire.core.values import MAX_SALT, MAX_TOKEN_ID, Priority
+import msgspec
+from msgspec import Meta, Struct, structs
+
+from quire.core.values import MAX_SALT, MAX_TOKEN_ID, Priority, check_salt
 from quire.errors import InvalidRequest, TraceError
 
 VOCAB_SIZE = 32_000
@@ -41,19 +45,23 @@ MAX_SECONDS = 1e9
 MAX_REQUESTS = 1_000_000  # per synthetic trace
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    shared: tuple[tuple[str, int], ...] = ()
-    output: str = ""
-    prompt: tuple[int, ...] = ()
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Name = Annotated[str, Meta(max_length=MAX_SALT)]
+
+
+class TraceRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    arrival_s: Seconds
+    prompt_tokens: Count
+    output_tokens: Count
+    shared: tuple[tuple[Name, Count], ...] = ()
+    output: Name = ""
+    prompt: tuple[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)], ...] = ()
     priority: Priority = Priority.NORMAL
-    salt: str = ""
-    cancel_after_s: float | None = None
-    tenant: str = ""
-    session: str = ""
+    salt: Name = ""
+    cancel_after_s: Seconds | None = None
+    tenant: Name = ""
+    session: Name = ""
 
     def prompt_ids(self, number: int) -> list[int]:
         """Prompt of request `number` of a trace: its shared parts, then unique text."""
@@ -69,7 +77,7 @@ class TraceRequest:
 
     def as_line(self) -> str:
         """One line of a trace file, without empty optional fields."""
-        fields = {name: value for name, value in asdict(self).items() if value not in ((), "", None)}
+        fields = {name: value for name, value in structs.asdict(self).items() if value not in ((), "", None)}
         if self.prompt:
             del fields["prompt_tokens"]
         fields["priority"] = self.priority.name
@@ -109,136 +117,58 @@ def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"{name} line {number}"
         try:
-            fields = json.loads(line, object_pairs_hook=list)
-        except (ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
-            raise TraceError(f"{where}: not a JSON object on one line ({reason})") from None
-        if not isinstance(fields, list) or not all(isinstance(pair, tuple) for pair in fields):
-            raise TraceError(f"{where}: not a JSON object on one line")
-        yield _parse(_Line(where, fields))
+            yield _parse(msgspec.json.decode(line, type=dict[str, Any]))
+        except (msgspec.DecodeError, InvalidRequest, RecursionError) as error:
+            raise TraceError(f"{name} line {number}: {error}") from None
 
 
-class _Line:
-    """The fields of one line. Parsing removes them one by one; any that remain are unknown."""
-
-    def __init__(self, where: str, pairs: Sequence[tuple[str, Any]]) -> None:
-        self.where = where
-        self.fields: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in self.fields:
-                raise self.error(name, "occurs twice")
-            self.fields[name] = value
-        # null is the same as a missing field
-        self.fields = {name: value for name, value in self.fields.items() if value is not None}
-
-    def error(self, field: str, problem: str) -> TraceError:
-        return TraceError(f"{self.where}: field {field!r} {problem}")
-
-    def wrong(self, field: str, value: Any, wanted: str) -> TraceError:
-        shown = repr(value)
-        return self.error(field, f"= {shown if len(shown) <= 60 else shown[:57] + '...'} is not {wanted}")
-
-    def take(self, field: str) -> Any:
-        if field not in self.fields:
-            raise self.error(field, "is missing")
-        return self.fields.pop(field)
-
-    def seconds(self, field: str, most: float = MAX_SECONDS) -> float:
-        value = self.take(field)
-        if type(value) not in (int, float) or not 0 <= value <= most:
-            raise self.wrong(field, value, f"a number from 0 to {most:g}")
-        return float(value)
-
-    def count(self, field: str, least: int) -> int:
-        value = self.take(field)
-        if type(value) is not int or not least <= value <= MAX_TOKENS:
-            raise self.wrong(field, value, f"a whole number from {least} to {MAX_TOKENS}")
-        return value
-
-    def string(self, field: str) -> str:
-        value = self.fields.pop(field, "")
-        if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_SALT:
-            raise self.wrong(field, value, f"a printable string of at most {MAX_SALT} characters")
-        return value
-
-    def finish(self, known: Iterable[str]) -> None:
-        for name in self.fields:
-            raise self.error(name, f"is unknown; known fields are {', '.join(known)}")
+class _MooncakeLine(Struct, forbid_unknown_fields=True):
+    timestamp: Annotated[float, Meta(ge=0, le=1000 * MAX_SECONDS)]
+    input_length: Count
+    output_length: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    hash_ids: tuple[int, ...]
 
 
-def _parse(line: _Line) -> TraceRequest:
-    if "hash_ids" in line.fields or "input_length" in line.fields:
-        return _mooncake(line)
-    prompt = _token_ids(line) if "prompt" in line.fields else ()
-    if prompt and (clash := [name for name in ("prompt_tokens", "shared") if name in line.fields]):
-        raise line.error("prompt", f"cannot be combined with {' and '.join(clash)}")
-    prompt_tokens = len(prompt) or line.count("prompt_tokens", 1)
-    shared = _shared(line)
-    if (num_shared := sum(count for _, count in shared)) > prompt_tokens:
-        raise line.error("shared", f"has {num_shared} tokens, more than {prompt_tokens = }")
-    request = TraceRequest(
-        arrival_s=line.seconds("arrival_s"),
-        prompt_tokens=prompt_tokens,
-        output_tokens=line.count("output_tokens", 1),
-        shared=shared,
-        output=line.string("output"),
-        prompt=prompt,
-        priority=_priority(line),
-        salt=line.string("salt"),
-        tenant=line.string("tenant"),
-        session=line.string("session"),
-        cancel_after_s=line.seconds("cancel_after_s") if "cancel_after_s" in line.fields else None,
-    )
-    line.finish(TraceRequest.__dataclass_fields__)
+def _parse(line: dict[str, Any]) -> TraceRequest:
+    fields = {name: value for name, value in line.items() if value is not None}  # null is the same as a missing field
+    try:
+        if "hash_ids" in fields or "input_length" in fields:
+            return _mooncake(msgspec.convert(fields, _MooncakeLine))
+        request = msgspec.convert({**fields, **_converted(fields)}, TraceRequest)
+    except msgspec.ValidationError as error:
+        named = re.search(r"\$\.(\w+)", str(error))
+        value = f"field {named[1]!r} = {fields.get(named[1])!r:.60}: " if named is not None else ""
+        raise InvalidRequest(f"{value}{error}") from None
+    check_salt(request.salt)
+    if (num_shared := sum(count for _, count in request.shared)) > request.prompt_tokens:
+        raise InvalidRequest(f"shared has {num_shared} tokens, more than prompt_tokens = {request.prompt_tokens}")
     return request
 
 
-def _mooncake(line: _Line) -> TraceRequest:
-    prompt_tokens = line.count("input_length", 1)
-    hashes = line.take("hash_ids")
-    if not isinstance(hashes, list) or not all(type(one) is int for one in hashes):
-        raise line.wrong("hash_ids", hashes, "a list of whole numbers")
-    request = TraceRequest(
-        arrival_s=line.seconds("timestamp", 1000 * MAX_SECONDS) / 1000,
-        prompt_tokens=prompt_tokens,
-        output_tokens=max(1, line.count("output_length", 0)),
-        shared=tuple((f"hash {one}", MOONCAKE_BLOCK) for one in hashes[: prompt_tokens // MOONCAKE_BLOCK]),
+def _converted(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not given as a `TraceRequest` has them."""
+    converted: dict[str, Any] = {}
+    if "priority" in fields:
+        name = str(fields["priority"]).upper()
+        if name not in Priority.__members__:
+            raise InvalidRequest(f"priority = {fields['priority']!r} is not one of {', '.join(Priority.__members__)}")
+        converted["priority"] = Priority[name]
+    if isinstance(prompt := fields.get("prompt"), list):
+        if clash := fields.keys() & {"prompt_tokens", "shared"}:
+            raise InvalidRequest(f"prompt cannot be combined with {' and '.join(sorted(clash))}")
+        converted["prompt_tokens"] = len(prompt)
+    return converted
+
+
+def _mooncake(line: _MooncakeLine) -> TraceRequest:
+    hashes = line.hash_ids[: line.input_length // MOONCAKE_BLOCK]
+    return TraceRequest(
+        arrival_s=line.timestamp / 1000,
+        prompt_tokens=line.input_length,
+        output_tokens=max(1, line.output_length),
+        shared=tuple((f"hash {one}", MOONCAKE_BLOCK) for one in hashes),
     )
-    line.finish(("timestamp", "input_length", "output_length", "hash_ids"))
-    return request
-
-
-def _priority(line: _Line) -> Priority:
-    value = line.fields.pop("priority", Priority.NORMAL.name)
-    if not isinstance(value, str) or value.upper() not in Priority.__members__:
-        raise line.wrong("priority", value, f"one of {', '.join(Priority.__members__)}")
-    return Priority[value.upper()]
-
-
-def _token_ids(line: _Line) -> tuple[int, ...]:
-    value = line.take("prompt")
-    if not isinstance(value, list) or not value:
-        raise line.wrong("prompt", value, "a list of token ids")
-    for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
-            raise line.wrong(f"prompt[{position}]", token, f"a token id from 0 to {MAX_TOKEN_ID}")
-    return tuple(value)
-
-
-def _shared(line: _Line) -> tuple[tuple[str, int], ...]:
-    value = line.fields.pop("shared", [])
-    if not isinstance(value, list) or not all(_is_part(part) for part in value):
-        raise line.wrong("shared", value, "a list of [name, tokens]")
-    return tuple((name, count) for name, count in value)
-
-
-def _is_part(part: Any) -> bool:
-    match part:
-        case [str(name), int(count)] if type(count) is int:
-            return name.isprintable() and 1 <= count <= MAX_TOKENS
-    return False
 
 
 # Synthetic traces

@@ -28,23 +28,6 @@ def test_sim_prints_a_table_a_person_can_read() -> None:
     assert outcome.stderr == ""
 
 
-def test_sim_models_drafts() -> None:
-    arguments = (
-        "sim",
-        "--requests",
-        "30",
-        "--scheduling-policy",
-        "fair",
-        "--num-blocks",
-        "2000",
-        "--acceptance",
-        "0.9",
-    )
-    assert "draft tokens were right (" in quire(*arguments).stdout
-    (run,) = json.loads(quire(*arguments, "--draft-share", "0.5", "--json").stdout)["runs"]
-    assert 0 < run["draft_tokens_accepted"] < run["draft_tokens"]
-
-
 def test_sim_reports_requests_without_a_complete_answer(tmp_path: Path) -> None:
     lines = [
         {"arrival_s": 0, "prompt_tokens": 100, "output_tokens": 5000},
@@ -102,8 +85,8 @@ def test_sim_compares_routers() -> None:
     outcome = quire("sim", *options, "--replicas", "2", "--replicas", "3")
     assert outcome.returncode == 0, outcome.stderr
     rows = [line.split()[:1] for line in outcome.stdout.splitlines()[4:]]
-    assert rows == [*[["2"]] * 5, [], *[["3"]] * 5]
-    for word in ("prefix", "round-robin", "power-of-two", "consistent-hash"):
+    assert rows == [*[["2"]] * 3, [], *[["3"]] * 3]
+    for word in ("prefix", "round-robin"):
         assert word in outcome.stdout
 
 
@@ -161,8 +144,6 @@ BAD: list[tuple[list[str], str]] = [
     (["--window", "64"], "--window and --num-window-blocks must be given together"),
     (["--window", "0", "--num-window-blocks", "99"], "--window = 0 is less than 1"),
     (["--window", "64", "--num-window-blocks", "9"], "--num-window-blocks = 9 is less than"),
-    (["--acceptance", "1.4"], "--acceptance = 1.4 is not from 0 to 1"),
-    (["--draft-share", "0.4"], "--draft-share 0.4 needs --acceptance"),
     (["--plot", "x.gif"], "--plot x.gif does not end in .png or .svg"),
 ]
 

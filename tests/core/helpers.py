@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, TypeVar
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.cache.context import KVCacheBlock
 from quire.core.cache.prefix import NO_HIT, BlockPool
+from quire.core.check import audit_cache
 from quire.core.events import Event
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fair, Policy
@@ -24,11 +26,18 @@ _T = TypeVar("_T")
 
 def free_ids(pool: BlockPool) -> list[int]:
     """The whole free list, in order of eviction."""
-    return [block.block_id for block in pool.free]
+    return list(pool.free)
 
 
 def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]
+
+
+def check_cache(cache: KVCacheManager, held: Iterable[int] = (), roots: Container[bytes] | None = None) -> None:
+    """Check pool, tree and pins. `held`: ids of blocks that others than pins hold, one entry per reference."""
+    counts = Counter(held)
+    holders = [counts[block.block_id] for block in cache.pool.blocks]
+    deque(audit_cache(cache, holders, roots), maxlen=0)
 
 
 def compute(cache: KVCacheManager, request: Request, upto: int | None = None) -> None:
@@ -70,7 +79,7 @@ class Rig:
         self.now_ns = 0
         self.window, self.has_states = window, num_states > 0
         memory: dict[str, Any] = {"window": window, "num_window_blocks": num_window_blocks, "num_states": num_states}
-        self.cache = KVCacheManager(num_blocks, block_size, observe=self.events.append, **memory, **cache_options)
+        self.cache = KVCacheManager(num_blocks, block_size, **memory, **cache_options)
         self.scheduler = Scheduler(
             self.cache,
             policy or Fair(),

@@ -11,16 +11,15 @@ from quire.core.levels.lower_level import LowerLevel, PieceCounts, PieceSizes
 from quire.core.levels.saves import SaveLimits
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
-from quire.core.step import Content, Load, MemoryKind, MemoryRef, Save, StepPlan
+from quire.core.step import Content, Load, MemoryKind, Save, StepPlan
 from quire.core.values import Level, SamplingParams
 from tests.core.helpers import Rig
+from tests.sim.lower_store import Payload, StoredContent
 
 SIZES: PieceSizes = (10, 5, 25)  # bytes of a block, a window block and a state
 PLENTY = SaveLimits(max_bytes=100_000, idle_bytes=100_000, max_pending=1_000, max_writes=1_000)
 UNLIMITED = 1_000_000  # bytes of a host level that never evicts in a test
 BLOCK_SIZE = 4
-
-Payload = list[int]
 
 
 class Saving(NamedTuple):
@@ -29,16 +28,14 @@ class Saving(NamedTuple):
     payload: Payload
 
 
-class Store:
-    """Content below the device. Saves, reads and loads wait until `finish_saves`, `finish_read` and `finish_load`."""
+class Store(StoredContent):
+    """A store whose saves, reads and loads wait until `finish_saves`, `finish_read` and `finish_load`."""
 
     def __init__(self, runner: FakeRunner) -> None:
-        self._runner = runner
-        self.stored: dict[Level, dict[Content, Payload]] = {Level.HOST: {}, Level.DISK: {}}
+        super().__init__(runner)
         self.saving: list[Saving] = []
         self.loading: dict[int, list[Load]] = {}
         self.reading: dict[int, list[Content]] = {}
-        self.buffers: dict[tuple[int, Content], Payload] = {}  # what was read
         self.dropped: list[Content] = []
         self.dropped_reads: set[int] = set()
 
@@ -48,15 +45,13 @@ class Store:
             del self.stored[Level.HOST][content]
             self.dropped.append(content)
         for save in plan.saves:
-            payload = self.stored[Level.HOST][save.content] if save.source is None else self._read(save.source)
-            self.saving += [Saving(save, level, payload) for level in save.levels]
+            self.saving += [Saving(save, level, self.payload(save)) for level in save.levels]
         for load in plan.loads:
             self.loading.setdefault(load.load_id, []).append(load)
         for read in plan.reads:
             self.reading.setdefault(read.read_id, []).append(read.content)
         self.dropped_reads.update(plan.dropped_reads)
-        for read_id, content in [key for key in self.buffers if key[0] in plan.dropped_reads]:
-            del self.buffers[read_id, content]
+        self.drop_reads(plan)
 
     def finish_read(self, scheduler: Scheduler, read_id: int, failing: Collection[Content] = ()) -> None:
         """Read the pieces of a read into buffers, except those that fail."""
@@ -64,48 +59,29 @@ class Store:
         found = {content: self.stored[Level.DISK].get(content) for content in contents if content not in failing}
         if read_id not in self.dropped_reads:
             self.buffers |= {(read_id, content): payload for content, payload in found.items() if payload is not None}
-        scheduler.finish_read(read_id, {content for content in contents if found.get(content) is None})
+        scheduler.loads.finish_read(read_id, {content for content in contents if found.get(content) is None})
 
     def finish_saves(self, scheduler: Scheduler, *, is_saved: bool = True) -> None:
         saving, self.saving = self.saving, []
         for one in saving:
             if is_saved:
                 self.stored[one.level][one.save.content] = one.payload
-            scheduler.finish_save(one.save.content, one.level, is_saved=is_saved)
+            scheduler.cache.levels.saves.finish(one.save.content, one.level, is_saved=is_saved)
 
     def finish_load(self, scheduler: Scheduler, load_id: int, failing: Collection[Content] = ()) -> None:
         """Make the copies of a load, except those that fail."""
         failures = set(failing)
-        payload: Payload | None
         for load in self.loading.pop(load_id):
-            if load.read_id:
-                payload = self.buffers.pop((load.read_id, load.content), None)
-            else:
-                payload = self.stored[load.level].get(load.content)
-            if payload is None or load.content in failures:
+            payload = self.take(load)
+            if not payload or load.content in failures:
                 failures.add(load.content)
             else:
-                self._write(load.target, payload)
-        scheduler.finish_load(load_id, failures)
+                self.write(load.target, payload)
+        scheduler.loads.finish(load_id, failures)
 
     def clear(self) -> None:
+        super().clear()
         self.saving.clear()
-        for stored in self.stored.values():
-            stored.clear()
-
-    def _read(self, ref: MemoryRef) -> Payload:
-        if ref.kind is MemoryKind.STATE:
-            return [self._runner.states[ref.index]]
-        return [*self._memory(ref.kind)[ref.index]]
-
-    def _write(self, ref: MemoryRef, payload: Payload) -> None:
-        if ref.kind is MemoryKind.STATE:
-            (self._runner.states[ref.index],) = payload
-        else:
-            self._memory(ref.kind)[ref.index][:] = payload
-
-    def _memory(self, kind: MemoryKind) -> list[Payload]:
-        return self._runner.window_memory if kind is MemoryKind.WINDOW else self._runner.memory
 
 
 class TieredRig(Rig):
@@ -194,20 +170,19 @@ class TieredRig(Rig):
 
     # Requests
 
-    def request(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "", tenant: str = "") -> Request:
+    def request(self, prompt: Sequence[int], *, max_tokens: int = 4, **options: Any) -> Request:
         """A request that is not added yet."""
         self._next_id += 1
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        return Request(self._next_id, prompt, sampling, salt=salt, tenant=tenant)
+        return Request(self._next_id, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), **options)
 
-    def arrive(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "", tenant: str = "") -> Request:
-        request = self.request(prompt, max_tokens=max_tokens, salt=salt, tenant=tenant)
+    def arrive(self, prompt: Sequence[int], **options: Any) -> Request:
+        request = self.request(prompt, **options)
         self.scheduler.add(request, self.now_ns)
         return request
 
-    def compute(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "") -> Request:
+    def compute(self, prompt: Sequence[int], **options: Any) -> Request:
         """Run a request to its end. Its answer must be that of the same request alone."""
-        request = self.arrive(prompt, max_tokens=max_tokens, salt=salt)
+        request = self.arrive(prompt, **options)
         self.run()
         self.check_answer(request)
         return request
@@ -224,9 +199,9 @@ class TieredRig(Rig):
         prompt = [*request.tokens[: request.num_prompt_tokens]]
         assert request.output == self.output_alone(prompt, request.sampling)
 
-    def wait_for_load(self, prompt: Sequence[int], *, max_tokens: int = 4, salt: str = "") -> Request:
+    def wait_for_load(self, prompt: Sequence[int]) -> Request:
         """Add a request and plan a step, in which it starts to wait for a load."""
-        request = self.arrive(prompt, max_tokens=max_tokens, salt=salt)
+        request = self.arrive(prompt)
         self.step()
         assert request in self.scheduler.waiting.load_waiters
         return request

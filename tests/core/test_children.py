@@ -15,6 +15,8 @@ def block(*tokens: int) -> KVCacheBlock:
 def test_behaves_like_a_sorted_list_through_thousands_of_changes() -> None:
     random = Random(3)
     children: SortedBlocks[KVCacheBlock] = SortedBlocks()
+    assert children.neighbours(b"abcd") == (None, None)
+    assert children.get(b"abcd") is None
     model: dict[bytes, KVCacheBlock] = {}
     for _ in range(6_000):
         made = block(*random.choices(range(8), k=random.randint(1, 5)))
@@ -34,10 +36,3 @@ def test_behaves_like_a_sorted_list_through_thousands_of_changes() -> None:
         assert bool(children) == bool(model)
     assert [b.tokens for b in children] == sorted(model)
     assert len(model) > 600  # several buckets
-
-
-def test_empty() -> None:
-    children: SortedBlocks[KVCacheBlock] = SortedBlocks()
-    assert not children
-    assert children.neighbours(b"abcd") == (None, None)
-    assert children.get(b"abcd") is None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.events import Preempted, PrefixWaited
-from quire.core.policy import UNITS, Aging, Fair, Fcfs, StepCost, make_policy
+from quire.core.events import Preempted
+from quire.core.policy import UNITS, Aging, Fair, Policy, StepCost, make_policy
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
-from tests.core.helpers import Rig, shape
+from tests.core.helpers import Rig
 
 HIGH, NORMAL, LOW = Priority
 
@@ -75,29 +75,7 @@ def test_rows_are_not_rationed_where_they_cost_almost_nothing() -> None:
             assert len(rig.step().slices) == 17
 
 
-def test_rationed_rows_run_in_a_step_in_which_high_is_stalled() -> None:
-    rig = Rig(max_num_seqs=2, num_blocks=13, max_chunk_tokens=4, policy=costly(0, 10))
-    low = rig.add(1, range(16), priority=LOW, max_tokens=20)
-    for _ in range(30):
-        rig.step()
-    assert low.num_output_tokens > 0
-    rig.add(2, range(100, 120), priority=HIGH, max_tokens=20)
-    for _ in range(200):
-        plan = rig.step()
-        assert not plan.is_empty or not rig.scheduler.has_work
-
-
 # Tenants
-
-
-def test_the_prompt_of_a_new_tenant_is_computed_next_to_long_prompts_of_another() -> None:
-    rig = Rig(max_num_seqs=8, num_blocks=2000, max_num_batched_tokens=64, max_chunk_tokens=32)
-    for request_id in range(4):
-        rig.add(request_id, range(1000 * request_id, 1000 * request_id + 900), max_tokens=1, tenant="batch")
-    for _ in range(6):
-        rig.step()
-    rig.add(9, range(7000, 7020), max_tokens=1, tenant="person")
-    assert (9, 0, 20) in shape(rig.step())
 
 
 # Prefixes in flight
@@ -112,7 +90,6 @@ def test_each_prefix_waiter_is_processed_once() -> None:
     rig.step()
     waiters = rig.scheduler.waiting.prefix_waiters
     assert len(waiters) == 999
-    assert len(rig.happened(PrefixWaited)) == 999
 
     def touched(_request: object) -> bool:
         raise AssertionError("a waiter was processed again")
@@ -159,7 +136,7 @@ def test_settings_of_another_policy_are_refused(arguments: tuple[str, float], me
 
 
 def test_make_policy_passes_the_settings() -> None:
-    assert isinstance(make_policy("fcfs"), Fcfs)
+    assert type(make_policy("fcfs")) is Policy
     aging = make_policy("aging", 3.0)
     assert isinstance(aging, Aging)
     assert aging.patience_s == 3.0

@@ -34,18 +34,6 @@ def refs(cache: KVCacheManager) -> list[int]:
     return [block.ref_count for block in cache.pool.blocks[1:]]
 
 
-def test_a_table_grows_by_whole_blocks_as_needed() -> None:
-    cache = make_cache()
-    request = make_request(1, 5)
-    assert cache.grow(request, 5) == []
-    assert request.block_table == [1, 2]
-    cache.grow(request, 8)
-    assert request.block_table == [1, 2]  # less than one block is unused
-    cache.grow(request, 9)
-    assert request.block_table == [1, 2, 3]
-    assert free_ids(cache.pool) == [4, 5, 6, 7, 8]
-
-
 def test_grow_is_all_or_nothing() -> None:
     cache = make_cache(num_blocks=6)
     holder = make_request(1, 8)
@@ -59,15 +47,6 @@ def test_grow_is_all_or_nothing() -> None:
     assert request.block_table == []
     assert refs(cache) == [0, 0, 0, 0, 0]
     assert free_ids(cache.pool) == [3, 4, 5, 2, 1]
-
-
-def test_the_last_token_is_never_a_hit() -> None:
-    cache = make_cache()
-    compute(cache, make_request(1, 8))
-    again = make_request(2, 8)
-    hit = cache.match(again)
-    assert hit.num_tokens == 7
-    assert (ids(hit.blocks), hit.tail and hit.tail.block_id, hit.num_tail_tokens) == ([1], 2, 3)
 
 
 def test_the_next_turn_continues_the_tail_of_a_finished_request_in_place() -> None:
@@ -104,7 +83,7 @@ def test_a_fork_shares_all_computed_blocks_of_its_parent() -> None:
     cache = make_cache()
     parent = make_request(1, 6)
     compute(cache, parent)
-    child = parent.sibling(2, 1)
+    child = Request(2, parent.tokens, parent=parent)
     hit = cache.fork(parent, child)
     assert (ids(hit.blocks), hit.num_tokens, hit.is_fork) == ([1], 5, True)
     assert cache.grow(child, 6, hit) == [BlockCopy(2, 3)]
@@ -167,15 +146,6 @@ def test_pinning_the_prompt_of_a_request_computes_no_new_keys() -> None:
     assert digest.num_calls == num_calls
     assert cache.pin("c", range(50), "", 10**9) == 48  # by tokens
     assert [ids(pin.held.blocks) for pin in cache.pins] == [list(range(1, 13)), [1, 2], list(range(1, 13))]
-
-
-def test_release_does_not_change_the_old_table_that_a_plan_may_read() -> None:
-    cache = make_cache()
-    request = make_request(1, 8)
-    compute(cache, request)
-    table = request.block_table
-    cache.release(request)
-    assert table == [1, 2]
 
 
 def test_a_disabled_cache_finds_and_publishes_nothing() -> None:

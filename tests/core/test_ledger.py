@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from quire.core.policy import UNITS, FairLedger, Ledger, StepCost, TierWork, Turn
+from quire.core.policy import UNITS, Fair, Ledger, StepCost, TierWork, Turn
 from quire.core.request import Request
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
@@ -18,7 +18,7 @@ MAX_STEP = 100
 
 
 def step(
-    ledger: FairLedger, served: dict[Priority, int], *, short: Collection[Priority] = (), work: TierWork = BUSY
+    ledger: Ledger, served: dict[Priority, int], *, short: Collection[Priority] = (), work: TierWork = BUSY
 ) -> None:
     """One step in which tiers get these tokens; tiers in `served` or `short` have work."""
     ledger.begin_step([work if tier in served or tier in short else IDLE for tier in Priority])
@@ -29,12 +29,12 @@ def step(
     ledger.end_step(short, MAX_STEP)
 
 
-def tokens(ledger: FairLedger, tier: Priority) -> float:
+def tokens(ledger: Ledger, tier: Priority) -> float:
     return ledger.credits[tier] / UNITS
 
 
 def test_a_tier_without_service_is_owed_its_share_of_all_tokens() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     step(ledger, {HIGH: 16}, short=(HIGH, LOW))
     assert tokens(ledger, LOW) == 2
     assert ledger.is_owed(LOW)
@@ -45,7 +45,7 @@ def test_a_tier_without_service_is_owed_its_share_of_all_tokens() -> None:
 
 
 def test_the_tier_with_the_largest_credit_relative_to_its_share_has_the_first_turn() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     step(ledger, {HIGH: 16}, short=(NORMAL, LOW))
     step(ledger, {HIGH: 14, NORMAL: 2}, short=(NORMAL, LOW))
     assert (tokens(ledger, NORMAL), tokens(ledger, LOW)) == (6, 4)
@@ -56,7 +56,7 @@ def test_the_tier_with_the_largest_credit_relative_to_its_share_has_the_first_tu
 
 
 def test_using_spare_capacity_makes_no_debt() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     for _ in range(50):
         step(ledger, {LOW: 60}, short=(LOW,))  # alone
     assert tokens(ledger, LOW) == 0
@@ -68,7 +68,7 @@ def test_using_spare_capacity_makes_no_debt() -> None:
 
 
 def test_debts_and_credits_are_at_most_one_step() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     for _ in range(100):
         step(ledger, {HIGH: 90}, short=(LOW,))
     assert tokens(ledger, LOW) == MAX_STEP
@@ -80,8 +80,8 @@ def test_debts_and_credits_are_at_most_one_step() -> None:
     assert tokens(ledger, LOW) == 0
 
 
-def rationed(cost: StepCost, high: TierWork, normal: TierWork, low: TierWork) -> FairLedger:
-    ledger = FairLedger()
+def rationed(cost: StepCost, high: TierWork, normal: TierWork, low: TierWork) -> Ledger:
+    ledger = Fair().ledger
     ledger.cost = cost
     ledger.begin_step([high, normal, low])
     return ledger
@@ -116,7 +116,7 @@ def test_a_row_with_a_long_context_costs_more() -> None:
 
 def test_the_second_row_of_a_step_also_costs_the_saving_of_a_single_token() -> None:
     """A step of one token takes 550, of two 950: HIGH keeps 3/4 of its speed if LOW is in every second step."""
-    ledger, taken = FairLedger(), []
+    ledger, taken = Fair().ledger, []
     ledger.cost = StepCost(base_ns=500, token_ns=225, single_ns=175)
     low = Request(1, [1], priority=LOW)
     for _ in range(40):
@@ -133,7 +133,7 @@ def test_the_second_row_of_a_step_also_costs_the_saving_of_a_single_token() -> N
 
 
 def test_an_owed_tier_is_rationed_too_and_gets_at_least_one_token() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     for _ in range(50):
         step(ledger, {HIGH: 15}, short=(LOW,))
     ledger.cost = StepCost(base_ns=0, token_ns=10)
@@ -145,7 +145,7 @@ def test_an_owed_tier_is_rationed_too_and_gets_at_least_one_token() -> None:
 
 
 def test_a_request_with_prepaid_tokens_has_the_first_turn_and_is_not_rationed_while_it_is_awaited() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     ledger.cost = StepCost(50, 10)
     ledger.credits[LOW] = 30 * UNITS
     request = Request(1, [1], priority=LOW)
@@ -163,7 +163,7 @@ def test_a_request_with_prepaid_tokens_has_the_first_turn_and_is_not_rationed_wh
 
 @pytest.mark.parametrize("cost", [None, StepCost(0, 10)])
 def test_a_tier_has_twice_its_share_once_from_both_kinds_of_credit(cost: StepCost | None) -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     ledger.begin_step([TierWork(MAX_STEP, 0, 0), IDLE, BUSY])
     ledger.end_step((), MAX_STEP)  # from now on it knows the tokens of a step
     ledger.cost = cost
@@ -186,7 +186,7 @@ def test_a_tier_has_twice_its_share_once_from_both_kinds_of_credit(cost: StepCos
 
 
 def test_prepaid_tokens_are_paid_once() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     ledger.credits[LOW] = 30 * UNITS
     request = Request(1, [1], priority=LOW)
     ledger.set_aside(request, 20)
@@ -202,7 +202,7 @@ def test_prepaid_tokens_are_paid_once() -> None:
 
 
 def test_credit_that_does_not_cover_all_tokens_is_not_set_aside() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     ledger.credits[LOW] = 20 * UNITS - 1
     request = Request(1, [1], priority=LOW)
     ledger.set_aside(request, 20)
@@ -212,7 +212,7 @@ def test_credit_that_does_not_cover_all_tokens_is_not_set_aside() -> None:
 def test_a_tier_saves_credit_for_a_preempted_request() -> None:
     """It saves more than the tokens of a step, and keeps it while it has no rivals or wants no more than it gets."""
     needs, saved = {LOW: 3 * MAX_STEP}, 7 * MAX_STEP * UNITS  # a step, and twice the need
-    ledger = FairLedger()
+    ledger = Fair().ledger
     for short in [(HIGH, LOW)] * 60 + [(), (LOW,)]:
         ledger.begin_step([BUSY, IDLE, BUSY])
         ledger.charge_decodes(HIGH, "", MAX_STEP)
@@ -225,24 +225,6 @@ def test_a_tier_saves_credit_for_a_preempted_request() -> None:
     ledger.begin_step([IDLE, IDLE, BUSY])
     ledger.end_step((LOW,), MAX_STEP, needs)
     assert ledger.credits[LOW] == 0  # nothing to save for, and no rivals
-
-
-def test_unused_time_accumulates_to_a_token() -> None:
-    """HIGH has one decode, and a token costs as much as the step: LOW gets one token every third step."""
-    ledger, given = FairLedger(), []
-    ledger.cost = StepCost(base_ns=0, token_ns=10)
-    for _ in range(12):
-        ledger.begin_step([TierWork(1, 0, 0), IDLE, TierWork(16, 0, 0)])
-        *_, low = ledger.turns()
-        assert low.max_ns is not None
-        request = Request(1, [1], priority=LOW)
-        num_tokens = ledger.affordable(request, low.max_ns)
-        ledger.charge(request, num_tokens)
-        ledger.charge_decodes(HIGH, "", 1)
-        ledger.end_step((LOW,), MAX_STEP)
-        given.append(num_tokens)
-    assert sum(given) in (3, 4)
-    assert max(given) == 1
 
 
 def test_a_step_of_low_alone_is_kept_short() -> None:
@@ -272,7 +254,7 @@ def test_a_higher_tier_limits_lower_ones_only_once_it_runs() -> None:
 
 
 def test_service_bound() -> None:
-    ledger = FairLedger()
+    ledger = Fair().ledger
     assert ledger.service_bound(LOW, 100, 0, 50) == 8 * 200
     assert ledger.service_bound(NORMAL, 100, 7, 50) == 4 * 200 + 7
     assert ledger.service_bound(HIGH, 100, 7, 50) == 200 * 8 // 5 + 7
@@ -290,7 +272,7 @@ def test_service_bound() -> None:
 )
 def test_invalid_shares_are_refused(shares: tuple[float, float], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        FairLedger(*shares)
+        Fair(*shares)
 
 
 def test_an_open_ledger_has_one_turn_for_all_tiers() -> None:

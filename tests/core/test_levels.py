@@ -10,12 +10,11 @@ import pytest
 from quire.core.admission import MAX_LOAD_WAITS
 from quire.core.cache.prefix import CacheExplanation, StopReason
 from quire.core.check import check_scheduler
-from quire.core.events import PrefixLoaded
 from quire.core.levels.levels import MIN_TIMEOUT_NS, READY_NS
 from quire.core.levels.lower_level import LevelSpeed
 from quire.core.request import Request
 from quire.core.step import Load, MemoryKind
-from quire.core.values import Level, Priority, SamplingParams
+from quire.core.values import Level, Priority
 from tests.core.helpers import shape
 from tests.core.level_rig import SIZES, UNLIMITED, TieredRig
 
@@ -84,7 +83,7 @@ def test_an_evicted_prefix_is_saved_to_host_memory_and_loaded_on_its_next_use() 
     rig.run()
     rig.check_answer(again)
     assert explanation_of(again) == CacheExplanation(16, 4, 16, StopReason.COMPLETE, 0, Level.HOST, 16)
-    assert rig.happened(PrefixLoaded) == [PrefixLoaded(Level.HOST, 16, True)]
+    assert rig.levels.stats()[0].num_loaded_tokens == 16
     check_nothing_is_held(rig)
 
 
@@ -141,16 +140,6 @@ def test_a_longer_tail_replaces_the_one_on_the_device() -> None:
     check_nothing_is_held(rig)
 
 
-def test_a_request_for_prompt_logprobs_loads_nothing() -> None:
-    rig = with_prefix()
-    request = rig.request(PROMPT)
-    request.sampling = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=0)
-    rig.scheduler.add(request, 0)
-    plan = rig.step()
-    assert not plan.loads
-    assert explanation_of(request).reason is StopReason.OFF
-
-
 # Windows and states
 
 
@@ -170,19 +159,6 @@ def test_window_blocks_and_a_state_are_loaded_with_the_blocks(window: int, num_s
     rig.check_answer(request)
     assert (request.num_cached_tokens, explanation_of(request).num_loaded_tokens) == (20, 20)
     check_nothing_is_held(rig)
-
-
-def test_a_failed_window_block_is_not_attached() -> None:
-    rig = host_rig(window=6, num_window_blocks=80)
-    first = rig.compute(PROMPT)
-    rig.evict()
-    tokens = [*PROMPT, *first.output, 1, 2, 3]
-    request = rig.wait_for_load(tokens)
-    rig.finish_loads([rig.content(tokens, 4, WINDOW)])
-    rig.run()
-    rig.check_answer(request)
-    # Host memory has what a request needs to continue after four blocks.
-    assert explanation_of(request) == CacheExplanation(16, 4, 16, StopReason.LOAD_FAILED, 20, Level.HOST, 16)
 
 
 def test_a_load_holds_the_window_blocks_on_the_device_that_the_request_needs_too() -> None:
@@ -217,8 +193,8 @@ def test_the_pieces_before_a_failed_one_are_used_and_the_rest_is_computed() -> N
     assert explanation_of(request) == CacheExplanation(8, 2, 8, StopReason.LOAD_FAILED, 0, Level.HOST, 8)
     assert damaged not in rig.level(Level.HOST)
     assert rig.content(PROMPT, 3) in rig.level(Level.HOST)
-    assert rig.happened(PrefixLoaded) == [PrefixLoaded(Level.HOST, 8, False)]
-    assert rig.levels.stats()[0].num_failed_loads == 1
+    host = rig.levels.stats()[0]
+    assert (host.num_loaded_tokens, host.num_failed_loads) == (8, 1)
     check_nothing_is_held(rig)
 
 
@@ -261,27 +237,6 @@ def test_nothing_is_loaded_from_a_tier_that_does_not_answer() -> None:
     rig.evict()
     rig.wait_for_load(OTHER)  # it answers again
     rig.run()
-    check_nothing_is_held(rig)
-
-
-def test_a_late_load_is_not_waited_for_again() -> None:
-    rig = TieredRig(host_bytes=20, has_disk=True)
-    rig.compute(PROMPT)
-    rig.idle()
-    rig.evict()
-    rig.wait_for_load(PROMPT)  # two blocks from host memory, two from disk
-    rig.store.finish_load(rig.scheduler, next(iter(rig.store.loading)))
-    rig.now_ns += MIN_TIMEOUT_NS
-    rig.step()
-    rig.run_without_loads()
-    rig.evict()
-    again = rig.wait_for_load(PROMPT)  # host memory still answers
-    assert len(rig.store.reading) == 1
-    rig.store.finish_load(rig.scheduler, next(iter(rig.store.loading)))
-    rig.run_without_loads()
-    rig.check_answer(again)
-    assert explanation_of(again) == CacheExplanation(8, 2, 8, StopReason.NOT_LOADED, 0, Level.HOST, 8)
-    rig.finish_loads()
     check_nothing_is_held(rig)
 
 
@@ -346,9 +301,7 @@ def test_a_request_computes_if_its_read_never_ends() -> None:
 def test_what_was_read_is_dropped_if_there_is_no_room_for_it_for_a_while() -> None:
     rig = with_disk(num_blocks=13)
     request = rig.wait_for_load(PROMPT)
-    high = rig.request(range(500, 540), max_tokens=8)  # takes all but two blocks, for some steps
-    high.priority = Priority.HIGH
-    rig.scheduler.add(high, 0)
+    rig.arrive(range(500, 540), max_tokens=8, priority=Priority.HIGH)  # takes all but two blocks, for some steps
     rig.step()
     rig.finish_reads()
     rig.step()
@@ -383,9 +336,7 @@ def test_a_load_leaves_room_for_a_request_of_a_higher_tier() -> None:
     """Otherwise loads of several requests, one after the other, could keep it waiting."""
     rig = with_disk(num_blocks=9)
     request = rig.arrive(PROMPT)
-    high = rig.request(range(500, 520), max_tokens=2)  # five of the eight blocks
-    high.priority = Priority.HIGH
-    rig.scheduler.add(high, 0)
+    high = rig.arrive(range(500, 520), max_tokens=2, priority=Priority.HIGH)  # five of the eight blocks
     loads = rig.scheduler.planner.loads
     assert not loads.park(request, rig.cache.match(request), 0)
     rig.scheduler.cancel(high.request_id)
@@ -416,21 +367,6 @@ def test_a_load_that_takes_longer_than_computing_is_not_made() -> None:
     assert rig.scheduler.explain(rig.request(PROMPT)).reason is StopReason.NOT_LOADED, "8 tokens are on the device"
     rig.evict()
     rig.wait_for_load(PROMPT)
-
-
-def test_loads_in_flight_do_not_decide_whether_the_next_one_pays() -> None:
-    """A request waits behind others whether it is loaded or computed."""
-    rig = with_prefix()
-    rig.compute(OTHER)
-    rig.evict()
-    rig.levels.ns_per_token = 1_000
-    rig.level(Level.HOST).speed = LevelSpeed(0, bytes_per_s=4 * 10**6)  # four blocks in 10 microseconds
-    first, second = rig.arrive(PROMPT), rig.arrive(OTHER)
-    rig.step()
-    assert is_loading(rig, first)
-    assert is_loading(rig, second)
-    rig.finish_loads()
-    rig.run()
 
 
 def test_the_fast_part_is_loaded_if_the_slow_part_does_not_pay() -> None:
@@ -464,13 +400,9 @@ def test_break_even() -> None:
 
 def test_a_request_that_preempts_starts_at_once() -> None:
     rig = with_prefix(num_blocks=13)
-    low = rig.request(range(500, 532), max_tokens=8)  # 8 blocks now, 10 in the end
-    low.priority = Priority.LOW
-    rig.scheduler.add(low, 0)
+    low = rig.arrive(range(500, 532), max_tokens=8, priority=Priority.LOW)  # 8 blocks now, 10 in the end
     rig.step()
-    high = rig.request(PROMPT)
-    high.priority = Priority.HIGH
-    rig.scheduler.add(high, 0)
+    high = rig.arrive(PROMPT, priority=Priority.HIGH)
     plan = rig.step()
     assert low.num_preemptions == 1
     assert not plan.loads
@@ -481,35 +413,7 @@ def test_a_request_that_preempts_starts_at_once() -> None:
     rig.check_answer(low)
 
 
-def test_a_load_needs_free_blocks_for_itself_and_for_the_prefix_that_it_holds() -> None:
-    rig = with_prefix(num_blocks=9)
-    rig.compute(PROMPT[:9], max_tokens=1)
-    request = rig.request(PROMPT)
-    (hit,) = (rig.cache.match(request),)
-    reach = rig.cache.reach(request, hit)
-    assert reach is not None
-    assert rig.levels.shortage(reach) == 2 + 2 - 8  # two blocks to load, two to hold, eight free
-    held = rig.cache.pool.take(5)
-    assert rig.levels.shortage(reach) == 1
-    rig.cache.pool.release(held)
-
-
 # Clearing
-
-
-def test_clear_during_a_load_sends_its_waiters_back_and_publishes_nothing() -> None:
-    rig = with_prefix()
-    request = rig.wait_for_load(PROMPT)
-    rig.cache.clear()
-    load_ids = list(rig.store.loading)
-    plan = rig.step()
-    assert shape(plan) == [(request.request_id, 0, 17)]
-    assert explanation_of(request).reason is StopReason.NOT_FOUND
-    rig.run()
-    rig.check_answer(request)
-    assert [len(level) for level in rig.levels.levels] == [0]
-    assert load_ids == [1]
-    check_nothing_is_held(rig)
 
 
 def test_a_load_that_ends_after_a_clear_publishes_nothing() -> None:
@@ -549,7 +453,7 @@ def test_a_restart_finds_what_was_on_disk() -> None:
     assert found == CacheExplanation(19, 4, 19, StopReason.NOT_FOUND, 0, Level.DISK, 19)
     request = again.compute(turn)
     assert explanation_of(request) == found
-    assert again.happened(PrefixLoaded) == [PrefixLoaded(Level.DISK, 19, True)]
+    assert again.levels.stats()[1].num_loaded_tokens == 19
 
 
 @pytest.mark.parametrize(("window", "num_states"), [(6, 0), (0, 40), (6, 40)], ids=["windows", "states", "both"])
@@ -576,7 +480,7 @@ def test_a_prefix_from_two_loads_names_the_slower_tier() -> None:
     rig.arrive(PROMPT[:5])  # the load of one block, from disk
     request = rig.arrive(PROMPT)  # waits for it, and then for three from host memory
     rig.run()
-    assert [load.source for load in rig.happened(PrefixLoaded)] == [Level.DISK, Level.HOST]
+    assert [level.num_loads for level in rig.levels.stats()] == [1, 1]
     found = explanation_of(request)
     assert (found.source, found.num_loaded_tokens) == (Level.DISK, 16)
 
@@ -604,8 +508,8 @@ def test_counters() -> None:
     host, disk = rig.cache.stats().levels
     assert (host.num_loads, host.num_loaded_tokens, host.num_loaded_bytes) == (1, 16, 40)
     assert disk.num_saves == 4, "used twice"
-    rig.scheduler.lose_stored(Level.DISK, rig.contents(PROMPT, (0, 1)))
-    rig.scheduler.lose_stored(Level.DISK, rig.contents(OTHER, (0,)))
+    rig.levels.lose(Level.DISK, rig.contents(PROMPT, (0, 1)))
+    rig.levels.lose(Level.DISK, rig.contents(OTHER, (0,)))
     assert (rig.levels.stats()[1].num_evictions, rig.levels.stats()[1].num_pieces) == (2, 2)
     stats = rig.cache.stats()
     assert stats.num_hit_tokens == 16

@@ -59,29 +59,6 @@ def test_content_whose_key_is_taken_is_not_added() -> None:
     assert level.num_bytes == 10
 
 
-def test_blocks_and_states_are_found_by_what_precedes_them() -> None:
-    level = LowerLevel(Level.DISK, SIZES)
-    short, long, other = piece(1, 2), piece(1, 2, 3, 4), piece(7, parent_key=b"block")
-    state, empty = piece(1, 2, 3, kind=STATE), piece(kind=STATE)
-    for content in (short, long, other, state, empty, piece(1, 2, kind=WINDOW)):
-        level.add(content)
-    children = level.after(BLOCK, ROOT)
-    assert children is not None
-    assert [stored.content for stored in children] == [short, long]
-    assert {stored.tokens: stored.content for stored in level.after(STATE, ROOT) or ()} == {
-        state.tokens: state,
-        b"": empty,
-    }
-    assert level.after(STATE, b"block") is None
-    for content in (short, long, state, empty):
-        assert level.remove(content)
-        assert not level.remove(content)
-    assert level.after(BLOCK, ROOT) is None
-    assert level.after(STATE, ROOT) is None
-    assert contents(level) == [other, piece(1, 2, kind=WINDOW)]
-    assert level.num_bytes == 15
-
-
 def test_room_is_made_in_order_of_use() -> None:
     level = LowerLevel(Level.HOST, SIZES, (4, 1, 1))
     pieces = [piece(number) for number in range(4)]

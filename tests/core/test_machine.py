@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.core.cache.context import pack_tokens
-from quire.core.check import check_cache
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request
 from quire.core.step import BlockCopy
+from tests.core.helpers import check_cache
 
 SALTS = ("", "other")
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=14)
@@ -52,7 +52,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.requests))
-        child = parent.sibling(self.next_id, 1)
+        child = Request(self.next_id, parent.tokens[: parent.num_prompt_tokens], salt=parent.salt, parent=parent)
         self.next_id += 1
         hit = self.cache.fork(parent, child)
         if self.cache.shortage(child, len(child.tokens), hit) > 0:
@@ -97,7 +97,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def yield_pin(self) -> None:
-        self.cache.pins.yield_oldest(0)
+        self.cache.pins.yield_oldest()
 
     @rule()
     def evict_unused(self) -> None:

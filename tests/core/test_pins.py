@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire.core.cache.context import KVCacheBlock
-from quire.core.check import check_cache
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import MAX_PINS
+from tests.core.helpers import check_cache
 
 LATER = 10**18
 
@@ -65,7 +65,7 @@ def test_the_board_drops_the_same_pins_as_the_naive_board(seed: int) -> None:
             assert num_held == len(naive.pins.get(name, ()))
         assert list(board._pins) == list(naive.pins)
         assert board.num_blocks == len(naive.distinct())
-        check_cache(cache, ())
+        check_cache(cache)
     board.clear()
     assert (board.num_blocks, board.owners, cache.pool.num_free) == (0, {}, len(blocks))
 
@@ -75,7 +75,7 @@ def test_there_are_at_most_max_pins() -> None:
     for number in range(MAX_PINS + 3):
         cache.pins.pin(f"{number % 7}/{number}", (blocks[number],), LATER)
     assert len(cache.pins) == MAX_PINS
-    check_cache(cache, ())
+    check_cache(cache)
 
 
 class Counted(dict[Any, Any]):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.core.request import Request
-from quire.core.values import MAX_TOKEN_ID, PackedPrompt, Priority, SamplingParams, check_tokens
+from quire.core.values import MAX_TOKEN_ID, PackedPrompt, SamplingParams, check_tokens
 from quire.errors import InvalidRequest
 
 NAN, INF = float("nan"), float("inf")
@@ -56,10 +56,6 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
         SamplingParams(min_tokens=3, max_tokens=2)
 
 
-def test_defaults_are_plain_sampling() -> None:
-    assert SamplingParams() == SamplingParams(temperature=1.0, top_k=0, top_p=1.0, max_tokens=None)
-
-
 @pytest.mark.parametrize("token", [-1, 2**32, 1.5, "7", None])
 def test_errors_name_the_token_position_and_value(token: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"prompt\[2\] = .* is not a token id"):
@@ -100,21 +96,7 @@ def test_packed_words_are_copied_without_a_check() -> None:
     assert again is not words
 
 
-def test_siblings_have_the_same_prompt_and_different_sample_indices() -> None:
-    first = Request(1, [1, 2, 3], SamplingParams(seed=7), priority=Priority.LOW, salt="s")
-    first.tokens.append(9)
-    second = first.sibling(2, 1)
-    assert (second.tokens.tolist(), second.priority, second.salt) == ([1, 2, 3], Priority.LOW, "s")
-    assert (first.sampling.sample_index, second.sampling.sample_index, second.sampling.seed) == (0, 1, 7)
-    assert second.parent is first
-
-
-def test_a_branch_continues_from_the_output() -> None:
-    first = Request(1, [1, 2, 3])
-    first.tokens.append(9)
-    branch = first.branch(2, SamplingParams(seed=1))
-    assert (branch.tokens.tolist(), branch.num_prompt_tokens, branch.output) == ([1, 2, 3, 9], 4, [])
-    assert first.output == [9]
-    branch.tokens.append(5)
-    assert first.tokens.tolist() == [1, 2, 3, 9]
-    assert "waiting" not in repr(branch)
+def test_samples_of_a_prompt_have_random_numbers_of_their_own() -> None:
+    sampling = SamplingParams(seed=7, prompt_logprobs=0)
+    assert sampling.sample(0) is sampling
+    assert sampling.sample(2) == SamplingParams(seed=7, sample_index=2)  # the first one computes prompt logprobs

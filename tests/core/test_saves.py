@@ -8,7 +8,7 @@ from quire.core.admission import MAX_LOAD_WAITS
 from quire.core.levels.saves import CREDIT_PER_REGRET, USED_PER_STEP, SaveLimits
 from quire.core.request import Request
 from quire.core.step import Content, MemoryKind, StepPlan
-from quire.core.values import Level, Priority, SamplingParams
+from quire.core.values import Level, Priority
 from tests.core.level_rig import PLENTY, SIZES, UNLIMITED, TieredRig
 
 PROMPT = range(100, 117)  # with an answer of 4 tokens: five full blocks
@@ -75,13 +75,9 @@ def test_pinned_content_is_written_to_disk() -> None:
 
 def test_a_resumed_request_does_not_use_its_content_a_second_time() -> None:
     rig = TieredRig(has_disk=True, num_blocks=13)
-    low = rig.request(range(500, 532), max_tokens=8)
-    low.priority = Priority.LOW
-    rig.scheduler.add(low, 0)
+    low = rig.arrive(range(500, 532), max_tokens=8, priority=Priority.LOW)
     rig.step()
-    high = rig.request(PROMPT)
-    high.priority = Priority.HIGH
-    rig.scheduler.add(high, 0)
+    rig.arrive(PROMPT, priority=Priority.HIGH)
     rig.run()
     assert low.num_preemptions == 1
     assert rig.cache.stats().num_recovered_tokens > 0
@@ -132,18 +128,6 @@ def test_content_that_is_on_disk_uses_no_credit() -> None:
         rig.compute(range(1000 + 20 * number, 1017 + 20 * number))
         rig.evict()
     assert rig.levels.stats()[0].num_saves == 5 + CREDIT_PER_REGRET
-
-
-def test_a_request_that_cannot_use_the_cache_regrets_nothing() -> None:
-    rig = TieredRig(has_disk=True)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    request = rig.request(PROMPT)
-    request.sampling = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=0)
-    rig.scheduler.add(request, 0)
-    rig.run()
-    rig.evict()
-    assert rig.levels.stats()[0].num_saves == 0
 
 
 def test_content_that_could_be_loaded_is_not_regretted() -> None:
@@ -199,26 +183,6 @@ def test_idle_saves_end_and_resume_after_changes() -> None:
     assert not has_unsaved(rig)
     rig.compute(OTHER)
     assert len(rig.idle().saves) == 5
-
-
-def test_what_only_host_memory_has_is_saved_to_disk_while_idle() -> None:
-    rig = TieredRig(host_bytes=UNLIMITED, has_disk=True)
-    rig.compute(PROMPT)
-    rig.evict()
-    assert len(rig.level(Level.HOST)) == 5
-    rig.compute(range(300, 317))
-    plan = rig.idle()
-    from_device = [save for save in plan.saves if save.source is not None]
-    from_host = [save for save in plan.saves if save.source is None]
-    assert len(from_device) == 5
-    assert [save.content for save in from_host] == [stored.content for stored in reversed([*rig.level(Level.HOST)])]
-    assert plan.saves[:5] == tuple(from_device), "the device has what was used last"
-    assert {save.levels for save in plan.saves} == {(Level.DISK,)}
-    assert len(rig.level(Level.DISK)) == 10
-    assert not rig.idle().saves
-    rig.evict()  # the other content reaches host memory too, and the disk has it
-    assert len(rig.level(Level.HOST)) == 10
-    assert not rig.idle().saves
 
 
 def test_content_that_reaches_host_memory_while_idle_is_saved_to_disk_too() -> None:
@@ -343,23 +307,6 @@ def test_a_load_is_a_use_of_host_memory() -> None:
     assert list(rig.step().drops)[:4] == rig.contents(second, (4, 3, 2, 1))
 
 
-def test_content_that_leaves_the_device_was_used_later_than_its_copy_in_host_memory() -> None:
-    rig = TieredRig(host_bytes=100)
-    first = all_tokens(rig.compute(PROMPT))
-    rig.evict()
-    rig.compute(PROMPT)  # loaded from host memory, and used on the device from now on
-    second = all_tokens(rig.compute(OTHER))
-    pool = rig.cache.pool
-    rig.cache.pin("pin", first, "", 10**18)
-    rig.evict()  # all but the pinned blocks: now host memory is full
-    rig.cache.pins.clear()
-    pool.release(pool.take(pool.num_free))  # evicts them: their copies in host memory are as good as new
-    rig.step()
-    rig.compute(THIRD)
-    rig.cache.evict_unused()
-    assert list(rig.step().drops)[:5] == rig.contents(second, (4, 3, 2, 1, 0))
-
-
 def test_content_that_is_being_loaded_is_not_dropped() -> None:
     rig = TieredRig(host_bytes=50)
     rig.compute(PROMPT)
@@ -423,15 +370,3 @@ def test_content_on_its_way_to_disk_is_saved_to_host_memory_when_it_is_evicted()
     assert all(save.levels == (Level.HOST,) for save in plan.saves if save.content in rig.contents(PROMPT, range(4)))
     rig.finish_saves()
     assert [len(level) for level in rig.levels.levels] == [5, 4]
-
-
-def test_a_save_that_nothing_awaits_is_ignored() -> None:
-    rig = TieredRig(host_bytes=50, has_disk=True)
-    content = rig.content(PROMPT, 0)
-    rig.scheduler.finish_save(content, Level.HOST, is_saved=True)
-    assert content not in rig.level(Level.HOST)
-    rig.compute(PROMPT)
-    rig.cache.evict_unused()
-    rig.step()
-    rig.scheduler.finish_save(content, Level.DISK, is_saved=True)  # it goes to host memory only
-    assert content not in rig.level(Level.DISK)

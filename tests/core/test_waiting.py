@@ -4,72 +4,27 @@ from random import Random
 
 import pytest
 
-from quire.core.policy import Aging, ArrivalLane, WaitingQueue
-from quire.core.request import Request
-from quire.core.values import Priority
+from quire.core.cache.prefix import KeyedHeap
+from quire.core.policy import Aging, WaitingQueue
 from quire.errors import QueueFull
-from tests.core.helpers import NS, make_request
+from tests.core.helpers import make_request
 
 
-def test_order_is_by_key_across_tiers_and_by_arrival_within_a_tier() -> None:
-    random = Random(5)
-    policy = Aging(patience_s=2)
-    queue = WaitingQueue(policy.make_lane, max_requests=10_000)
-    alive: list[Request] = []
-    for sequence in range(800):
-        request = make_request(sequence, 1)
-        request.sequence = sequence
-        request.enqueued_ns = random.randint(0, 5) * NS
-        request.priority = random.choice(list(Priority))
-        queue.push(request)
-        alive.append(request)
-        if random.random() < 0.5:
-            gone = alive.pop(random.randrange(len(alive)))
-            queue.remove(gone)
-            assert gone not in queue
-    while (first := queue.head()) is not None:
-        key, head = first
-        lanes = {tier: [r for r in alive if r.priority is tier] for tier in Priority}
-        smallest = {tier: min((policy.key(r), r.sequence) for r in lane) for tier, lane in lanes.items() if lane}
-        tier = min(smallest, key=lambda tier: smallest[tier])
-        assert (key, head) == (smallest[tier], lanes[tier][0])
-        queue.remove(head)
-        alive.remove(head)
-    assert not alive
-    assert (len(queue), queue.num_tokens) == (0, 0)
-
-
-def test_later_requests_of_a_tier_do_not_overtake_a_preempted_one() -> None:
-    queue = WaitingQueue(Aging(patience_s=10).make_lane, max_requests=10)
-    old, young, high = (make_request(request_id, 1) for request_id in (1, 2, 3))
-    for request in (old, young, high):
-        request.sequence = request.request_id
-    old.enqueued_ns = 100 * NS  # preempted after a long run
-    young.enqueued_ns = 50 * NS
-    high.enqueued_ns, high.priority = 55 * NS, Priority.HIGH
-    for request in (young, old):
-        queue.push(request)
-    assert queue.head() == ((60 * NS, 2), old)  # the older request, with the smaller key of the younger one
-    queue.push(high)
-    assert queue.head() == ((55 * NS, 3), high)
-
-
-def test_cancelled_entries_are_removed_from_the_heaps() -> None:
-    queue = WaitingQueue(Aging().make_lane, max_requests=10)
-    first = make_request(0, 1)
-    queue.push(first)
-    for request_id in range(1, 5_000):
-        request = make_request(request_id, 1)
-        request.sequence = request_id
-        queue.push(request)
-        queue.remove(request)
-    lane = queue._lanes[first.priority]
-    assert isinstance(lane, ArrivalLane)
-    assert len(lane._by_key._heap) < 50
-    assert len(lane._by_arrival._heap) < 50
-    head = queue.head()
-    assert head is not None
-    assert head[1] is first
+def test_a_heap_gives_its_items_in_order_and_forgets_those_that_were_removed() -> None:
+    random, heap = Random(5), KeyedHeap[int, int]()
+    keys: dict[int, int] = {}
+    for _ in range(5_000):
+        item = random.randrange(20)
+        if item in keys and random.random() < 0.5:
+            heap.remove(item)
+            del keys[item]
+        else:
+            keys[item] = random.randrange(100)
+            heap.push(keys[item], item)
+        assert (set(heap), len(heap)) == (set(keys), len(keys))
+        if keys:
+            assert heap.first()[0] == min(keys.values()) == keys[heap.first()[1]]
+    assert len(heap._heap) < 60
 
 
 def test_the_limit_applies_to_arrivals_only() -> None:
@@ -81,30 +36,3 @@ def test_the_limit_applies_to_arrivals_only() -> None:
     queue.push(make_request(2, 3))  # a preempted request is always queued
     assert len(queue) == 2
     assert queue.num_tokens == 6
-
-
-def test_load_waiters_wait_in_groups() -> None:
-    queue = WaitingQueue(Aging(patience_s=2).make_lane, max_requests=10)
-    first, second, third = (make_request(number, 3) for number in range(3))
-    for sequence, request in enumerate((first, second, third)):
-        request.sequence = sequence
-        queue.push(request)
-    queue.park_for_load(first, load_id=7)
-    queue.park_for_load(third, load_id=7)
-    queue.park_for_load(second, load_id=8)
-    assert (len(queue), queue.num_tokens, queue.head()) == (3, 9, None)
-    assert list(queue.load_waiters) == [first, third, second]
-    assert set(queue) == {first, second, third}
-    assert queue.load_waiters.group_of(third) == 7
-    assert queue.num_prefix_waiters(first) == 3
-    assert queue.num_ready(Priority.NORMAL) == 0
-    queue.remove(first)
-    assert first not in queue.load_waiters
-    assert (len(queue), queue.num_tokens, queue.num_prefix_waiters(second)) == (2, 6, 2)
-    assert queue.unpark_load(7) == [third]
-    assert queue.unpark_load(7) == []
-    assert queue.head() == ((third.enqueued_ns + 2 * NS, 2), third)
-    assert third not in queue.load_waiters
-    queue.remove(second)
-    assert queue.unpark_load(8) == []
-    assert (len(queue.load_waiters), queue.num_prefix_waiters(second)) == (0, 0)

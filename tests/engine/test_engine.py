@@ -12,7 +12,7 @@ from quire.backends.base import Capacity, TokenMasks
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import Fcfs
+from quire.core.policy import Policy
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, PackedPrompt, SamplingParams
@@ -289,7 +289,7 @@ def test_the_tokens_of_a_packed_prompt_are_not_checked_again(monkeypatch: pytest
         raise AssertionError("all tokens were checked again")
 
     monkeypatch.setattr("quire.core.request.check_tokens", refuse)
-    engine = Engine(FakeRunner(CAPACITY), Scheduler(KVCacheManager(40, 4, digest=refuse), Fcfs()))  # type: ignore[arg-type]
+    engine = Engine(FakeRunner(CAPACITY), Scheduler(KVCacheManager(40, 4, digest=refuse), Policy()))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="prompt: token id 50 is outside the vocabulary of 50"):
         engine.add(1, GenerationRequest.of(outside, GREEDY))
     engine.add(1, GenerationRequest.of(packed, GREEDY))

@@ -23,7 +23,7 @@ from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import Aging, Fair, Fcfs
+from quire.core.policy import Aging, Fair, Policy
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.values import FinishReason, Priority, SamplingParams
@@ -33,7 +33,7 @@ from quire.errors import ContextTooLong, QueueFull
 
 BLOCK_SIZE, VOCAB_SIZE, MAX_WAITING = 4, 4, 6
 SALTS = ("", "other")
-POLICIES = (Fair, lambda: Aging(0.01), Fcfs)
+POLICIES = (Fair, lambda: Aging(0.01), Policy)
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 samplings = st.builds(
     SamplingParams,

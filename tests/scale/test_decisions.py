@@ -116,7 +116,7 @@ def test_wrong_settings_are_named(given: dict[str, Any], text: str) -> None:
 
 
 def stats(**counts: int) -> Stats:
-    cache = replace(CacheStats.none(), **counts)  # type: ignore[arg-type]
+    cache = replace(CacheStats(), **counts)  # type: ignore[arg-type]
     return Stats(cache, 1, 2, (TierStats(1, 10, 0.5),) * 3, 4, 5, 0)
 
 

@@ -18,6 +18,7 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.values import Priority, SamplingParams
+from tests.sim.world import overtake_window
 
 MAX_PROMPT, MAX_ANSWER = 40, 12
 COSTS = (None, None, StepCost(1, 1_000), StepCost(5_000_000, 2_000_000), StepCost(10**9, 10**7))
@@ -55,7 +56,7 @@ class Contest:
         longest = MAX_PROMPT + MAX_ANSWER
         num_blocks = 1 + self.max_num_seqs * -(-longest // 4) * random.choice((1, 2))
         self.scheduler = Scheduler(
-            KVCacheManager(num_blocks + 2 * self.max_num_seqs, 4, observe=self._observe),
+            KVCacheManager(num_blocks + 2 * self.max_num_seqs, 4),
             self.aging or self.fair,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -140,7 +141,7 @@ class Contest:
         for one in (*self.started, *self.arrivals.values()):
             request = one.request
             if request.priority is priority:
-                windows_ns = {p: self.aging.overtake_window_s(priority, p) * NS_PER_S for p in latest}
+                windows_ns = {p: overtake_window(self.aging.patience_s * NS_PER_S, priority, p) for p in latest}
                 later = [(at - request.arrived_ns) / windows_ns[p] for p, at in latest.items()]
                 ratios.append(max([0.0, *later]))
             elif request.request_id not in self.arrivals:

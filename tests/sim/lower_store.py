@@ -44,7 +44,47 @@ class _Reading:
     is_dropped: bool = False
 
 
-class LowerStore:
+class StoredContent:
+    """Content of the levels below a fake runner, and of the buffers into which the disk is read."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
+        self.stored: dict[Level, OrderedDict[Content, Payload]] = {Level.HOST: OrderedDict(), Level.DISK: OrderedDict()}
+        self.buffers: dict[tuple[int, Content], Payload] = {}  # what was read
+
+    def payload(self, save: Save) -> Payload:
+        """What a save copies."""
+        if save.source is None:
+            return self.stored[Level.HOST][save.content]
+        kind, index = save.source
+        return [self.runner.states[index]] if kind is MemoryKind.STATE else [*self._memory(kind)[index]]
+
+    def take(self, load: Load) -> Payload | None:
+        """What a load copies: from a buffer, which is then free, or from host memory. None or empty: it is lost."""
+        if load.read_id:
+            return self.buffers.pop((load.read_id, load.content), None)
+        return self.stored[load.level].get(load.content)
+
+    def write(self, target: MemoryRef, payload: Payload) -> None:
+        kind, index = target
+        if kind is MemoryKind.STATE:
+            (self.runner.states[index],) = payload
+        else:
+            self._memory(kind)[index][:] = payload
+
+    def drop_reads(self, plan: StepPlan) -> None:
+        for key in [key for key in self.buffers if key[0] in plan.dropped_reads]:
+            del self.buffers[key]
+
+    def clear(self) -> None:
+        for stored in self.stored.values():
+            stored.clear()
+
+    def _memory(self, kind: MemoryKind) -> list[Payload]:
+        return self.runner.window_memory if kind is MemoryKind.WINDOW else self.runner.memory
+
+
+class LowerStore(StoredContent):
     def __init__(
         self,
         random: Random,
@@ -56,17 +96,15 @@ class LowerStore:
         hung_share: float,
     ) -> None:
         """`num_buffers`: of each kind, that reads may use. `hung_share`: of reads."""
+        super().__init__(runner)
         self._random = random
         self._num_buffers = num_buffers
         self._hung_share = hung_share
         self._reading: list[_Reading] = []
-        self._buffers: dict[tuple[int, Content], Payload] = {}  # what was read
         self.num_hung = self.num_late_answers = 0
         self.num_advances = 0  # reads and copies that began or ended
-        self.runner = runner
         self._host_pieces = host_pieces
         self._disk_pieces = disk_pieces
-        self.stored: dict[Level, OrderedDict[Content, Payload]] = {Level.HOST: OrderedDict(), Level.DISK: OrderedDict()}
         self._saving: list[_Saving] = []
         self._loading: list[_Loading] = []
         self._early: dict[int, _Loading] = {}  # loads whose plan is being made
@@ -90,7 +128,7 @@ class LowerStore:
     @property
     def has_buffers(self) -> bool:
         """Whether reads use buffers."""
-        return bool(self._reading or self._buffers)
+        return bool(self._reading or self.buffers)
 
     @property
     def is_saving(self) -> bool:
@@ -101,8 +139,8 @@ class LowerStore:
         for content in plan.drops:
             del self.stored[Level.HOST][content]
         for save in plan.saves:
-            payload = self._read(save)
-            self._saving += [_Saving(save.content, level, payload) for level in save.levels]
+            self.num_from_host += save.source is None
+            self._saving += [_Saving(save.content, level, self.payload(save)) for level in save.levels]
         to_host = [one.content for one in self._saving if one.level is Level.HOST]
         for kind in MemoryKind:
             count = sum(content.kind is kind for content in (*self.stored[Level.HOST], *to_host))
@@ -123,8 +161,7 @@ class LowerStore:
         for read_id in plan.dropped_reads:
             for one in self._reading:
                 one.is_dropped = one.is_dropped or one.read_id == read_id
-            for key in [key for key in self._buffers if key[0] == read_id]:
-                del self._buffers[key]
+        self.drop_reads(plan)
         reads: dict[int, list[Content]] = {}
         for read in plan.reads:
             reads.setdefault(read.read_id, []).append(read.content)
@@ -138,7 +175,7 @@ class LowerStore:
         """Check that reads use no more buffers than there are."""
         copied = [piece.content for one in self._loading for piece in one.pieces if piece.read_id]
         used = [content for one in self._reading for content in one.contents]
-        used += [content for read_id, content in self._buffers if content not in copied]
+        used += [content for read_id, content in self.buffers if content not in copied]
         for kind in MemoryKind:
             count = sum(content.kind is kind for content in (*used, *copied))
             assert count <= self._num_buffers[kind], f"{count} buffers of {kind.name}, of {self._num_buffers}"
@@ -186,9 +223,8 @@ class LowerStore:
 
     def clear(self) -> None:
         """Drop everything; saves in flight are forgotten. Loads in flight still end."""
+        super().clear()
         self._saving.clear()
-        for stored in self.stored.values():
-            stored.clear()
 
     def restart(self, runner: FakeRunner) -> list[Content]:
         """A new process: only files that were complete are left."""
@@ -196,7 +232,7 @@ class LowerStore:
         self._saving.clear()
         self._loading.clear()
         self._reading.clear()
-        self._buffers.clear()
+        self.buffers.clear()
         self.stored[Level.HOST].clear()
         return list(self.stored[Level.DISK])
 
@@ -205,12 +241,12 @@ class LowerStore:
         self.num_failures += not is_saved
         if is_saved:
             self.stored[saving.level][saving.content] = saving.payload
-        scheduler.finish_save(saving.content, saving.level, is_saved=is_saved)
+        scheduler.cache.levels.saves.finish(saving.content, saving.level, is_saved=is_saved)
         disk = self.stored[Level.DISK]
         while len(disk) > self._disk_pieces:
             content, _ = disk.popitem(last=False)
             self.num_evictions += 1
-            scheduler.lose_stored(Level.DISK, [content])
+            scheduler.cache.levels.lose(Level.DISK, [content])
 
     def _read_files(self, scheduler: Scheduler, reading: _Reading) -> None:
         """End a read. Buffers of one that was dropped are given back."""
@@ -223,9 +259,9 @@ class LowerStore:
                 failures.add(content)
                 self.stored[Level.DISK].pop(content, None)
             elif not reading.is_dropped:
-                self._buffers[reading.read_id, content] = payload
+                self.buffers[reading.read_id, content] = payload
         self.num_failures += bool(failures)
-        scheduler.finish_read(reading.read_id, failures, self._random.choice((0, 1_000, 10**9)))
+        scheduler.loads.finish_read(reading.read_id, failures, self._random.choice((0, 1_000, 10**9)))
 
     def _load(self, scheduler: Scheduler, loading: _Loading) -> None:
         self._loading.remove(loading)
@@ -233,32 +269,11 @@ class LowerStore:
         for piece in loading.pieces[loading.num_written :]:
             self._copy(loading, piece)
         self.num_failures += bool(loading.failures)
-        scheduler.finish_load(loading.load_id, loading.failures)
+        scheduler.loads.finish(loading.load_id, loading.failures)
 
     def _copy(self, loading: _Loading, piece: Load) -> None:
-        if piece.read_id:
-            payload: Payload | None = self._buffers.pop((piece.read_id, piece.content))
-        else:
-            payload = self.stored[piece.level].get(piece.content)
+        payload = self.take(piece)
         if not payload or self._random.random() < 0.02:
             loading.failures.add(piece.content)
         else:
-            self._write(piece.target, payload)
-
-    def _read(self, save: Save) -> Payload:
-        if save.source is None:
-            self.num_from_host += 1
-            return self.stored[Level.HOST][save.content]
-        kind, index = save.source
-        if kind is MemoryKind.STATE:
-            return [self.runner.states[index]]
-        return [*self._memory(save.source)[index]]
-
-    def _write(self, target: MemoryRef, payload: Payload) -> None:
-        if target.kind is MemoryKind.STATE:
-            (self.runner.states[target.index],) = payload
-        else:
-            self._memory(target)[target.index][:] = payload
-
-    def _memory(self, ref: MemoryRef) -> list[Payload]:
-        return self.runner.window_memory if ref.kind is MemoryKind.WINDOW else self.runner.memory
+            self.write(piece.target, payload)

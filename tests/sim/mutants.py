@@ -91,9 +91,9 @@ MUTANTS = (
         "copy source reused",
         (
             Edit(
-                "core/cache/prefix.py",
-                "        self.share((source,))\n        return self.take(1)[0]",
-                "        return self.take(1)[0]",
+                "core/kv_cache.py",
+                "            pool.share((hit.tail,))  # until the copy is done\n",
+                "",
             ),
             Edit(
                 "core/kv_cache.py",
@@ -148,9 +148,9 @@ MUTANTS = (
     ),
     _mutant(
         "equal draws for n > 1",
-        "core/request.py",
-        "replace(self.sampling, sample_index=sample_index)",
-        "replace(self.sampling, sample_index=self.sampling.sample_index * sample_index)",
+        "core/values.py",
+        "replace(self, sample_index=index, prompt_logprobs=None)",
+        "replace(self, sample_index=self.sample_index * index, prompt_logprobs=None)",
     ),
     _mutant(
         "null block handed out",
@@ -350,7 +350,7 @@ MUTANTS = (
     _mutant(
         "outdated heap entry of a tenant is first",
         "core/policy.py",
-        "            elif now > time:\n                heapreplace(self._heap, (now, number, tenant))\n",
+        "            elif now > time:\n                self._tenants.push((now, number), tenant)\n",
         "",
     ),
     _mutant(
@@ -426,15 +426,15 @@ MUTANTS = (
     _mutant(
         "head released before tail",
         "core/cache/prefix.py",
-        "for block in reversed(blocks):",
-        "for block in blocks:",
+        "super().release(blocks[::-1])",
+        "super().release(blocks)",
         "tests/core/test_pool.py",
     ),
     _mutant(
         "the map misses blocks that lost their content",
         "core/cache/prefix.py",
-        "            self.num_cached -= 1\n            self.free.prepend(block)\n            self._note((block,))\n",
-        "            self.num_cached -= 1\n            self.free.prepend(block)\n",
+        "            self.num_cached -= 1\n            self._put_first(block)\n            self._note((block,))\n",
+        "            self.num_cached -= 1\n            self._put_first(block)\n",
         "tests/engine/test_block_map.py",
     ),
     _mutant(
@@ -446,8 +446,8 @@ MUTANTS = (
     _mutant(
         "unpublished blocks evicted last",
         "core/cache/prefix.py",
-        "self.free.prepend(block)\n                else:",
-        "self.free.append(block)\n                else:",
+        "            self._put_first(block)\n        else:  # not",
+        "            self.free[block.block_id] = block\n        else:  # not",
         "tests/core/test_pool.py",
     ),
     _mutant(
@@ -611,11 +611,10 @@ MUTANTS = (
         "tests/core/test_scheduler.py",
     ),
     _mutant(
-        "chain keys shared across salts",
-        "core/cache/context.py",
-        "        if self.root == other.root:\n            self._follow(other, known)\n",
-        "        self._follow(other, known)\n",
-        "tests/core/test_prefix.py",
+        "a match starts at the root of the empty salt",
+        "core/cache/prefix.py",
+        "self._child(chain.root if parent is None else parent.key, tokens)",
+        'self._child(self.root("") if parent is None else parent.key, tokens)',
     ),
     _mutant(
         "dropped pins still count for their owner",
@@ -872,8 +871,8 @@ MUTANTS = (
     _mutant(
         "content is saved after it was evicted",
         "core/cache/prefix.py",
-        "        if self.on_eviction is not None:\n            self.on_eviction(block)\n        num_tokens = block.num_tokens\n        key = block.key\n        self.num_cached -= 1\n        self.num_evictions += 1\n        descendants = self._tree.remove(block)\n",
-        "        num_tokens = block.num_tokens\n        key = block.key\n        self.num_cached -= 1\n        self.num_evictions += 1\n        descendants = self._tree.remove(block)\n        if self.on_eviction is not None:\n            self.on_eviction(block)\n",
+        "        if self.on_eviction is not None:\n            self.on_eviction(block)\n        key = block.key\n        self.num_cached -= 1\n        self.num_evictions += 1\n        descendants = self._tree.remove(block)\n",
+        "        key = block.key\n        self.num_cached -= 1\n        self.num_evictions += 1\n        descendants = self._tree.remove(block)\n        if self.on_eviction is not None:\n            self.on_eviction(block)\n",
         first_world=FIRST_TIERED,
     ),
     _mutant(

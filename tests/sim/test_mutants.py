@@ -43,8 +43,7 @@ def test_edits_are_put_back(copy: Path) -> None:
     assert all((copy / "quire" / file).readlink() == ROOT / "quire" / file for file in files)
 
 
-def test_there_are_enough_mutants() -> None:
-    assert len(MUTANTS) >= 18
+def test_mutants_have_different_names() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 

@@ -34,14 +34,7 @@ def test_a_request_starts_within_the_service_bound(seeds: range) -> None:
         for _ in range(300):
             contest.step()
         assert {one.request.priority for one in contest.started} == {HIGH, NORMAL, LOW}
-        for one in contest.started:
-            bound = contest.fair.ledger.service_bound(
-                one.request.priority,
-                one.own + len(one.request.tokens),
-                contest.drain_tokens,
-                contest.max_num_batched_tokens,
-            )
-            assert one.total <= bound, f"seed {seed}: {one.request!r} waited for {one.total} tokens of at most {bound}"
+        assert max(ratio for tier in Priority for ratio in contest.wait_ratios(tier)) <= 1, f"seed {seed}"
 
 
 @pytest.mark.parametrize("patience_s", [None, 0.02, 0.1])  # None: the fair policy
@@ -56,32 +49,19 @@ def test_low_waits_no_longer_than_its_bound(seeds: range, patience_s: float | No
         assert max(ratios) <= 1, f"seed {seed}"
 
 
+@pytest.mark.parametrize("others", [(LOW,), (NORMAL, LOW)], ids=str)
 @pytest.mark.parametrize("seeds", SEEDS)
-def test_high_starts_within_two_steps_next_to_a_permanent_low_backlog(seeds: range) -> None:
+def test_high_starts_within_two_steps_next_to_saturated_lower_tiers(others: tuple[Priority, ...], seeds: range) -> None:
     for seed in seeds:
-        contest = Contest(seed, [Load(LOW, num_waiting=ENDLESS)])
+        contest = Contest(seed, [Load(tier, num_waiting=ENDLESS) for tier in others])
+        if contest.max_num_seqs < len(others):
+            continue  # LOW may hold the only batch row as long as it is owed
         for number in range(600):
             if number % 31 == 30:
                 contest.add(Load(HIGH))
             contest.step()
         highs = [one for one in contest.started if one.request.priority is HIGH]
         assert len(highs) >= 18
-        assert max(one.num_steps for one in highs) <= 2, f"seed {seed}"
-        assert not any(one.request.priority is HIGH for one in contest.arrivals.values())
-
-
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_high_starts_within_two_steps_next_to_saturated_normal_and_low(seeds: range) -> None:
-    for seed in seeds:
-        contest = Contest(seed, [Load(NORMAL, num_waiting=ENDLESS), Load(LOW, num_waiting=ENDLESS)])
-        if contest.max_num_seqs < 2:
-            continue  # LOW may hold the only batch row as long as it is owed
-        for number in range(400):
-            if number % 31 == 30:
-                contest.add(Load(HIGH))
-            contest.step()
-        highs = [one for one in contest.started if one.request.priority is HIGH]
-        assert len(highs) >= 11
         assert max(one.num_steps for one in highs) <= 2, f"seed {seed}"
 
 

@@ -10,29 +10,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, Fold, Hybrid, digest, run_alone
 from quire.core.cache.context import hash_block_tokens
 from quire.core.cache.prefix import FROM_ZERO, StopReason
 from quire.core.check import check_scheduler
-from quire.core.events import (
-    Admitted,
-    Event,
-    Evicted,
-    PinYielded,
-    Preempted,
-    PrefixHitFound,
-    PrefixLoaded,
-    PrefixWaited,
-    Refused,
-    StaleResultDropped,
-)
+from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.levels import MIN_TIMEOUT_NS, ReadState
 from quire.core.levels.lower_level import LevelSpeed, LowerLevel
 from quire.core.levels.saves import SaveLimits
-from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy, StepCost
+from quire.core.policy import NS_PER_S, Aging, Fair, Policy, StepCost
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, TokenUpdate
@@ -66,6 +56,22 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
             break
         length += 1
     return length
+
+
+def sibling(parent: Request, request_id: int, index: int) -> Request:
+    """Another sample of the same prompt (n > 1)."""
+    prompt, sampling = parent.tokens[: parent.num_prompt_tokens], parent.sampling.sample(index)
+    account: dict[str, Any] = {"priority": parent.priority, "salt": parent.salt, "tenant": parent.tenant}
+    return Request(request_id, prompt, sampling, **account, parent=parent)
+
+
+def overtake_window(patience_ns: float, behind: Priority, ahead: Priority) -> float:
+    """Starvation bound of aging.
+
+    A request of tier `behind` that arrives at time t is admitted before every request of tier `ahead` that arrives
+    later than t plus this bound. The exception is a request that waits for a prefix in flight.
+    """
+    return max(0, behind - ahead) * patience_ns
 
 
 class WorldFailure(AssertionError):
@@ -269,7 +275,7 @@ class World:
         setup, seed = self.setup, self._seed
         self.fair = Fair() if setup.patience_s == FAIR else None
         self.aging = Aging(setup.patience_s) if isinstance(setup.patience_s, float) else None
-        self.policy: Policy = self.fair or self.aging or Fcfs()
+        self.policy: Policy = self.fair or self.aging or Policy()
         if self.fair is not None:
             self.fair.ledger.cost = setup.cost
         cache = KVCacheManager(
@@ -278,7 +284,6 @@ class World:
             secret=seed.to_bytes(8, "big"),
             is_caching=setup.is_caching,
             digest=weak_digest if setup.is_colliding else hash_block_tokens,
-            observe=self._observe,
             window=setup.window,
             num_window_blocks=setup.num_window_blocks,
             num_states=setup.num_states,
@@ -317,7 +322,6 @@ class World:
         self.in_flight: deque[StepPlan] = deque()
         self._num_launched = self._num_committed = 0  # plans
         self._batch_rows: dict[int, tuple[int, int]] = {}  # batch index -> (request id, epoch) last planned there
-        self._yielded: set[int] = set()  # blocks of dropped pins, until they are evicted
         self._late: set[int] = set()  # reads and loads that took longer than their deadline
         self._num_advances = 0  # of the store, when it was last looked at
         self._advanced_ns = 0  # when a read or a copy last began or ended
@@ -402,15 +406,16 @@ class World:
         self._require(self.scheduler.cache.pins.num_blocks <= half, "pins hold more than half the pool")
 
     def _count_stats(self) -> None:
-        stats = self.scheduler.cache.stats()
         self.counts["events"] = self.num_events
-        self.counts["twins"] = stats.num_twins
-        self.counts["evictions"] = stats.num_evictions
-        self._count_levels()
+        self._count_process()
 
-    def _count_levels(self) -> None:
-        """Count what the levels have counted since the last restart."""
-        levels = self.scheduler.cache.levels
+    def _count_process(self) -> None:
+        """Count what the cache has counted since the last restart."""
+        stats, levels = self.scheduler.cache.stats(), self.scheduler.cache.levels
+        self.counts["twins"] += stats.num_twins
+        self.counts["evictions"] += stats.num_evictions
+        self.counts["adoptions"] += stats.num_adoptions
+        self.counts["partial hits"] += stats.num_partial_hits
         if not levels.levels:
             return
         self.counts["pieces that were not saved"] += levels.saves.num_skipped
@@ -418,6 +423,8 @@ class World:
             self.counts[f"saves to {level.level}"] += level.num_saves
             self.counts[f"failed saves to {level.level}"] += level.num_failed_saves
             self.counts[f"evictions from {level.level}"] += level.num_evictions
+            self.counts[f"loads from {level.level}"] += level.num_loads
+            self.counts["failed loads"] += level.num_failed_loads
 
     @staticmethod
     def _require(condition: bool, message: str) -> None:
@@ -493,7 +500,7 @@ class World:
         first = self.scheduler.get(self.next_id - 1)
         for index in range(1, self.random.randint(2, 4)):
             if first is not None:
-                self._submit(first.sibling(self._new_id(), index), sample_index=index)
+                self._submit(sibling(first, self._new_id(), index), sample_index=index)
 
     def _press(self) -> None:
         """Fill the pool with a LOW request, or add one of a higher tier that needs its memory; evict what is cached."""
@@ -512,8 +519,16 @@ class World:
         """Add a request that continues from all known tokens of another."""
         candidates = [book.request for book in self.books.values()]
         if candidates:
-            child = self.random.choice(candidates).branch(self._new_id(), self._sampling())
-            child.priority = self.random.choice(list(Priority))  # possibly more urgent than its parent
+            parent = self.random.choice(candidates)
+            child = Request(
+                self._new_id(),
+                parent.tokens,
+                self._sampling(),
+                priority=self.random.choice(list(Priority)),  # possibly more urgent than its parent
+                salt=parent.salt,
+                tenant=parent.tenant,
+                parent=parent,
+            )
             self._submit(child)
 
     def _submit(self, request: Request, sample_index: int = 0) -> None:
@@ -523,9 +538,11 @@ class World:
         try:
             self.scheduler.add(request, self.clock_ns)
         except ContextTooLong:
+            self.counts["refused, too long"] += 1
             self._require(not should_fit, f"{request!r} was refused but fits")
             return
         except QueueFull:
+            self.counts["refused, queue full"] += 1
             self._require(
                 len(self.scheduler.waiting) >= self.setup.max_waiting, "refused although the queue is not full"
             )
@@ -533,7 +550,6 @@ class World:
         self.now_ns = max(self.now_ns, self.clock_ns)
         if not should_fit:
             raise WorldFailure(f"{request!r} cannot fit and was accepted")
-        self.counts["requests"] += 1
         self.counts["forks"] += is_fork
         # The sample index must be the world's number of the sibling, not one chosen by the core.
         sampling = request.sampling
@@ -574,7 +590,6 @@ class World:
             self._count_cancelled_waiter(book.request)
             self._require(self.scheduler.cancel(book.request.request_id), "a live request could not be cancelled")
             self._require(not book.request.block_table, "a cancelled request kept its blocks")
-            self.counts["cancels"] += 1
             self.counts["cancels of running"] += held > 0
             self._retire(book)
         self._require(not self.scheduler.cancel(self.next_id + 1000), "cancelled a request that does not exist")
@@ -605,15 +620,13 @@ class World:
             book = self.random.choice(books)
             tokens, salt = [*book.request.tokens], book.request.salt
         ttl = self.random.choice((1_000, 1_000_000, 10**12, 10**12))
-        num_pinned = self.scheduler.cache.pin(f"pin-{self.random.randint(0, 4)}", tokens, salt, self.now_ns + ttl)
-        self.counts["pins"] += num_pinned > 0
+        self.scheduler.cache.pin(f"pin-{self.random.randint(0, 4)}", tokens, salt, self.now_ns + ttl)
 
     def _unpin(self) -> None:
         self.scheduler.cache.pins.unpin(f"pin-{self.random.randint(0, 4)}")
 
     def _clear(self) -> None:
         levels = self.scheduler.cache.levels
-        self.counts["clears during loads"] += self._is_loading
         self.counts["clears during reads"] += len(levels.reads) > 0
         self.counts["clears during saves"] += self.store.is_saving
         self.scheduler.cache.clear()
@@ -650,7 +663,7 @@ class World:
         """End the process at once, and start a new one with the same disk."""
         for book in self.books.values():
             self.retired.append([*book.prompt, *book.delivered])
-        self._count_levels()
+        self._count_process()
         self._begin_process()
         self.now_ns = 0
         found = self.store.restart(self.runner)
@@ -703,15 +716,21 @@ class World:
             self._first_high = None if first is None else first[1]
             times = {(p, tenant): ledger.clocks[p].time(tenant) for p in Priority for tenant in TENANTS}
         self.now_ns = max(self.now_ns, self.clock_ns)
+        waited = {request.request_id for request in self.scheduler.waiting.prefix_waiters}
+        pins = self.scheduler.cache.pins
+        num_pins = sum(pin.expires_ns > self.now_ns for pin in pins)
         plan = self.scheduler.schedule(self.clock_ns)
         self._check_plan(plan, busy)
+        waiters = {request.request_id for request in self.scheduler.waiting.prefix_waiters}
+        self.counts["prefix waits"] += len(waiters - waited)
+        self.counts["pins dropped"] += num_pins - len(pins)
         self._check_loads(plan)
         if self.fair is not None:
             self._check_accounts(self.fair, plan, times)
             self._check_wait(self.fair, plan)
         self._check_guesses(plan)
         now = self.now_ns
-        self._require(all(pin.expires_ns > now for pin in self.scheduler.cache.pins), "a pin did not expire")
+        self._require(all(pin.expires_ns > now for pin in pins), "a pin did not expire")
         loading = {request.request_id for request in self.scheduler.waiting.load_waiters}
         self._require(self._winners <= self._admitted | loading, "memory was freed for a request that was not admitted")
         is_sampled_first = self.random.random() < 0.5  # the order used when no row has a grammar
@@ -756,6 +775,7 @@ class World:
                 books[piece.request_id] = book
                 self._see(book, piece.start + piece.length - piece.num_drafts)
         before = self.scheduler.num_accepted
+        self.counts["stale results"] += len(plan.slices) - len(books)
         updates = self.scheduler.commit(plan, self.runner.collect())
         for piece in plan.slices:
             if piece.num_drafts and piece.request_id in books:
@@ -831,38 +851,13 @@ class World:
             case Preempted():
                 self._on_preempted(event)
             case PrefixHitFound():
-                self.counts["hits"] += 1
-                self.counts["adoptions"] += event.is_adopted
-                self.counts["partial hits"] += event.num_tail_tokens > 0 and not event.is_adopted
-                self.counts["hits on a parent"] += event.is_fork
                 self._on_hit(event)
-            case PrefixWaited():
-                self.counts["prefix waits"] += 1
-            case PrefixLoaded():
-                self.counts["loads" if event.is_whole else "failed loads"] += 1
-                self.counts[f"loads from {event.source}"] += event.is_whole
-                self.counts["loads in part"] += not event.is_whole and event.num_tokens > 0
-            case StaleResultDropped():
-                self.counts["stale results"] += 1
-            case PinYielded():
-                self.counts["pins yielded"] += 1
-                winner = None if event.by_request_id is None else self.books[event.by_request_id]
-                if winner is not None and winner.request.state is RequestState.WAITING:
-                    self._winners.add(winner.request.request_id)
-                self._yielded.update(event.block_ids)
-            case Refused():
-                self.counts[f"refused {event.reason}"] += 1
-                self.counts["refusals"] += 1
-            case Evicted():
-                self.counts["evictions with descendants"] += event.num_descendants > 0
-                self.counts["evictions of pinned blocks"] += event.block_id in self._yielded
-                self._yielded.discard(event.block_id)
-            case _:
-                pass
 
     def _on_hit(self, event: PrefixHitFound) -> None:
         book = self.books[event.request_id]
         self._started[event.request_id] = event.num_tokens
+        parent = book.request.parent
+        self.counts["hits beside a parent"] += parent is not None and parent.state is RequestState.RUNNING
         tokens = book.request.tokens
         self._require(event.num_tokens < len(tokens), "a hit left nothing to compute")
         prefix = 0
@@ -944,10 +939,7 @@ class World:
             if other.priority not in lanes or rival.key < lanes[other.priority]:
                 lanes[other.priority] = rival.key
         effective = lanes[book.request.priority]
-        policy = self.aging or Fcfs()
-        window_ns = {
-            priority: policy.overtake_window_s(priority, book.request.priority) * NS_PER_S for priority in Priority
-        }
+        patience_ns = self.aging.patience_s * NS_PER_S if self.aging is not None else 0.0
         for other, rival in rivals:
             is_sibling = other.priority is book.request.priority
             is_ahead = other.sequence < book.request.sequence if is_sibling else lanes[other.priority] < effective
@@ -955,7 +947,7 @@ class World:
                 raise WorldFailure(f"{book.request!r} was admitted before {other!r}, which is ahead")
             if not rival.was_admitted and not book.was_admitted:
                 late_ns = book.arrived_ns - rival.arrived_ns
-                if late_ns > window_ns[other.priority]:
+                if late_ns > overtake_window(patience_ns, other.priority, book.request.priority):
                     raise WorldFailure(f"{other!r} was overtaken beyond the starvation bound")
 
     def _awaits_prefix(self, book: Book) -> bool:
@@ -1097,7 +1089,6 @@ class World:
         self._require(len(planned) == len(plan.slices), "a request occurs twice in a plan")
         self._require(plan.num_tokens <= setup.max_num_batched_tokens, "the token budget was exceeded")
         if setup.max_mixed_tokens is not None and self._has_answers and not self._has_preempted:
-            self.counts["mixed steps"] += 1
             self._require(self._num_beside(plan) <= setup.max_mixed_tokens, "too many prompt tokens beside answers")
         for batch_index in plan.released:
             self._batch_rows.pop(batch_index, None)

@@ -14,8 +14,6 @@ from quire.sim.cluster import (
     ROUTERS,
     ByPrefix,
     ClusterReport,
-    ConsistentHash,
-    PowerOfTwo,
     imbalance,
     simulate_cluster,
 )
@@ -42,7 +40,6 @@ def test_one_replica_is_the_plain_simulation(router: str) -> None:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.kept("prefix", "round-robin")
 def test_every_request_is_answered_once(router: str) -> None:
     report = run(3, router, trace=FEW)
     assert {record.outcome for record in report.records} == {Outcome.FINISHED}
@@ -91,19 +88,6 @@ def test_high_requests_avoid_each_other_and_not_the_backlog() -> None:
     report = simulate_cluster([*backlog, *urgent], replace(CONFIG, max_num_seqs=8), STEP_TIME, 4, "prefix")
     waits = [record.wait_s for record in report.tier(Priority.HIGH)]
     assert max(wait for wait in waits if wait is not None) < 0.1
-
-
-def test_a_session_has_one_place_on_the_ring() -> None:
-    router = ConsistentHash(4)
-    places = {one.session: router(number, one, ()) for number, one in enumerate(TREE)}
-    assert all(router(number, one, ()) == places[one.session] for number, one in enumerate(TREE))
-    assert {*places.values()} == {0, 1, 2, 3}
-
-
-def test_power_of_two_chooses_the_shorter_queue() -> None:
-    assert PowerOfTwo()(0, TREE[0], [ReplicaLoad(num_requests=3), ReplicaLoad(num_requests=2)]) == 1
-    trace = [TraceRequest(0.0, 100, 50)] * 10
-    assert sorted(simulate_cluster(trace, CONFIG, STEP_TIME, 2, "power-of-two").num_requests) == [5, 5]
 
 
 def test_prefixes_of_another_block_size_are_found() -> None:

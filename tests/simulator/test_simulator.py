@@ -30,42 +30,6 @@ def test_step_time_counts_tokens_and_context() -> None:
     assert simulate([TraceRequest(0, 10, 2)], SimConfig(), reading).makespan_s == 2 + 10 + 11
 
 
-def test_right_drafts_save_steps() -> None:
-    config = SimConfig(acceptance=1.0)
-    report = simulate([TraceRequest(0, 10, 65)], config, SECOND)
-    # One token each in two steps, because the second is planned before the first has ended; then 32 and 31.
-    assert report.num_steps == report.makespan_s == 4
-    assert report.records[0].num_outputs == 65
-    assert report.num_accepted == report.num_drafted == 31 + 30
-    assert simulate([TraceRequest(0, 10, 65)], SimConfig(), SECOND).num_steps == 65
-    never = simulate([TraceRequest(0, 10, 65)], replace(config, draft_share=0.0), SECOND)
-    assert (never.num_steps, never.num_drafted) == (65, 0)
-
-
-def test_wrong_drafts_cost_the_time_of_their_tokens() -> None:
-    wrong = simulate([TraceRequest(0, 10, 5)], SimConfig(acceptance=0.0), StepTime(1000, 1_000_000, 0))
-    # 10 tokens, then 1 in the second step; 2 drafts of the third and 1 of the fourth fit before the last token.
-    assert (wrong.num_steps, wrong.num_drafted, wrong.num_accepted) == (5, 2 + 1, 0)
-    assert wrong.makespan_s == 5 + (10 + 1 + 3 + 2 + 1)
-
-
-def test_drafts_change_no_answer_and_are_off_in_a_large_batch() -> None:
-    trace = SCENARIOS["mixed"](80, 30.0, 1)
-    config, step_time = SimConfig(num_blocks=400), MACHINES["h200-llama3-8b"].step_time
-    plain, drafted = (simulate(trace, replace(config, acceptance=rate), step_time) for rate in (None, 0.7))
-    assert [one.num_outputs for one in plain.records] == [one.num_outputs for one in drafted.records]
-    assert drafted.num_preemptions
-    assert 0 < drafted.num_accepted < drafted.num_drafted
-    crowd = [TraceRequest(0, 10, 50) for _ in range(60)]
-    assert simulate(crowd, replace(config, acceptance=0.7), step_time).num_drafted == 0
-
-
-@pytest.mark.parametrize("changes", [{"acceptance": 1.1}, {"draft_share": -0.1}])
-def test_shares_of_drafts_are_from_0_to_1(changes: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequest, match=f"{next(iter(changes))} = .* is not from 0 to 1"):
-        SimConfig(**changes)  # type: ignore[arg-type]
-
-
 def test_a_request_that_arrives_during_a_step_waits_for_the_next_plan() -> None:
     report = simulate([TraceRequest(0, 10, 10), TraceRequest(0.5, 10, 1)], SimConfig(), SECOND)
     second = report.records[1]
@@ -80,17 +44,6 @@ def test_equal_names_share_a_prefix_and_answers_can_be_continued() -> None:
     report = simulate([first, second], SimConfig(), SECOND)
     assert report.cache.num_hit_tokens == 149  # all but the answer's last token, which has no KV
     assert simulate([first, second], SimConfig(enable_prefix_caching=False), SECOND).cache.num_hit_tokens == 0
-
-
-def test_tiers_matter_under_aging_and_not_under_fcfs() -> None:
-    trace = [TraceRequest(0.0, 10, 20, priority=Priority.LOW), TraceRequest(0.5, 10, 2, priority=Priority.HIGH)]
-    aging = simulate(trace, SimConfig(scheduling_policy="aging", max_num_seqs=1), SECOND)
-    fcfs = simulate(trace, SimConfig(scheduling_policy="fcfs", max_num_seqs=1), SECOND)
-    assert (aging.num_preemptions, fcfs.num_preemptions) == (1, 0)
-    waits = [report.tier(Priority.HIGH)[0].wait_s for report in (aging, fcfs)]
-    assert waits[0] == 0.5
-    assert waits[1] is not None
-    assert waits[1] > 15
 
 
 def p95_ttft_s(report: SimReport, priority: Priority, tenant: str = "") -> float:
@@ -157,22 +110,6 @@ def test_tpot_excludes_the_first_token() -> None:
     assert record.tpot_s is None
 
 
-def test_siblings_that_arrive_together_share_one_prefill() -> None:
-    trace = [TraceRequest(0, 3000, 50, shared=(("manual", 2900),), priority=Priority.LOW)] * 4
-    for policy in ("aging", "fcfs"):
-        report = simulate(
-            trace, SimConfig(scheduling_policy=policy, num_blocks=4096), MACHINES["h200-llama3-8b"].step_time
-        )
-        assert report.cache.num_hit_tokens == 3 * 2900
-
-
-def test_own_blocks_found_after_a_preemption_are_not_counted_as_hits() -> None:
-    trace = [TraceRequest(0, 64, 64), TraceRequest(0, 64, 64)]
-    report = simulate(trace, SimConfig(num_blocks=8), SECOND)
-    assert report.num_preemptions > 0
-    assert (report.cache.num_hit_tokens, report.cache.num_recovered_tokens > 0) == (0, True)
-
-
 def test_a_smaller_pool_has_fewer_hits_and_answers_every_request() -> None:
     trace = mixed(150, 20.0, 0)
     small, large = (
@@ -200,11 +137,6 @@ def test_progress_ends_at_the_number_of_requests() -> None:
 def test_impossible_step_times_are_refused(times: tuple[float, float, float], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         StepTime(*times)
-
-
-def test_unknown_policies_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidRequest, match="policy = 'lifo' is not one of fair, aging, fcfs"):
-        simulate([TraceRequest(0, 1, 1)], SimConfig(scheduling_policy="lifo"), SECOND)
 
 
 def test_percentiles_are_nearest_rank() -> None:

@@ -1,7 +1,5 @@
 """Blocks, and the context of a request: its tokens, their chain keys, and the memory of keys, values and states.
 
-Blocks of the three kinds of memory are linked in a free list, which is also the eviction order.
-
 A chain key is a hash that identifies a block by its tokens and all tokens before it.
 """
 
@@ -9,10 +7,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from quire.core.values import TOKEN_BYTES
 from quire.errors import InvalidRequest
@@ -29,17 +27,15 @@ def check_block_size(block_size: int) -> int:
     return block_size
 
 
-class Linked:
-    """A unit of memory, and an entry of a free list, with its own links: removal from the middle is O(1)."""
+class Unit:
+    """A unit of memory of one of the three kinds."""
 
-    __slots__ = ("block_id", "next_free", "parent_key", "prev_free", "ref_count")
+    __slots__ = ("block_id", "parent_key", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.parent_key: bytes | None = None  # key of the full blocks before its content; None: not published
-        self.prev_free: Self | None = None
-        self.next_free: Self | None = None
 
     @property
     def is_published(self) -> bool:
@@ -47,7 +43,7 @@ class Linked:
         return self.parent_key is not None
 
 
-class KVCacheBlock(Linked):
+class KVCacheBlock(Unit):
     """One block of KV memory and, once its content is published, one node of the prefix tree.
 
         ref_count 0, not published   free, content undefined     front of the free list
@@ -64,7 +60,7 @@ class KVCacheBlock(Linked):
         super().__init__(block_id)
         self.key: bytes | None = None  # chain key; only of a published full block
         self.tokens = b""  # published tokens, packed (see chain.pack_tokens)
-        self.twins: list[KVCacheBlock] | None = None  # on the indexed block: other blocks with the same content
+        self.twins: tuple[KVCacheBlock, ...] = ()  # on the indexed block: other blocks with the same content
         # On the indexed block: the full block after it that was added or found last. Most blocks have one child, and a
         # match then reads this instead of the tables of the tree.
         self.last_child: KVCacheBlock | None = None
@@ -81,7 +77,7 @@ class KVCacheBlock(Linked):
         return f"<block {self.block_id} ref_count={self.ref_count} {state}>"
 
 
-class WindowBlock(Linked):
+class WindowBlock(Unit):
     """One block of window memory. If `node` is set, it holds the tokens of that node of the prefix tree."""
 
     __slots__ = ("is_kept", "node")
@@ -95,7 +91,7 @@ class WindowBlock(Linked):
         return f"<window block {self.block_id} ref_count={self.ref_count} node={self.node!r}>"
 
 
-class StateSlot(Linked):
+class StateSlot(Unit):
     """One slot of state memory.
 
     Only `StatePool` changes `ref_count` and the fields of a published snapshot.
@@ -113,83 +109,6 @@ class StateSlot(Linked):
     def __repr__(self) -> str:
         kind = "snapshot" if self.is_published else "private"
         return f"<state {self.block_id} at {self.position} ref_count={self.ref_count} {kind}>"
-
-
-L = TypeVar("L", bound=Linked)
-
-
-class FreeKVCacheBlockQueue(Generic[L]):
-    """Intrusive doubly linked list with two sentinels.
-
-    Every operation is O(1), including removal from the middle. The list order is the eviction order. A prefix hit on a
-    free block removes it from the middle.
-    """
-
-    __slots__ = ("_head", "_len", "_tail")
-
-    def __init__(self, blocks: Iterable[L]) -> None:
-        self._head = Linked(-1)
-        self._tail = Linked(-1)
-        self._head.next_free = self._tail
-        self._tail.prev_free = self._head
-        self._len = 0
-        self.extend(blocks)
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __iter__(self) -> Iterator[L]:
-        block = self._head.next_free
-        while block is not None and block is not self._tail:
-            yield block  # type: ignore[misc]
-            block = block.next_free
-
-    def backwards(self) -> Iterator[L]:
-        """All blocks, the last first. The list must not change meanwhile."""
-        block = self._tail.prev_free
-        while block is not None and block is not self._head:
-            yield block  # type: ignore[misc]
-            block = block.prev_free
-
-    def pop_front(self) -> L:
-        block = self._head.next_free
-        if block is None or block is self._tail:
-            raise IndexError("the free list is empty")
-        self.remove(block)
-        return block  # type: ignore[return-value]
-
-    def append(self, block: L) -> None:
-        self.extend((block,))
-
-    def extend(self, blocks: Iterable[Linked]) -> None:
-        """Append several blocks. Faster than `append` for each."""
-        before: Linked | None = self._tail.prev_free
-        assert before is not None
-        for block in blocks:
-            if block.next_free is not None:
-                raise ValueError(f"{block!r} is already in the free list")
-            block.prev_free, block.next_free = before, self._tail  # whole links, in case the next block raises
-            before.next_free = self._tail.prev_free = block
-            self._len += 1
-            before = block
-
-    def prepend(self, block: Linked) -> None:
-        after = self._head.next_free
-        assert after is not None
-        if block.next_free is not None:
-            raise ValueError(f"{block!r} is already in the free list")
-        block.prev_free, block.next_free = self._head, after
-        self._head.next_free = after.prev_free = block
-        self._len += 1
-
-    def remove(self, block: Linked) -> None:
-        before, after = block.prev_free, block.next_free
-        if before is None or after is None:
-            raise ValueError(f"{block!r} is not in the free list")
-        before.next_free = after
-        after.prev_free = before
-        block.prev_free = block.next_free = None
-        self._len -= 1
 
 
 KEY_BYTES = 16
@@ -235,7 +154,7 @@ def hash_block_tokens(parent_key: bytes, tokens: bytes) -> bytes:
 class TokenChain:
     """Chain keys of one request's blocks. Each is computed once, on first use."""
 
-    __slots__ = ("_block_size", "_blocks", "_digest", "_keys", "_leader", "_num_led", "_tokens", "root")
+    __slots__ = ("_block_size", "_blocks", "_digest", "_keys", "_tokens", "root")
 
     def __init__(self, root: bytes, tokens: array[int], block_size: int, digest: Digest) -> None:
         self.root = root
@@ -244,14 +163,18 @@ class TokenChain:
         self._digest = digest
         self._blocks: list[bytes] = []  # packed tokens of the first full blocks
         self._keys: list[bytes] = []  # chain keys of the first full blocks, of fewer or as many
-        self._leader: TokenChain | None = None  # a chain with the same first blocks, whose keys are copied on use
-        self._num_led = 0  # number of those blocks
 
     def key(self, index: int) -> bytes:
         """Chain key of full block `index`. All of its tokens must be known."""
-        if len(self._keys) <= index:
-            self._extend(index + 1)
-        return self._keys[index]
+        keys = self._keys
+        if len(keys) <= index:
+            self.block(index)
+            digest = self._digest
+            key = keys[-1] if keys else self.root
+            for block in self._blocks[len(keys) : index + 1]:
+                key = digest(key, block)
+                keys.append(key)
+        return keys[index]
 
     def parent_key(self, index: int) -> bytes:
         return self.key(index - 1) if index else self.root
@@ -276,8 +199,7 @@ class TokenChain:
         start = 0
         while start < count:
             end = min(count, start + BLOCKS_PER_BATCH)
-            if len(self._blocks) < end:
-                self._pack(end)
+            self.block(end - 1)
             yield self._blocks[start:end]
             start = end
 
@@ -289,7 +211,7 @@ class TokenChain:
         """Number of leading full blocks that two chains share, at most `most`.
 
         The caller knows that they share the first `known` blocks. Compares tokens, which is much faster than hashing
-        them, and hashes neither chain. Shared blocks are hashed once: this chain copies their keys from the other one.
+        them. A chain that waits until the other one is computed finds the keys in the blocks that it then matches.
         """
         size, ours, theirs = self._block_size, self._tokens, other._tokens
         while known < most:
@@ -298,17 +220,7 @@ class TokenChain:
                 known = middle
             else:
                 most = middle - 1
-        if self.root == other.root:
-            self._follow(other, known)
         return known
-
-    def _follow(self, other: TokenChain, count: int) -> None:
-        """Copy the keys of the first `count` blocks, on use, from a chain that shares them."""
-        if other._leader is not None and count <= other._num_led:
-            other = other._leader
-        if other._leader is not None or other is self or count <= max(len(self._keys), self._num_led):
-            return  # a leader never has a leader itself, so there are no cycles
-        self._leader, self._num_led = other, count
 
     def run(self, start: int, stop: int) -> bytes:
         """Packed tokens [start, stop)."""
@@ -318,25 +230,6 @@ class TokenChain:
         size = self._block_size * TOKEN_BYTES
         packed = self.run(len(self._blocks) * self._block_size, count * self._block_size)
         self._blocks += [packed[i : i + size] for i in range(0, len(packed), size)]
-
-    def _extend(self, count: int) -> None:
-        """Compute the keys of the first `count` blocks."""
-        keys, digest = self._keys, self._digest
-        if self._leader is not None:
-            self._copy_keys(self._leader, min(count, self._num_led))
-        if len(self._blocks) < count:
-            self._pack(count)
-        key = keys[-1] if keys else self.root
-        for block in self._blocks[len(keys) : count]:
-            key = digest(key, block)
-            keys.append(key)
-
-    def _copy_keys(self, leader: TokenChain, count: int) -> None:
-        if len(leader._keys) < count:
-            leader._extend(count)
-        self._keys += leader._keys[len(self._keys) : count]
-        if count == self._num_led:
-            self._leader = None
 
 
 class Context:

@@ -13,27 +13,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from quire.core.cache.context import (
     NULL_BLOCK_ID,
     Digest,
-    FreeKVCacheBlockQueue,
     KVCacheBlock,
-    Linked,
     StateSlot,
     TokenChain,
+    Unit,
     WindowBlock,
     hash_block_tokens,
     root_key,
 )
-from quire.core.events import Cleared, Evicted, Observer, Published, Removed, TreeChange, ignore
+from quire.core.events import Cleared, Published, Removed, TreeChange
 from quire.core.values import TOKEN_BYTES, Level
 from quire.errors import InvalidRequest, OutOfBlocks
 
 _tokens = attrgetter("tokens")
-_MAX_BUCKET = 256
 
 
 class HasTokens(Protocol):
@@ -43,90 +42,56 @@ class HasTokens(Protocol):
 
 
 B = TypeVar("B", bound=HasTokens)
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class SortedBlocks(Generic[B]):
-    """Blocks sorted by their packed tokens, without duplicates.
+    """Blocks sorted by their packed tokens, without duplicates."""
 
-    Stored in buckets: the root of a busy server has a child per conversation, and inserting into one long list would
-    move many entries each time.
-    """
-
-    __slots__ = ("_buckets",)
+    __slots__ = ("_blocks",)
 
     def __init__(self) -> None:
-        self._buckets: list[list[B]] = []
+        self._blocks: list[B] = []
 
     def __bool__(self) -> bool:
-        return bool(self._buckets)
+        return bool(self._blocks)
 
     def __iter__(self) -> Iterator[B]:
-        for bucket in self._buckets:
-            yield from bucket
+        return iter(self._blocks)
 
     def neighbours(self, tokens: bytes) -> tuple[B | None, B | None]:
         """The last block before `tokens` and the first at or after it.
 
         One of them has the longest common prefix.
         """
-        if not self._buckets:
-            return None, None
-        b, i = self._locate(tokens)
-        bucket = self._buckets[b]
-        before = bucket[i - 1] if i else self._buckets[b - 1][-1] if b else None
-        after = bucket[i] if i < len(bucket) else None
-        return before, after
+        i = self._index(tokens)
+        return self._blocks[i - 1] if i else None, self._blocks[i] if i < len(self._blocks) else None
 
     def get(self, tokens: bytes) -> B | None:
         """The block with exactly these tokens."""
-        if self._buckets and (first := self._buckets[0][0]).tokens == tokens:
-            return first  # most nodes have one child
+        if self._blocks and self._blocks[0].tokens == tokens:
+            return self._blocks[0]  # most nodes have one child
         after = self.neighbours(tokens)[1]
         return after if after is not None and after.tokens == tokens else None
 
     def add(self, block: B) -> None:
-        if not self._buckets:
-            self._buckets.append([block])
-            return
-        b, i = self._locate(block.tokens)
-        bucket = self._buckets[b]
-        bucket.insert(i, block)
-        if len(bucket) > _MAX_BUCKET:
-            half = len(bucket) // 2
-            self._buckets.insert(b + 1, bucket[half:])
-            del bucket[half:]
+        self._blocks.insert(self._index(block.tokens), block)
 
     def replace(self, old: B, new: B) -> None:
         """Replace `old` by `new`, which has the same tokens."""
-        b, i = self._find(old)
-        self._buckets[b][i] = new
+        i = self._index(old.tokens)
+        assert self._blocks[i] is old, f"{old!r} is not among these children"
+        self._blocks[i] = new
 
     def remove(self, block: B) -> None:
-        b, i = self._find(block)
-        bucket = self._buckets[b]
-        del bucket[i]
-        if not bucket:
-            del self._buckets[b]
+        i = 0 if self._blocks[0] is block else self._index(block.tokens)  # most nodes have one child
+        assert self._blocks[i] is block, f"{block!r} is not among these children"
+        del self._blocks[i]
 
-    def _find(self, block: B) -> tuple[int, int]:
-        if self._buckets and self._buckets[0][0] is block:
-            return 0, 0  # most nodes have one child
-        if self._buckets:
-            b, i = self._locate(block.tokens)
-            bucket = self._buckets[b]
-            if i < len(bucket) and bucket[i] is block:
-                return b, i
-        raise KeyError(f"{block!r} is not among these children")
-
-    def _locate(self, tokens: bytes) -> tuple[int, int]:
-        """Bucket and index at which these tokens are stored or would be inserted."""
-        buckets = self._buckets
-        b = 0 if len(buckets) == 1 else min(bisect_left(buckets, tokens, key=_last_tokens), len(buckets) - 1)
-        return b, bisect_left(buckets[b], tokens, key=_tokens)
-
-
-def _last_tokens(bucket: Sequence[HasTokens]) -> bytes:
-    return bucket[-1].tokens
+    def _index(self, tokens: bytes) -> int:
+        """Index at which these tokens are stored or would be inserted."""
+        return bisect_left(self._blocks, tokens, key=_tokens)
 
 
 def common_run(a: bytes, b: bytes) -> int:
@@ -134,6 +99,48 @@ def common_run(a: bytes, b: bytes) -> int:
     n = min(len(a), len(b))
     difference = int.from_bytes(a[:n], "big") ^ int.from_bytes(b[:n], "big")
     return (n - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
+
+
+class KeyedHeap(Generic[K, T]):
+    """Items ordered by their keys. Every operation is O(log n); of equal keys, the one that was pushed first is first.
+
+    A heap entry that is not valid any more, because its item was removed or has another key, is deleted when it reaches
+    the top, or when half of the heap consists of such entries.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[K, int, T]] = []
+        self._live: dict[T, int] = {}  # item -> number of its valid entry
+        self._num_pushes = 0  # unique, so entries never compare items
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[T]:
+        """In no particular order."""
+        return iter(self._live)
+
+    def push(self, key: K, item: T) -> None:
+        """Add an item, or change its key."""
+        self._num_pushes += 1
+        self._live[item] = self._num_pushes
+        heappush(self._heap, (key, self._num_pushes, item))
+        if len(self._heap) > 2 * len(self._live) + 16:
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapify(self._heap)
+
+    def first(self) -> tuple[K, T]:
+        """The smallest key and its item. The heap must not be empty."""
+        while not self._is_live(self._heap[0]):
+            heappop(self._heap)
+        key, _, item = self._heap[0]
+        return key, item
+
+    def remove(self, item: T) -> None:
+        del self._live[item]
+
+    def _is_live(self, entry: tuple[K, int, T]) -> bool:
+        return self._live.get(entry[2]) == entry[1]
 
 
 class Continuation(NamedTuple):
@@ -340,9 +347,7 @@ class PrefixTree:
                 self.num_collisions += 1
                 return None
             block.key, block.parent_key, block.tokens = key, parent_key, tokens
-            if indexed.twins is None:
-                indexed.twins = []
-            indexed.twins.append(block)
+            indexed.twins = (*indexed.twins, block)
             self.num_twins += 1
             if indexed.ref_count:
                 return None
@@ -384,8 +389,7 @@ class PrefixTree:
             return []
         indexed = self._index[key]
         if indexed is not block:
-            assert indexed.twins is not None
-            indexed.twins.remove(block)
+            indexed.twins = tuple(twin for twin in indexed.twins if twin is not block)
             self._unpublish(block)
             return []
         if block.twins:
@@ -411,7 +415,7 @@ class PrefixTree:
         """Remove everything, including evicted keys. Blocks in use stay in use, unpublished."""
         for children in self._children.values():
             for block in children:
-                for twin in block.twins or ():
+                for twin in block.twins:
                     self._unpublish(twin)
                 self._unpublish(block)
         self._index.clear()
@@ -423,10 +427,9 @@ class PrefixTree:
 
     def _promote_twin(self, block: KVCacheBlock, key: bytes) -> None:
         """Replace an indexed block by its first twin. Its children stay."""
-        assert block.twins
         assert block.parent_key is not None
         twin, *others = block.twins
-        twin.twins = others or None
+        twin.twins = tuple(others)
         self._index[key] = twin
         self._children[block.parent_key].replace(block, twin)
         self._unpublish(block)
@@ -449,7 +452,7 @@ class PrefixTree:
                     self.remember(block.key)
                     keys.append(block.key)
                     removed.append(block.key)
-                for member in (block, *(block.twins or ())):
+                for member in (block, *block.twins):
                     self._unpublish(member)
                     dropped.append(member)
         return dropped
@@ -461,21 +464,22 @@ class PrefixTree:
             parent = self._index.get(block.parent_key)
             if parent is not None and parent.last_child is block:
                 parent.last_child = None
-        block.key = block.parent_key = block.twins = block.last_child = None
+        block.key = block.parent_key = block.last_child = None
         block.tokens = b""
+        block.twins = ()
         block.is_reused = False
 
 
-L = TypeVar("L", bound=Linked)
+L = TypeVar("L", bound=Unit)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    num_blocks: int  # blocks that can be allocated
-    num_free: int  # including cached blocks
-    num_cached: int  # free, with content that can be matched until the block is taken
-    num_in_use: int  # held by requests or pins
-    num_evictions: int
+    num_blocks: int = 0  # blocks that can be allocated
+    num_free: int = 0  # including cached blocks
+    num_cached: int = 0  # free, with content that can be matched until the block is taken
+    num_in_use: int = 0  # held by requests or pins
+    num_evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,17 +498,14 @@ class Pool(Generic[L]):
     def __init__(self, blocks: list[L]) -> None:
         self.blocks = blocks
         self.blocks[NULL_BLOCK_ID].ref_count = 1
-        self.free = FreeKVCacheBlockQueue(self.blocks[NULL_BLOCK_ID + 1 :])
-        self.lists = [self.free]  # of free blocks
+        # By id, in the order in which they are taken. An ordered dict removes from the middle in O(1), as a hit does.
+        self.free = OrderedDict((block.block_id, block) for block in self.blocks[NULL_BLOCK_ID + 1 :])
         self.num_cached = 0  # free, with content
         self.num_shared = 0  # with two or more references
         self.num_evictions = 0
         self.num_releases = 0  # grows with each released block; callers compare it to detect that memory was freed
         self.on_eviction: Callable[[L], None] | None = None  # called before a block loses its content
         self.changed: set[int] | None = None  # ids of changed blocks, emptied by a BlockMap; None: not recorded
-        # Attributes, because calls of the list's methods are faster than of methods that call them.
-        self._pop: Callable[[], L] = self.free.pop_front  # removes the block that is taken next from the free ones
-        self._unlink: Callable[[L], None] = self.free.remove  # removes a block from the free ones
 
     @property
     def num_usable(self) -> int:
@@ -514,6 +515,10 @@ class Pool(Generic[L]):
     def num_free(self) -> int:
         """Number of blocks that `take` can return, including cached ones."""
         return len(self.free)
+
+    def unused(self) -> Iterable[L]:
+        """All blocks that `take` can return, including cached ones."""
+        return self.free.values()
 
     def stats(self) -> PoolStats:
         num_free = self.num_free
@@ -550,21 +555,36 @@ class Pool(Generic[L]):
         self.num_releases += len(blocks)
         for block in blocks:
             assert block.ref_count > 0, f"{block!r} released without a reference"
-            block.ref_count -= 1
-            if block.ref_count == 1:
+            block.ref_count = num_left = block.ref_count - 1
+            if num_left == 1:
                 self.num_shared -= 1
-            elif block.ref_count == 0 and block.parent_key is None:
-                self.free.prepend(block)
-            elif block.ref_count == 0:
-                self.num_cached += 1
+            elif num_left == 0:
                 self._keep(block)
+        self._note(blocks)
 
     def _note(self, blocks: Sequence[L]) -> None:
         if self.changed is not None:
             self.changed.update([block.block_id for block in blocks])
 
     def _keep(self, block: L) -> None:
-        """Add a cached block to the free ones."""
+        """Add a block without references to the free ones: the first one if it has no content, or else the last."""
+        if block.parent_key is None:
+            self._put_first(block)
+        else:
+            self.num_cached += 1
+            self.free[block.block_id] = block
+
+    def _put_first(self, block: L) -> None:
+        self.free[block.block_id] = block
+        self.free.move_to_end(block.block_id, last=False)
+
+    def _pop(self) -> L:
+        """Remove the block that is taken next from the free ones."""
+        return self.free.popitem(last=False)[1]
+
+    def _unlink(self, block: L) -> None:
+        """Remove a cached block from the free ones."""
+        del self.free[block.block_id]
 
     def _evict(self, block: L) -> None:
         """Drop the content of a cached block that is not among the free ones any more."""
@@ -587,7 +607,7 @@ class Pool(Generic[L]):
         if block.ref_count == 0:
             self._unlink(block)
             self.num_cached -= 1
-            self.free.prepend(block)
+            self._put_first(block)
             self._note((block,))
 
 
@@ -598,43 +618,18 @@ class BlockPool(Pool[KVCacheBlock]):
     are released tail first. So the block at the front is always the least valuable one.
     """
 
-    def __init__(self, num_blocks: int, tree: PrefixTree, observe: Observer = ignore) -> None:
+    def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
         if num_blocks < 2:
             raise InvalidRequest(f"num_blocks = {num_blocks} is less than 2: block {NULL_BLOCK_ID} is never allocated")
         super().__init__([KVCacheBlock(block_id) for block_id in range(num_blocks)])
         self._tree = tree
-        self._observe = observe
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop one reference of each block.
 
         Pass blocks in table order; they are released tail first.
         """
-        self.num_releases += len(blocks)
-        cached: list[KVCacheBlock] = []
-        for block in reversed(blocks):
-            assert block.ref_count > 0, f"{block!r} released without a reference"
-            block.ref_count = num_left = block.ref_count - 1
-            if num_left == 1:
-                self.num_shared -= 1
-            elif num_left == 0:
-                if block.parent_key is not None and self._tree.is_redundant(block):
-                    self._tree.remove(block)  # a twin has the same content; one cached copy is enough
-                if block.parent_key is None:
-                    self.free.prepend(block)
-                else:
-                    cached.append(block)
-        self.num_cached += len(cached)
-        self.free.extend(cached)
-        self._note(blocks)
-
-    def fork(self, source: KVCacheBlock) -> KVCacheBlock:
-        """Allocate a block to copy `source` into.
-
-        Also holds `source`, until the copy is done (`settle`).
-        """
-        self.share((source,))
-        return self.take(1)[0]
+        super().release(blocks[::-1])
 
     def publish(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> None:
         """Insert the content of a held block into the tree, in place of its previous content.
@@ -653,11 +648,11 @@ class BlockPool(Pool[KVCacheBlock]):
     def evict_unused(self) -> int:
         """Evict the content of all free blocks. Returns the number of evicted blocks."""
         num_before = self.num_cached
-        for block in list(self.free):
+        for block in [*self.free.values()]:
             if block.parent_key is not None:
-                self.free.remove(block)
+                self._unlink(block)
                 self._evict(block)
-                self.free.prepend(block)
+                self._put_first(block)
                 self._note((block,))
         return num_before
 
@@ -668,10 +663,18 @@ class BlockPool(Pool[KVCacheBlock]):
         if self.changed is not None:
             self.changed.update(range(NULL_BLOCK_ID + 1, len(self.blocks)))
 
+    def _keep(self, block: KVCacheBlock) -> None:
+        if block.parent_key is not None and self._tree.is_redundant(block):
+            self._tree.remove(block)  # a twin has the same content; one cached copy is enough
+        if block.parent_key is None:
+            self._put_first(block)
+        else:  # not by a call of the same method above, because this is a hot path
+            self.num_cached += 1
+            self.free[block.block_id] = block
+
     def _evict(self, block: KVCacheBlock) -> None:
         if self.on_eviction is not None:
             self.on_eviction(block)
-        num_tokens = block.num_tokens
         key = block.key
         self.num_cached -= 1
         self.num_evictions += 1
@@ -680,8 +683,6 @@ class BlockPool(Pool[KVCacheBlock]):
             self._tree.remember(key)
         for lost in descendants:
             self._move_first(lost)
-        if self._observe is not ignore:  # this is a hot path
-            self._observe(Evicted(block.block_id, num_tokens, len(descendants)))
 
 
 class WindowPool(Pool[WindowBlock]):
@@ -694,16 +695,14 @@ class WindowPool(Pool[WindowBlock]):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__([WindowBlock(block_id) for block_id in range(num_blocks)])
-        self.kept: FreeKVCacheBlockQueue[WindowBlock] = FreeKVCacheBlockQueue(())  # taken after those of `free`
-        self.lists.append(self.kept)
-        self._pop, self._unlink = self._pop_front, self._unlink_window
+        self._kept: OrderedDict[int, WindowBlock] = OrderedDict()  # taken after those of `free`
 
     @property
     def num_free(self) -> int:
-        return len(self.free) + len(self.kept)
+        return len(self.free) + len(self._kept)
 
-    def _pop_front(self) -> WindowBlock:
-        return (self.free or self.kept).pop_front()
+    def unused(self) -> Iterable[WindowBlock]:
+        return chain(self.free.values(), self._kept.values())
 
     def release(self, blocks: Sequence[WindowBlock], *, is_kept: bool = True) -> None:
         """Drop one reference of each block. `is_kept`: another request is expected to continue after them."""
@@ -724,10 +723,15 @@ class WindowPool(Pool[WindowBlock]):
             self._lose_cached(node.window)
 
     def _keep(self, block: WindowBlock) -> None:
-        (self.kept if block.is_kept else self.free).append(block)
+        super()._keep(block)
+        if block.is_kept:
+            self._kept[block.block_id] = self.free.pop(block.block_id)
 
-    def _unlink_window(self, block: WindowBlock) -> None:
-        (self.kept if block.is_kept else self.free).remove(block)
+    def _pop(self) -> WindowBlock:
+        return (self.free or self._kept).popitem(last=False)[1]
+
+    def _unlink(self, block: WindowBlock) -> None:
+        del (self._kept if block.is_kept else self.free)[block.block_id]
 
     def _lose(self, block: WindowBlock) -> None:
         assert block.node is not None
@@ -747,15 +751,16 @@ class StatePool(Pool[StateSlot]):
     def __init__(self, num_slots: int) -> None:
         super().__init__([StateSlot(slot_id) for slot_id in range(num_slots)])  # `free` has those without content
         self._index: dict[bytes, dict[bytes, StateSlot]] = {}  # parent key -> run -> snapshot
-        self._heap: list[tuple[int, int, StateSlot]] = []  # (score, serial number, snapshot); may hold stale entries
-        self._num_pushes = 0
+        self._cached: KeyedHeap[int, StateSlot] = KeyedHeap()  # snapshots that nothing holds, by score
         self._clock = 0  # score of the last evicted snapshot
         self.num_snapshots = 0  # published, held or not
-        self._pop, self._unlink = self._pop_least, self._leave_stale
 
     @property
     def num_free(self) -> int:
         return len(self.free) + self.num_cached
+
+    def unused(self) -> Iterable[StateSlot]:
+        return chain(self.free.values(), self._cached)
 
     def state_stats(self) -> StateStats:
         return StateStats(
@@ -789,7 +794,7 @@ class StatePool(Pool[StateSlot]):
         """Renew the score of a snapshot that was used."""
         slot.score = self._clock + slot.cost
         if slot.ref_count == 0:
-            self._keep(slot)
+            self._cached.push(slot.score, slot)
 
     def forget(self, parent_key: bytes) -> None:
         """Drop the snapshots after a block that left the prefix tree: nothing can reach them."""
@@ -804,29 +809,21 @@ class StatePool(Pool[StateSlot]):
         """Evict all snapshots that no request or pin holds. Returns their number."""
         num_before = self.num_cached
         while self.num_cached:
-            slot = self._least()
+            slot = self._pop_least()
             self._evict(slot)
-            self.free.prepend(slot)
+            self._put_first(slot)
         return num_before
 
+    def _pop(self) -> StateSlot:
+        return super()._pop() if self.free else self._pop_least()
+
     def _pop_least(self) -> StateSlot:
-        return self.free.pop_front() if self.free else self._least()
+        self._clock, slot = self._cached.first()
+        self._unlink(slot)
+        return slot
 
-    def _least(self) -> StateSlot:
-        """Remove the cached snapshot with the smallest score from the heap."""
-        while True:
-            score, _, slot = entry = heappop(self._heap)
-            if self._is_current(entry):
-                self._clock = score
-                return slot
-
-    @staticmethod
-    def _is_current(entry: tuple[int, int, StateSlot]) -> bool:
-        score, _, slot = entry
-        return slot.parent_key is not None and slot.ref_count == 0 and slot.score == score
-
-    def _leave_stale(self, slot: StateSlot) -> None:
-        """A snapshot that is shared leaves a stale entry in the heap."""
+    def _unlink(self, block: StateSlot) -> None:
+        self._cached.remove(block)
 
     def _lose(self, block: StateSlot) -> None:
         assert block.parent_key is not None
@@ -838,9 +835,8 @@ class StatePool(Pool[StateSlot]):
         self.num_snapshots -= 1
 
     def _keep(self, block: StateSlot) -> None:
-        self._num_pushes += 1
-        heappush(self._heap, (block.score, self._num_pushes, block))
-        if len(self._heap) > 2 * self.num_cached + 16:
-            best = {entry[2].block_id: entry for entry in self._heap if self._is_current(entry)}
-            self._heap = list(best.values())
-            heapify(self._heap)
+        if block.parent_key is None:
+            self._put_first(block)
+        else:
+            self.num_cached += 1
+            self._cached.push(block.score, block)

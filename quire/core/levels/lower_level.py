@@ -216,7 +216,7 @@ WindowAt = Callable[[int], WindowBlock | None]  # block number -> the window blo
 
 def cached_window(node: KVCacheBlock) -> WindowBlock | None:
     """The window block of a node, or of a twin with the same tokens."""
-    if node.window is not None or node.twins is None:
+    if node.window is not None:
         return node.window
     return next((twin.window for twin in node.twins if twin.window is not None), None)
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.context import KVCacheBlock, Linked, StateSlot, WindowBlock
+from quire.core.cache.context import KVCacheBlock, StateSlot, Unit, WindowBlock
 from quire.core.levels.lower_level import LowerLevel
 from quire.core.memory import Memory
 from quire.core.step import Content, MemoryKind, MemoryRef, Save
@@ -139,7 +139,7 @@ class Saves:
         key = node.key if node.key is not None else self._tree.digest(node.parent_key, node.tokens)
         return Content(kind, key, node.parent_key, node.tokens)
 
-    def _piece(self, kind: MemoryKind, node: KVCacheBlock, block: Linked) -> _Piece:
+    def _piece(self, kind: MemoryKind, node: KVCacheBlock, block: Unit) -> _Piece:
         """The content of a node that is in this block."""
         return self._content(kind, node), MemoryRef(kind, block.block_id)
 
@@ -297,7 +297,7 @@ class Saves:
     def _cached(self, pinned: Iterable[KVCacheBlock]) -> Iterator[Sequence[_Piece]]:
         """All cached content, the most valuable first."""
         yield from map(self._pieces, [*pinned])
-        yield from map(self._pieces, self._memory.blocks.free.backwards())
+        yield from map(self._pieces, reversed(self._memory.blocks.free.values()))
         disk, host = self._levels[Level.DISK], self._levels.get(Level.HOST)
         if host is None:
             return
@@ -305,14 +305,16 @@ class Saves:
             is_known = disk.has_key(stored.content) or stored.content in self.pending
             yield () if is_known or stored.content not in host else ((stored.content, None),)
 
-    def finish(self, content: Content, level: Level, is_saved: bool) -> bool:
-        """Record the end of a save. Returns False if it is not awaited: the cache was cleared in the meantime."""
+    def finish(self, content: Content, level: Level, *, is_saved: bool) -> None:
+        """End a save to one level, unless the cache was cleared in the meantime."""
         if level not in self.pending.get(content, ()):
-            return False
+            return
         self._end(content, level)
+        stored = self._levels[level]
+        stored.num_saves += is_saved
+        stored.num_failed_saves += not is_saved
         if is_saved:
-            self._levels[level].add(content)
-        return True
+            stored.add(content)
 
     def clear(self) -> None:
         self._chosen.clear()
