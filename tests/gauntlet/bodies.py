@@ -11,14 +11,14 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from random import Random
 from typing import Any
 
-from tests.gauntlet.crowds import crowd_at, memory_of, warm_up
+from tests.gauntlet.crowds import crowd_at, memory_of
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
-from tests.gauntlet.flood import left_over
+from tests.gauntlet.flood import left_over, warm_up
 from tests.server import corpus
 from tests.server.rig import FAKE, Server, serving
 from tests.waiting import HANG_S
@@ -138,8 +138,9 @@ class Tally:
         return sum(count for status, count in self.statuses.items() if low <= status < high)
 
 
-def run(gauntlet: Gauntlet) -> Sequence[Figure]:
-    return [*_wire(gauntlet), *_mutants(gauntlet)]
+def run(gauntlet: Gauntlet) -> Iterator[Figure]:
+    yield from _wire(gauntlet)
+    yield from _mutants(gauntlet)
 
 
 def _wire(gauntlet: Gauntlet) -> list[Figure]:

@@ -8,7 +8,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -101,11 +101,11 @@ class Gauntlet:
 
 @dataclass(frozen=True)
 class Row:
-    """One promise. `run` measures its figures; an exception fails the row."""
+    """One promise. `run` yields its figures; an exception fails the row."""
 
     number: str
     title: str
-    run: Callable[[Gauntlet], Sequence[Figure]]
+    run: Callable[[Gauntlet], Iterable[Figure]]
     limit_s: float  # after this time, the row is ended and fails
 
 
@@ -156,10 +156,6 @@ MODULES = {
 def row(number: str) -> Row:
     rows: tuple[Row, ...] = importlib.import_module(f"tests.gauntlet.{MODULES[number]}").ROWS
     return next(one for one in rows if one.number == number)
-
-
-def all_rows() -> list[Row]:
-    return [row(number) for number in MODULES]
 
 
 def table(results: Sequence[Result], *, is_quick: bool) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.gauntlet.crowds import CHAT, memory_of, warm_up
+from tests.gauntlet.crowds import CHAT, memory_of
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.flood import Streams, family, left_over, percentile, streaming
+from tests.gauntlet.flood import Streams, family, left_over, percentile, streaming, warm_up
 from tests.server.rig import FAKE, Server, ask_async, serving
 from tests.text.test_rendering import HOSTILE as TEMPLATES
 from tests.text.test_schemas import HOSTILE as SCHEMAS
@@ -93,8 +93,7 @@ def _requests(template_step: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"grammar {source[:30]}", {"structured_outputs": {"grammar": source}}
 
 
-def run(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures: list[Figure] = []
+def run(gauntlet: Gauntlet) -> Iterator[Figure]:
     requests = list(_requests(gauntlet.size(1, 6)))[:: gauntlet.size(1, 4)]
     ordinary: list[tuple[str, dict[str, Any]]] = [("ordinary", {"user": f"{i}"}) for i in range(gauntlet.size(200, 8))]
     if gauntlet.is_quick:
@@ -109,17 +108,17 @@ def run(gauntlet: Gauntlet) -> Sequence[Figure]:
             alone_s = streams.take()
             asyncio.run(_send(gauntlet, server, ordinary[::2]))
             before_s = streams.take()
-            figures += asyncio.run(_send(gauntlet, server, requests))
+            yield from asyncio.run(_send(gauntlet, server, requests))
             beside_s = streams.take()
             asyncio.run(_send(gauntlet, server, ordinary[1::2]))
             before_s += streams.take()
-        figures += [
+        yield from (
             Figure("growth of memory during hostile requests", memory.growth_mb, "MB", at_most=512),
             *_slower(streams, alone_s, before_s, beside_s),
             exactly("restarts of the worker", int(server.worker_pid != worker_pid)),
             *left_over(server, base),
-        ]
-    return [*figures, *_unique_schemas(gauntlet)]
+        )
+    yield from _unique_schemas(gauntlet)
 
 
 async def _send(gauntlet: Gauntlet, server: Server, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:

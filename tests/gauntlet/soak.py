@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -65,7 +65,7 @@ async def peak_rate(server: Server, chosen: random.Random, seconds: float) -> fl
             await client.send(chosen.choice(PLAIN))
         client.close()
 
-    await asyncio.gather(*(ask(Client(server, chosen, tally)) for _ in range(NUM_CLIENTS)))
+    await asyncio.gather(*(ask(Client(server.address, chosen, tally)) for _ in range(NUM_CLIENTS)))
     return tally["ended"] / seconds
 
 
@@ -79,7 +79,7 @@ async def soak(
     began_s = time.monotonic()
 
     async def ask() -> None:
-        client = idle.pop() if idle else Client(server, chosen, tally)
+        client = idle.pop() if idle else Client(server.address, chosen, tally)
         await client.send(chosen.choice((*PLAIN, *WRONG) if chosen.random() < 0.1 else PLAIN))
         idle.append(client)
 
@@ -136,15 +136,7 @@ def run_soak(gauntlet: Gauntlet) -> Sequence[Figure]:
 # R32
 
 
-@dataclass(frozen=True)
-class Address:
-    """The part of `Server` that a client in another process needs."""
-
-    address: tuple[str, int]
-    key: str | None
-
-
-def send_many(server: Address, count: int, seed: int) -> Tally:
+def send_many(address: tuple[str, int], count: int, seed: int) -> Tally:
     """Send requests from one process, on several connections."""
     tally, chosen = Tally(), random.Random(seed)
     kinds = (*PLAIN[:8], *WRONG)
@@ -155,7 +147,7 @@ def send_many(server: Address, count: int, seed: int) -> Tally:
         client.close()
 
     async def work() -> None:
-        await asyncio.gather(*(ask(Client(server, chosen, tally)) for _ in range(8)))
+        await asyncio.gather(*(ask(Client(address, chosen, tally)) for _ in range(8)))
 
     asyncio.run(work())
     return tally
@@ -173,10 +165,9 @@ def mass(pool: Executor, server: Server, count: int) -> tuple[Tally, list[tuple[
     each = max(8, count // NUM_ROUNDS // 2 // 8 * 8)
     tally = Tally()
     rounds: list[tuple[int, int, int]] = []
-    address = Address(server.address, server.key)
     processes = [psutil.Process(pid) for pid in (server.process.pid, server.worker_pid)]
     while tally["ended"] < count:
-        for job in [pool.submit(send_many, address, each, 2 * len(rounds) + part) for part in range(2)]:
+        for job in [pool.submit(send_many, server.address, each, 2 * len(rounds) + part) for part in range(2)]:
             tally.update(job.result())
         server_bytes, worker_bytes = (process.memory_info().rss for process in processes)
         rounds.append((tally["ended"], server_bytes, worker_bytes))
@@ -308,20 +299,11 @@ def sentence(chosen: random.Random) -> str:
     return " ".join(chosen.choices(WORDS, k=chosen.randrange(4, 24)))
 
 
-class Target(Protocol):
-    """What a client needs of a server."""
-
-    @property
-    def address(self) -> tuple[str, int]: ...
-    @property
-    def key(self) -> str | None: ...
-
-
 class Client:
     """One client with a keep-alive connection, which is opened again after a cancelled or refused request."""
 
-    def __init__(self, server: Target, chosen: random.Random, tally: Tally) -> None:
-        self._server = server
+    def __init__(self, address: tuple[str, int], chosen: random.Random, tally: Tally) -> None:
+        self._address = address
         self._random = chosen
         self._tally = tally
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -332,9 +314,9 @@ class Client:
         if self._streams is not None and self._streams[0].at_eof():
             self.close()  # the server has closed a connection that was idle for long
         if self._streams is None:
-            self._streams = await asyncio.open_connection(*self._server.address, limit=1 << 22)
+            self._streams = await asyncio.open_connection(*self._address, limit=1 << 22)
         reader, writer = self._streams
-        writer.write(request_bytes(path, body, key=self._server.key if kind.has_key else None, method=kind.method))
+        writer.write(request_bytes(path, body, key=KEY if kind.has_key else None, method=kind.method))
         if kind.is_cancelled:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 await reader.readuntil(b"\r\n\r\n")

@@ -121,8 +121,7 @@ def break_cache(disk: Disk, how: str, options: Sequence[str], expected: Sequence
         }
 
 
-def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
-    figures: list[Figure] = []
+def cache_figures(gauntlet: Gauntlet) -> Iterator[Figure]:
     # A step takes so long that a load from disk always pays.
     options = (str(gauntlet.tiny), "--backend", "fake", "--num-blocks", "400", "--device", "50ms")
     with serving(*options) as server:
@@ -131,8 +130,7 @@ def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
         with small_disk(gauntlet, f"disk {how}") as disk:
             what = how if disk.is_mounted else "limit of file sizes"
             found = break_cache(disk, how, options, expected)
-            figures += counted(f"cache files (disk: {what}): ", found)
-    return figures
+            yield from counted(f"cache files (disk: {what}): ", found)
 
 
 # Batch files
@@ -196,12 +194,12 @@ def break_logs(gauntlet: Gauntlet) -> list[Figure]:
     return counted("log on a full device: ", found)
 
 
-def run_disks(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures = cache_figures(gauntlet)
+def run_disks(gauntlet: Gauntlet) -> Iterator[Figure]:
+    yield from cache_figures(gauntlet)
     # Not read-only: the server keeps a file of its state open, and the kernel refuses to make such a disk read-only.
     for how in ("full",) if gauntlet.is_quick else ("full", "limit of file sizes"):
-        figures += break_batches(gauntlet, how)
-    return figures + break_logs(gauntlet)
+        yield from break_batches(gauntlet, how)
+    yield from break_logs(gauntlet)
 
 
 # R25: a wall clock that jumps
@@ -264,10 +262,10 @@ def _saw(server: Server) -> bool:
     return len({one[:4] for one in server.stderr if re.match(r"\d{4}-", one)}) > 1
 
 
-def run_clock(gauntlet: Gauntlet) -> Sequence[Figure]:
+def run_clock(gauntlet: Gauntlet) -> Iterator[Figure]:
     readings = wall_clock_readings()
     gauntlet.say(", ".join(readings))
-    figures = [exactly("readings of the wall clock in modules that do not need the time of day", len(readings))]
+    yield exactly("readings of the wall clock in modules that do not need the time of day", len(readings))
     limits = ("queue-timeout", "hang-limit", "header-timeout", "body-timeout", "slow-client-timeout")
     options = ("--num-blocks", "400", *(f"--{name}=60" for name in limits))
     clock = gauntlet.folder / "clock"
@@ -277,8 +275,7 @@ def run_clock(gauntlet: Gauntlet) -> Sequence[Figure]:
         clock.write_text("0")
         with serving(*model, env=env) as server:
             found = jump(gauntlet, server, clock, num_jumps, num_tokens)
-        figures += [Figure(f"{prefix}jumps of the wall clock", num_jumps), *counted(prefix, found)]
-    return figures
+        yield from (Figure(f"{prefix}jumps of the wall clock", num_jumps), *counted(prefix, found))
 
 
 ROWS = (

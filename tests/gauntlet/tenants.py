@@ -129,8 +129,8 @@ def timing_figures(
     ]
 
 
-def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
-    chosen, figures = gauntlet.random, []
+def no_sharing(gauntlet: Gauntlet) -> Iterator[Figure]:
+    chosen = gauntlet.random
     wide = write_tiny_model(gauntlet.folder / "wide", max_model_len=2 * NUM_TOKENS)
     # The time of a step and its number of tokens are fixed, so the time to the first token tells how many were cached.
     fake = ("--backend", "fake", "--num-blocks", "3000", "--device", "1ms", "--max-num-batched-tokens", "512")
@@ -138,13 +138,12 @@ def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
         server.chat()
         base = idle_base(server)
         counts = (gauntlet.size(200, 4), gauntlet.size(20, 2))
-        figures += timing_figures(server, *counts, chosen, NUM_TOKENS, "fake backend")
-        figures += left_over(server, base)
+        yield from timing_figures(server, *counts, chosen, NUM_TOKENS, "fake backend")
+        yield from left_over(server, base)
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
         with keyed(gauntlet, model=gauntlet.model) as server:
-            figures += timing_figures(server, 20, 5, chosen, 64, "real model")
-    return figures
+            yield from timing_figures(server, 20, 5, chosen, 64, "real model")
 
 
 # R29: every channel
@@ -335,10 +334,10 @@ def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
     ]
 
 
-def no_channel(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures = visible_channels(gauntlet)
+def no_channel(gauntlet: Gauntlet) -> Iterator[Figure]:
+    yield from visible_channels(gauntlet)
     gauntlet.say("grammars")
-    return figures + grammar_timing(gauntlet)
+    yield from grammar_timing(gauntlet)
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -611,11 +610,10 @@ def warm_up(server: Server) -> None:
     attacker.close()
 
 
-def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
+def shares(gauntlet: Gauntlet) -> Iterator[Figure]:
     keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
     limits = ("--max-num-seqs", str(MAX_SEQS), "--max-queue", str(MAX_QUEUE), "--max-connections", str(MAX_CONNECTIONS))
     fake = ("--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
-    figures: list[Figure] = []
     for prefix, options in gauntlet.models(*keys, *limits, *fake, real=(*keys, *limits)):
         with serving(*options, key=ADMIN) as server:
             warm_up(server)
@@ -624,12 +622,11 @@ def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
                 if prefix and name not in WITH_REAL_MODEL:
                     continue
                 delay, num_failed = attacked(server, attack, ask, 3 if prefix else gauntlet.size(10, 1))
-                figures.append(exactly(f"{prefix}{name}: requests of the other key that failed", num_failed))
+                yield exactly(f"{prefix}{name}: requests of the other key that failed", num_failed)
                 if not prefix:  # the steps of the fake backend are equally long
-                    figures.append(timed(f"{name}: delay of the other key's requests", delay, MAX_DELAY, "steps"))
-                figures += left_over(server, base, prefix=f"{prefix}{name}: ", spare_files=4)
+                    yield timed(f"{name}: delay of the other key's requests", delay, MAX_DELAY, "steps")
+                yield from left_over(server, base, prefix=f"{prefix}{name}: ", spare_files=4)
                 gauntlet.say(f"{name}: {delay:.1f} steps, {num_failed} failed")
-    return figures
 
 
 ROWS = (

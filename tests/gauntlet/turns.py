@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
 from tests.gauntlet.flood import idle_base, left_over
-from tests.gauntlet.tenants import ADMIN, ATTACKER, CHAT, COMPLETIONS, VICTIM, WORDS, chat_of
+from tests.gauntlet.tenants import (
+    ADMIN,
+    ATTACKER,
+    CHAT,
+    COMPLETIONS,
+    VICTIM,
+    WORDS,
+    ask_chat,
+    ask_often,
+    chat_of,
+)
 from tests.server.rig import Server, request_bytes, serving, status_of
 from tests.waiting import HANG_S, eventually, repeating
 
@@ -78,51 +86,35 @@ class Client:
             self.wrong.append(status)
 
 
-def chats_s(victim: Server, count: int) -> tuple[float, int]:
-    """The median time of a short chat, and how many failed."""
-    times: list[float] = []
-    num_failed = 0
-    for number in range(count):
-        began_s = time.perf_counter()
-        num_failed += victim.chat(f"Hello {number}", max_tokens=4).status != 200
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times), num_failed
-
-
 def attacked(victim: Server, one: Expensive, count: int) -> tuple[float, int, Client]:
     """The time of a chat during an attack, how many failed, and the attacker."""
     attacker = Client(victim, request_bytes(one.path, one.body, key=ATTACKER, method=one.method))
     with repeating(attacker.send, num_threads=one.num_clients):
         eventually(lambda: attacker.num_answers or attacker.wrong, f"an answer of {one.path}")
-        during_s, num_failed = chats_s(victim, count)
+        during_s, num_failed = ask_often(ask_chat, victim, count)
     return during_s, num_failed, attacker
 
 
-def run(gauntlet: Gauntlet) -> Sequence[Figure]:
+def run(gauntlet: Gauntlet) -> Iterator[Figure]:
     fake = ("--backend", "fake", "--num-blocks", "4000", "--device", "5ms", "--served-model-name", "tiny")
     keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
-    figures: list[Figure] = []
     num_wrong = num_failed = 0
     with serving(str(gauntlet.tiny), *fake, *keys, key=ADMIN) as server:
         victim = replace(server, key=VICTIM)
-        chats_s(victim, 4)
+        ask_often(ask_chat, victim, 4)
         base = idle_base(server)
         count = gauntlet.size(12, 1)
         for one in expensive():
-            quiet_s, _ = chats_s(victim, count)
+            quiet_s, _ = ask_often(ask_chat, victim, count)
             during_s, failed, attacker = attacked(victim, one, count)
             num_failed += failed
             num_wrong += len(attacker.wrong)
             ratio = during_s / quiet_s
-            figures.append(timed(f"{one.name}: time of another key's chat", ratio, MAX_RATIO, "x"))
+            yield timed(f"{one.name}: time of another key's chat", ratio, MAX_RATIO, "x")
             gauntlet.say(f"{one.name}: {quiet_s:.3f} s, {during_s:.3f} s ({ratio:.1f} x), wrong: {attacker.wrong[:3]}")
-        left = left_over(server, base, spare_files=4)
-    return [
-        *figures,
-        exactly("chats of the other key that failed", num_failed),
-        exactly("expensive requests with an unexpected status", num_wrong),
-        *left,
-    ]
+        yield exactly("chats of the other key that failed", num_failed)
+        yield exactly("expensive requests with an unexpected status", num_wrong)
+        yield from left_over(server, base, spare_files=4)
 
 
 ROWS = (Row("R35", "Expensive requests of a key take turns with those of other keys", run, 600),)

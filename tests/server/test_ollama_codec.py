@@ -33,9 +33,9 @@ from quire.server.protocols.ollama import (
     OllamaOptions,
     Reply,
     find_model,
-    keep_alive_s,
     parse_chat,
     parse_generate,
+    unloads,
 )
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
@@ -256,21 +256,14 @@ def test_tables_name_fields_that_exist() -> None:
     assert set(NAMES) <= ours
 
 
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [
-        *((None, None), (0, 0.0), (300, 300.0), (-1, math.inf), (2.5, 2.5), ("0", 0.0), ("0s", 0.0), ("5m", 300.0)),
-        *(("1h30m", 5400.0), ("500ms", 0.5), ("-1", math.inf), ("-1m", math.inf), ("60", 60.0)),
-    ],
-)
-def test_keep_alive(given: str | float | None, seconds: float | None) -> None:
-    assert keep_alive_s(given) == seconds
-
-
-@pytest.mark.parametrize("given", ["", "m", "5x", "1h 30m", "five", "--1", "9" * 100, "1" * 40 + "s", "٣m"])
-def test_an_invalid_keep_alive(given: str) -> None:
-    with pytest.raises(InvalidRequest, match="keep_alive = "):
-        keep_alive_s(given)
+def test_a_keep_alive_of_0_unloads() -> None:
+    for zero in (0, 0.0, "0", "0s", "0h0.0m", ".0s"):
+        assert unloads(zero)
+    for other in (None, 300, -1, 2.5, "5m", "1h30m", "500ms", "-1", "-1m", "60", "0h1m", ".5s"):
+        assert not unloads(other)
+    for invalid in ("", "m", "5x", "1h 30m", "five", "--1", "9" * 100, "1" * 40 + "s", "٣m"):
+        with pytest.raises(InvalidRequest, match="keep_alive = "):
+            unloads(invalid)
 
 
 def test_a_model_is_found_with_the_default_tag_and_without() -> None:

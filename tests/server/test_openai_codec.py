@@ -74,9 +74,9 @@ def completion(**fields: Any) -> InferenceRequest:
     return parse_completion(msgspec.json.decode(body, type=types.CompletionRequest))
 
 
-def refusal(error: pytest.ExceptionInfo[Exception], fields: frozenset[str] = CHAT_FIELDS) -> tuple[str, str | None]:
+def refusal(error: pytest.ExceptionInfo[Exception]) -> tuple[str, str | None]:
     """Return the message and the field of a parsing error as a client receives them."""
-    value = error.value
+    value, fields = error.value, CHAT_FIELDS | COMPLETION_FIELDS
     api_error = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), fields)
     assert api_error.kind in (Kind.INVALID, Kind.TOO_LONG)
     return api_error.message, api_error.param
@@ -160,13 +160,15 @@ def test_repeat_last_n_of_0_switches_penalties_off() -> None:
     assert (on.params, on.ignored) == (chat(**given).params, ("repeat_last_n",))
 
 
-def test_chat_logprobs() -> None:
-    assert chat(logprobs=True).params.logprobs == 0
-    assert chat(logprobs=True, top_logprobs=5).params.logprobs == 5
-    assert chat(logprobs=False, top_logprobs=0).params.logprobs is None
-    assert completion(logprobs=3).params.logprobs == 3
-    assert completion(logprobs=3).params.prompt_logprobs is None
-    assert completion(logprobs=3, echo=True).params.prompt_logprobs == 3
+def test_logprobs() -> None:
+    for params, expected in (
+        (chat(logprobs=True).params, (0, None)),
+        (chat(logprobs=True, top_logprobs=5).params, (5, None)),
+        (chat(logprobs=False, top_logprobs=0).params, (None, None)),
+        (completion(logprobs=3).params, (3, None)),
+        (completion(logprobs=3, echo=True).params, (3, 3)),
+    ):
+        assert (params.logprobs, params.prompt_logprobs) == expected
 
 
 ASKS: list[tuple[dict[str, Any], str, Any]] = [
@@ -275,18 +277,21 @@ ASKED = {  # values that request something of unsupported fields
 }
 
 
-UNSUPPORTED = COMPLETION_UNSUPPORTED | CHAT_UNSUPPORTED  # add_special_tokens: of chat
+COMPLETION, CHAT = other_servers.REFUSED | COMPLETION_UNSUPPORTED, other_servers.REFUSED | CHAT_UNSUPPORTED
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED)
-def test_unsupported_fields_are_refused_by_name(field: str) -> None:
-    ask = chat if field in CHAT_FIELDS else completion
-    with pytest.raises(ApiError, match=f"^{field} is not supported") as error:
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [*((completion, field) for field in COMPLETION), *((chat, field) for field in CHAT)],
+)
+def test_unsupported_fields_are_refused_by_name(ask: Callable[..., InferenceRequest], field: str) -> None:
+    """Those of OpenAI, and those of other servers that change the answer."""
+    with pytest.raises(ApiError, match=f"^{field} is not supported: ") as error:
         ask(**{field: ASKED.get(field, "x")})
-    assert (error.value.kind, error.value.param) == (Kind.INVALID, field)
     body = json.loads(OPENAI.body(error.value, "r"))["error"]
     assert (body["type"], body["param"], body["code"]) == ("invalid_request_error", field, "unsupported_parameter")
-    for value in (None, *UNSUPPORTED[field].harmless):
+    row = (CHAT if ask is chat else COMPLETION)[field]
+    for value in (*row.empty, *row.harmless):
         assert ask(**{field: value}) == ask()
 
 
@@ -294,16 +299,6 @@ def test_unsupported_fields_are_refused_by_name(field: str) -> None:
 def test_harmless_values_of_unsupported_fields_pass(field: str) -> None:
     for value in ("x", True, {"a": "b"}, 7):
         assert chat(**{field: value}) == chat()
-
-
-@pytest.mark.parametrize("field", other_servers.REFUSED)
-def test_fields_of_other_servers_that_change_the_answer_are_refused_by_name(field: str) -> None:
-    for ask in (chat, completion):
-        with pytest.raises(ApiError, match=f"^{field} is not supported: ") as error:
-            ask(**{field: "x"})
-        assert (error.value.kind, error.value.param) == (Kind.INVALID, field)
-        for value in (None, *other_servers.REFUSED[field].harmless):
-            assert ask(**{field: value}) == ask()
 
 
 def test_booleans_and_numbers_are_distinct() -> None:
@@ -321,13 +316,7 @@ def test_fields_of_other_servers_without_effect_are_named_in_the_header(field: s
 
 
 def test_fields_that_only_chat_or_only_completions_support() -> None:
-    for field, table in (("echo", CHAT_UNSUPPORTED), ("return_token_ids", CHAT_UNSUPPORTED)):
-        assert field in COMPLETION_FIELDS
-        with pytest.raises(ApiError, match=table[field].why):
-            chat(**{field: True})
-        assert chat(**{field: False}) == chat()
-    assert chat(add_special_tokens=False) == chat()
-    assert completion(add_special_tokens=True) == completion()
+    assert {"echo", "return_token_ids"} <= COMPLETION_FIELDS & CHAT_UNSUPPORTED.keys()
     for ask, value in ((chat, True), (completion, False)):
         with pytest.raises(ApiError, match="add_special_tokens is not supported"):
             ask(add_special_tokens=value)
@@ -350,16 +339,17 @@ def test_a_limit_of_minus_one_asks_for_the_rest_of_the_context() -> None:
     assert completion(max_tokens=-1).is_unbounded
 
 
-def test_enable_thinking() -> None:
+def test_whether_to_think() -> None:
     for fields, expected in (
-        ({"enable_thinking": False}, False),
-        ({"enable_thinking": True}, True),
-        ({"enable_thinking": True, "reasoning_effort": "none"}, False),
-        ({}, None),
+        ({"enable_thinking": False}, (False, None)),
+        ({"enable_thinking": True}, (True, None)),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, (False, "none")),
+        ({"reasoning_effort": "low"}, (None, "low")),
+        ({}, (None, None)),
     ):
         (found,) = chat(**fields).prompts
         assert isinstance(found, ChatRequest)
-        assert found.wants_thought is expected
+        assert (found.wants_thought, found.reasoning_effort) == expected
 
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
@@ -410,16 +400,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message", "param"), BAD_CHAT, ids=lambda value: str(value)[:40])
-def test_chat_refusals(fields: dict[str, Any], message: str, param: str | None) -> None:
-    with pytest.raises((ApiError, InvalidRequest)) as error:
-        chat(**fields)
-    text, found = refusal(error)
-    assert text.startswith(message)
-    assert len(text) < 400
-    assert param is None or found == param
-
-
 def content(part: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
 
@@ -462,16 +442,6 @@ BAD_MESSAGES: list[tuple[list[dict[str, Any]], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("messages", "message", "param"), BAD_MESSAGES)
-def test_messages_of_other_kinds_are_refused_by_name(messages: list[dict[str, Any]], message: str, param: str) -> None:
-    with pytest.raises((ApiError, InvalidRequest)) as error:
-        chat(messages=messages)
-    text, found = refusal(error)
-    assert text.startswith("messages[0].")
-    assert message in text
-    assert found == f"messages[0].{param}"
-
-
 BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt has 0 entries", "prompt"),
     ({"prompt": ["x"] * 65}, "prompt has 65 entries", "prompt"),
@@ -489,13 +459,44 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message", "param"), BAD_COMPLETION)
-def test_completions_refusals(fields: dict[str, Any], message: str, param: str) -> None:
+BAD_FORMATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "yaml"}}, "'yaml' is not one of", "response_format.type"),
+    ({"response_format": {"type": "regex"}}, "; structured_outputs.regex takes one", "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "is missing", "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "is missing",
+        "response_format.json_schema.schema",
+    ),
+    ({"guided_json": "{"}, "neither a schema nor", "guided_json"),
+    ({"guided_json": "[]"}, "neither a schema nor", "guided_json"),
+    ({"guided_choice": []}, "guided_choice", "guided_choice"),
+    ({"guided_regex": "x" * 10**5}, "guided_regex", "guided_regex"),
+    ({"guided_regex": "a", "structured_outputs": {"choice": ["b"]}}, "exclude each other", "guided_regex"),
+    ({"regex": "a", "guided_regex": "b"}, "exclude each other", "regex"),
+    ({"ebnf": "start: yes"}, "line 1: expected ::= ", "ebnf"),
+    ({"grammar": "yes or no"}, "neither Lark, as in start: ", "grammar"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "allowed_token_ids"),
+]
+REFUSALS = [
+    *((chat, fields, text, param) for fields, text, param in BAD_CHAT),
+    *((chat, {"messages": messages}, text, f"messages[0].{param}") for messages, text, param in BAD_MESSAGES),
+    *((completion, fields, text, param) for fields, text, param in BAD_COMPLETION),
+    *((ask, fields, text, param) for fields, text, param in BAD_FORMATS for ask in (chat, completion)),
+]
+
+
+@pytest.mark.parametrize(("ask", "fields", "message", "param"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_refusals_name_the_field(
+    ask: Callable[..., InferenceRequest], fields: dict[str, Any], message: str, param: str | None
+) -> None:
     with pytest.raises((ApiError, InvalidRequest)) as error:
-        completion(**fields)
-    text, found = refusal(error, COMPLETION_FIELDS)
-    assert text.startswith(message)
-    assert found == param
+        ask(**fields)
+    text, found = refusal(error)
+    assert message in text
+    assert len(text) < 400
+    assert param is None or found == param
 
 
 def test_fields_in_errors_are_renamed_and_the_type_is_kept() -> None:
@@ -813,13 +814,6 @@ def test_calls_and_results_in_a_conversation() -> None:
     assert found.messages[2] == Message(Role.TOOL, (Part("4"),), tool_call_id="c1")
 
 
-def test_reasoning_effort() -> None:
-    for effort, expected in ((None, None), ("none", False), ("low", None)):
-        (found,) = chat(reasoning_effort=effort).prompts
-        assert isinstance(found, ChatRequest)
-        assert (found.wants_thought, found.reasoning_effort) == (expected, effort)
-
-
 SHAPES: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, json_object_grammar()),
@@ -857,41 +851,6 @@ SHAPES: list[tuple[dict[str, Any], Grammar | None]] = [
 def test_answer_formats(fields: dict[str, Any], grammar: Grammar | None) -> None:
     assert chat(**fields).params.grammar == grammar
     assert completion(**fields).params.grammar == grammar
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_json": "[]"}, "guided_json"),
-        ({"guided_choice": []}, "guided_choice"),
-        ({"guided_regex": "x" * 10**5}, "guided_regex"),
-        ({"guided_regex": "a", "structured_outputs": {"choice": ["b"]}}, "guided_regex"),
-        ({"regex": "a", "guided_regex": "b"}, "regex"),
-        ({"ebnf": "start: /x/"}, "ebnf"),
-        ({"grammar": "anything"}, "grammar"),
-        ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
-    ],
-)
-def test_invalid_answer_formats_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    for ask in (chat, completion):
-        with pytest.raises((ApiError, InvalidRequest)) as error:
-            ask(**fields)
-        assert refusal(error)[1] == param
-
-
-def test_an_invalid_grammar_gets_an_example() -> None:
-    with pytest.raises(ApiError, match=r"neither Lark, as in start: .* nor GBNF, as in root ::="):
-        chat(grammar="yes or no")
-    with pytest.raises(ApiError, match=r'ebnf: line 1: expected ::= .*looks like root ::= "yes" \| "no"'):
-        chat(ebnf="start: yes")
-
-    with pytest.raises(InvalidRequest, match=r"'regex' is not one of .*; structured_outputs\.regex takes one"):
-        chat(response_format={"type": "regex", "regex": "a"})
 
 
 def reading() -> AnswerParser:

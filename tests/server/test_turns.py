@@ -19,8 +19,8 @@ from quire.server.protocols.openai_types import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionUsage,
-    TopLogprob,
 )
+from quire.server.protocols.support import TopLogprob
 from quire.server.request_context import MAX_PART, in_parts
 from quire.server.tokenization import Tokens
 from tests.gauntlet.pairs import ADMIN, large_bodies

@@ -5,7 +5,6 @@ Clients act on the status of an error. `type` and `code` are OpenAI's own string
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -57,6 +56,7 @@ from quire.server.protocols.openai_types import (
     CompletionTokensDetails,
     CompletionUsage,
     ContentPart,
+    ConversationBody,
     FunctionCall,
     GenerationBody,
     MessageToolCall,
@@ -67,7 +67,6 @@ from quire.server.protocols.openai_types import (
     StreamOptions,
     StructuredOutputs,
     ToolDefinition,
-    TopLogprob,
 )
 from quire.server.protocols.support import (
     AnswerEncoder,
@@ -78,6 +77,7 @@ from quire.server.protocols.support import (
     Turns,
     Unsupported,
     check_supported,
+    decoded_arguments,
     encode_json,
     finish_reason,
     finite,
@@ -88,6 +88,7 @@ from quire.server.protocols.support import (
     refuse_unsupported,
     respond,
     token_text,
+    top_logprob,
     unsupported,
     unsupported_value,
     with_unenforced,
@@ -106,7 +107,6 @@ from quire.text.grammar import (
 )
 from quire.text.messages import (
     MAX_CALL_ID_CHARS,
-    MAX_TOOLS,
     ChatRequest,
     Message,
     Part,
@@ -128,8 +128,6 @@ _FORMATS = ("text", "json_object", "json_schema")
 def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoice, tuple[str, ...]]:
     """Return the functions, the tool choice, and the names of left-out tools, which OpenAI's server would run."""
     found = body.tools or ()
-    if len(found) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(found)} entries, more than {MAX_TOOLS}")
     for i, tool in enumerate(found):
         if tool.type == "custom":
             text = f"tools[{i}].type = 'custom' is not supported in chat completions: /v1/responses takes custom tools"
@@ -389,21 +387,19 @@ def _ignored(body: GenerationBody) -> Iterator[str]:
             yield name
 
 
-def thinking_fields(
-    body: GenerationBody, wants: bool | None, effort_field: str, effort: str | None
-) -> tuple[ThinkingField, ...]:
+def thinking_fields(body: ConversationBody, effort_field: str, effort: str | None) -> tuple[ThinkingField, ...]:
     """The fields of the body that set whether, or how much, to think."""
     found = [] if effort is None else [ThinkingField(effort_field, False if effort == "none" else None)]
-    if wants is not None:
-        found.append(ThinkingField("enable_thinking", wants))
+    if body.enable_thinking is not None:
+        found.append(ThinkingField("enable_thinking", body.enable_thinking))
     found += [ThinkingField(name, False) for name in BUDGETS if getattr(body, name) == 0]
     return tuple(found)
 
 
-def wants_thought(body: GenerationBody, wants: bool | None, effort: str | None) -> bool | None:
+def wants_thought(body: ConversationBody, effort: str | None) -> bool | None:
     """Whether to think. A budget of 0 tokens switches it off."""
     has_no_budget = any(getattr(body, name) == 0 for name in BUDGETS)
-    return False if effort == "none" or has_no_budget else wants
+    return False if effort == "none" or has_no_budget else body.enable_thinking
 
 
 def cache_ttl_s(body: GenerationBody) -> float:
@@ -566,44 +562,31 @@ def _running(usage: Usage, num_tokens: int) -> CompletionUsage:
     return CompletionUsage(usage.prompt_tokens, num_tokens, usage.prompt_tokens + num_tokens)
 
 
-class _Row(NamedTuple):
-    status: int
-    type: str
-    code: str | None = None
-
-
-_ROWS = {
-    Kind.INVALID: _Row(400, "invalid_request_error"),
-    Kind.TOO_LONG: _Row(400, "invalid_request_error", "context_length_exceeded"),
-    Kind.AUTHENTICATION: _Row(401, "invalid_request_error", "invalid_api_key"),
-    Kind.PERMISSION: _Row(403, "permission_error", "permission_denied"),
-    Kind.NOT_FOUND: _Row(404, "invalid_request_error", "unknown_url"),
-    Kind.NO_MODEL: _Row(404, "invalid_request_error", "model_not_found"),
-    Kind.METHOD: _Row(405, "invalid_request_error", "method_not_supported"),
-    Kind.TOO_LARGE: _Row(413, "invalid_request_error", "request_too_large"),
-    Kind.TIMEOUT: _Row(408, "invalid_request_error", "request_timeout"),
-    Kind.RATE_LIMITED: _Row(429, "rate_limit_error", "rate_limit_exceeded"),
-    # 429 as well: every client backs off. The code distinguishes a full server from a key that reached its limit.
-    Kind.OVERLOADED: _Row(429, "rate_limit_error", "server_overloaded"),
-    Kind.UNAVAILABLE: _Row(503, "server_error", "service_unavailable"),
-    Kind.FAILED: _Row(500, "server_error"),
-    Kind.DIED: _Row(500, "server_error", "engine_died"),
-    # 499 is what gRPC maps CANCELLED to. Clients do not retry it; they would retry 409 and any 5xx.
-    Kind.CANCELLED: _Row(499, "request_cancelled", "request_cancelled"),
+_TYPES: dict[Kind, tuple[str, str | None]] = {  # type and code
+    Kind.INVALID: ("invalid_request_error", None),
+    Kind.TOO_LONG: ("invalid_request_error", "context_length_exceeded"),
+    Kind.AUTHENTICATION: ("invalid_request_error", "invalid_api_key"),
+    Kind.PERMISSION: ("permission_error", "permission_denied"),
+    Kind.NOT_FOUND: ("invalid_request_error", "unknown_url"),
+    Kind.NO_MODEL: ("invalid_request_error", "model_not_found"),
+    Kind.METHOD: ("invalid_request_error", "method_not_supported"),
+    Kind.TOO_LARGE: ("invalid_request_error", "request_too_large"),
+    Kind.TIMEOUT: ("invalid_request_error", "request_timeout"),
+    Kind.RATE_LIMITED: ("rate_limit_error", "rate_limit_exceeded"),
+    # The code distinguishes a full server from a key that reached its limit: both are 429, and every client backs off.
+    Kind.OVERLOADED: ("rate_limit_error", "server_overloaded"),
+    Kind.UNAVAILABLE: ("server_error", "service_unavailable"),
+    Kind.FAILED: ("server_error", None),
+    Kind.DIED: ("server_error", "engine_died"),
+    Kind.CANCELLED: ("request_cancelled", "request_cancelled"),
 }
 _CODES = ("unsupported_parameter", "unsupported_value", "request_not_found")  # reasons that are also codes
 
 
-def _status(error: ApiError) -> int:
-    if error.kind is Kind.DIED and error.may_retry:
-        return 503
-    return _ROWS[error.kind].status
-
-
 def error_body(error: ApiError) -> dict[str, Any]:
-    row = _ROWS[error.kind]
-    code = error.reason if error.reason in _CODES else row.code
-    return {"message": error.message, "type": row.type, "param": error.param, "code": code}
+    kind, code = _TYPES[error.kind]
+    code = error.reason if error.reason in _CODES else code
+    return {"message": error.message, "type": kind, "param": error.param, "code": code}
 
 
 def _body(error: ApiError, _request_id: str) -> bytes:
@@ -614,7 +597,7 @@ def _event(error: ApiError, request_id: str) -> bytes:
     return b"data: " + _body(error, request_id) + b"\n\n"
 
 
-OPENAI = Dialect("openai", _status, _body, _event)
+OPENAI = Dialect("openai", _body, _event)
 
 
 _NAMES = NAMES | {"logprobs": "top_logprobs", "prompt": "messages"}
@@ -648,7 +631,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
             shape_of(body),
             breakpoints=turns.breakpoints,
             ignored=ignored,
-            thinking=thinking_fields(body, body.enable_thinking, "reasoning_effort", body.reasoning_effort),
+            thinking=thinking_fields(body, "reasoning_effort", body.reasoning_effort),
             n=_or(body.n, 1),
             logprobs=_logprobs(body),
             prediction=_prediction(body),
@@ -667,7 +650,7 @@ def conversation_of(body: ChatCompletionRequest, turns: ChatTurns | None = None)
         body.chat_template_kwargs or {},
         tools,
         choice,
-        wants_thought=wants_thought(body, body.enable_thinking, body.reasoning_effort),
+        wants_thought=wants_thought(body, body.reasoning_effort),
         reasoning_effort=body.reasoning_effort,
     )
     return chat, ignored
@@ -807,7 +790,7 @@ class ChatEncoder(ChunkEncoder):
     def reason(self, sample: Sample) -> str:
         """tool_calls if the last call is complete. An answer that a stop string cut off in a call keeps its reason."""
         reason, calls = finish_reason(sample.last), sample.calls
-        return "tool_calls" if reason == "stop" and calls and _is_json(calls[-1].text) else reason
+        return "tool_calls" if reason == "stop" and calls and decoded_arguments(calls[-1].text) is not None else reason
 
     def whole(self) -> ChatCompletion:
         choices: list[ChatChoice] = []
@@ -840,18 +823,8 @@ def _answer_message(sample: Sample) -> ChatAnswerMessage:
     return ChatAnswerMessage(content, reasoning_content=thought or UNSET, tool_calls=calls or UNSET)
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except RecursionError:
-        return text.endswith("}")
-    except ValueError:
-        return False
-    return True
-
-
 def chat_logprob(entry: TokenLogprob) -> ChatTokenLogprob:
-    tops = [TopLogprob(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top]
+    tops = [top_logprob(top) for top in entry.top]
     return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), tops)
 
 
@@ -989,9 +962,14 @@ class CompletionEncoder(ChunkEncoder):
         choices: list[CompletionChoice] = []
         for sample, one in self.read():
             echo, output = self._echo(sample.index), self.outputs[sample.index // self.n]
-            logprobs = None if one.logprobs is None else self.logprobs(one.logprobs, sample.index)
-            if logprobs is not None and output.prompt_logprobs is not None:
-                logprobs = _joined(_prompt_logprobs(output, echo, self._tokenizer), logprobs)
+            logprobs: CompletionLogprobs | None = None
+            if one.logprobs is not None and output.prompt_logprobs is not None:
+                entries = (*_prompt_entries(output, echo, self._tokenizer), *one.logprobs)
+                logprobs = self.logprobs(entries, sample.index)
+                # The first token has no context to be predicted from.
+                logprobs.token_logprobs[0] = logprobs.top_logprobs[0] = None
+            elif one.logprobs is not None:
+                logprobs = self.logprobs(one.logprobs, sample.index)
             text, reason = echo.text + one.text, self.reason(sample)
             ids = list(one.token_ids) if self._has_ids else UNSET
             choices.append(CompletionChoice(sample.index, text, logprobs, reason, one.stop or UNSET, ids))
@@ -999,7 +977,8 @@ class CompletionEncoder(ChunkEncoder):
         return Completion(**self.head(self.kind), choices=choices, usage=usage, cache=self.cache)
 
 
-def _prompt_logprobs(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer) -> CompletionLogprobs:
+def _prompt_entries(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer) -> list[TokenLogprob]:
+    """The tokens of the prompt. As for those of the answer, offsets are relative to the answer's first character."""
     ids = output.prompt_token_ids
     entries: list[TokenLogprob] = []
     offsets = token_offsets(echo, ids, tokenizer)
@@ -1007,10 +986,8 @@ def _prompt_logprobs(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer)
         if entry is None:
             data = tokenizer.token_bytes(token_id)
             entry = TokenLogprob(token_id, data.decode("utf-8", "replace"), data, 0.0, 0)
-        entries.append(replace(entry, offset=offset))
-    found = _old_logprobs(entries, 0)
-    found.token_logprobs[0] = found.top_logprobs[0] = None  # the first token has no context to be predicted from
-    return found
+        entries.append(replace(entry, offset=offset - len(echo.text)))
+    return entries
 
 
 def _old_logprobs(entries: Sequence[TokenLogprob], start: int) -> CompletionLogprobs:
@@ -1023,15 +1000,6 @@ def _old_logprobs(entries: Sequence[TokenLogprob], start: int) -> CompletionLogp
         token_logprobs=[finite(entry.logprob) for entry in entries],
         top_logprobs=[_alternatives(entry) for entry in entries],
         text_offset=[start + entry.offset for entry in entries],
-    )
-
-
-def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        first.tokens + second.tokens,
-        first.token_logprobs + second.token_logprobs,
-        first.top_logprobs + second.top_logprobs,
-        first.text_offset + second.text_offset,
     )
 
 

@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.generation import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
 from quire.server.models import MAX_NAME_CHARS, MAX_PROMPTS
-from quire.server.protocols.support import CacheView, Unsupported, described, with_fields
+from quire.server.protocols.support import CacheView, TopLogprob, Unsupported, described, with_fields
 from quire.text.grammar import MAX_LISTED_TOKENS
 from quire.text.messages import MAX_MESSAGES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from quire.text.stream import MAX_STOPS
@@ -28,7 +28,7 @@ _NO_LORA = "adapters are not supported: use the name of a served model"
 # Fields of all bodies.
 REFUSED = {
     "prompt_logprobs": Unsupported("in completions, echo with logprobs returns them"),
-    "bad_words": Unsupported("logit_bias can exclude tokens", ([],)),
+    "bad_words": Unsupported("logit_bias can exclude tokens"),
     "use_beam_search": Unsupported("every answer is sampled", (False,)),
     "truncate_prompt_tokens": Unsupported("a prompt that is too long is refused"),
     # Samplers of llama.cpp and related servers, with the value that disables each.
@@ -42,13 +42,13 @@ REFUSED = {
     "dry_multiplier": Unsupported(_SAMPLERS, (0,)),
     "xtc_probability": Unsupported(_SAMPLERS, (0,)),
     "min_keep": Unsupported(_SAMPLERS, (0, 1)),
-    "samplers": Unsupported("the order of the samplers is fixed", ([],)),
+    "samplers": Unsupported("the order of the samplers is fixed"),
     "do_sample": Unsupported("temperature = 0 selects the most probable token", (True,)),
     "watermarking": Unsupported("answers have no watermark", (False,)),
     # Other ways to select or end answers.
     "length_penalty": Unsupported("every answer is sampled", (1,)),
     "early_stopping": Unsupported("every answer is sampled", (False,)),
-    "stop_regex": Unsupported("stop supports strings only", ("", [])),
+    "stop_regex": Unsupported("stop supports strings only"),
     "repetition_detection": Unsupported("use max_tokens"),
     "t_max_predict_ms": Unsupported("use max_tokens", (0,)),
     "n_indent": Unsupported("use structured_outputs.regex", (0,)),
@@ -63,23 +63,23 @@ REFUSED = {
     # Further contents of a response.
     "n_probs": Unsupported(_LOGPROBS, (0,)),
     "post_sampling_probs": Unsupported(_LOGPROBS, (False,)),
-    "logprob_token_ids": Unsupported(_LOGPROBS, ([],)),
+    "logprob_token_ids": Unsupported(_LOGPROBS),
     "return_tokens_as_token_ids": Unsupported("use return_token_ids, in completions", (False,)),
     "return_tokens": Unsupported("use return_token_ids, in completions", (False,)),
     "return_prompt_text": Unsupported("use echo, in completions", (False,)),
     "return_hidden_states": Unsupported("only text and log probabilities are returned", (False,)),
     "return_routed_experts": Unsupported("only text and log probabilities are returned", (False,)),
-    "response_fields": Unsupported("a response has all its fields", ([],)),
+    "response_fields": Unsupported("a response has all its fields"),
     # The computation itself.
     "custom_logit_processor": Unsupported(_NO_CODE),
-    "custom_params": Unsupported(_NO_CODE, ({},)),
-    "logits_processors": Unsupported(_NO_CODE, ([],)),
-    "vllm_xargs": Unsupported("these are arguments of vLLM extensions", ({},)),
-    "lora": Unsupported(_NO_LORA, ([],)),
+    "custom_params": Unsupported(_NO_CODE),
+    "logits_processors": Unsupported(_NO_CODE),
+    "vllm_xargs": Unsupported("these are arguments of vLLM extensions"),
+    "lora": Unsupported(_NO_LORA),
     "lora_path": Unsupported(_NO_LORA),
     "input_ids": Unsupported("send token ids as prompt, in completions"),
     "session_params": Unsupported("requests are not stored: send the whole conversation"),
-    "kv_transfer_params": Unsupported("prefill and decode run in one process", ({},)),
+    "kv_transfer_params": Unsupported("prefill and decode run in one process"),
 }
 
 # How many tokens to think.
@@ -118,13 +118,13 @@ ACCEPTED_OF_OTHERS = {
 
 # Fields that only one of chat and completions supports.
 CHAT_UNSUPPORTED = {
-    "functions": Unsupported("it is the older form of tools", ([],)),
+    "functions": Unsupported("it is the older form of tools"),
     "function_call": Unsupported("it is the older form of tool_choice and tool_calls", ("none", "auto")),
-    "modalities": Unsupported("this server answers in text only", ([], ["text"])),
+    "modalities": Unsupported("this server answers in text only", (["text"],)),
     "audio": Unsupported("this server answers in text only"),
-    "web_search_options": Unsupported("this server does not search the web"),
-    "moderation": Unsupported("this server has no moderation model"),
-    "documents": Unsupported("put them into messages", ([],)),
+    "web_search_options": Unsupported("this server does not search the web", empty=(None,)),
+    "moderation": Unsupported("this server has no moderation model", empty=(None,)),
+    "documents": Unsupported("put them into messages"),
     "chat_template": Unsupported("a request cannot bring its own template; the model's is used"),
     "echo": Unsupported("only completions repeat the prompt", (False,)),
     "add_special_tokens": Unsupported("the chat template adds them", (False,)),
@@ -132,7 +132,7 @@ CHAT_UNSUPPORTED = {
 }
 OLD_MESSAGE_FIELDS = ("function_call", "audio")  # of a message
 COMPLETION_UNSUPPORTED = {
-    "suffix": Unsupported("the models generate at the end of the prompt only", ("",)),
+    "suffix": Unsupported("the models generate at the end of the prompt only"),
     "add_special_tokens": Unsupported("a prompt of token ids is used unchanged", (True,)),
 }
 
@@ -341,15 +341,24 @@ class NamedToolChoice(Struct, kw_only=True):
     allowed_tools: AllowedTools | None = None
 
 
-@with_fields(CHAT_UNSUPPORTED, {"verbosity": "a hint"})
-class ChatCompletionRequest(GenerationBody, kw_only=True):
-    messages: Annotated[list[ChatMessage], described(minItems=1, maxItems=MAX_MESSAGES)]
-    max_completion_tokens: TokenCount | None = None  # overrides max_tokens
-    logprobs: bool | None = None
+class ConversationBody(GenerationBody, kw_only=True):
+    """Fields of chat completions and responses."""
+
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, described("Arguments of the chat template: strings, numbers, true, false.")
     ] = None
+    parallel_tool_calls: bool | None = None
+    enable_thinking: Annotated[
+        bool | None, described("Whether to reason before the answer, if the template supports the choice.")
+    ] = None
+
+
+@with_fields(CHAT_UNSUPPORTED, {"verbosity": "a hint"})
+class ChatCompletionRequest(ConversationBody, kw_only=True):
+    messages: Annotated[list[ChatMessage], described(minItems=1, maxItems=MAX_MESSAGES)]
+    max_completion_tokens: TokenCount | None = None  # overrides max_tokens
+    logprobs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[
         bool | None, described("Continue the last message, an assistant's, instead of answering it.")
@@ -357,10 +366,6 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
 
     tools: Annotated[list[ToolDefinition], described(maxItems=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, described(enum=["none", "auto", "required"])] | NamedToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    enable_thinking: Annotated[
-        bool | None, described("Whether to reason before the answer, if the template supports the choice.")
-    ] = None
     reasoning_effort: Annotated[
         str | None,
         described("none: no reasoning, if the template supports it. Others: a hint to the template."),
@@ -418,16 +423,7 @@ class AnswerHead(Struct, kw_only=True):
     service_tier: str
 
 
-class TopLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
+class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

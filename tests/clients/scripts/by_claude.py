@@ -16,11 +16,12 @@ CLAUDE = Path(os.environ["QUIRE_ENVIRONMENT"]) / "node_modules" / ".bin" / "clau
 
 def claude(url: str, prompt: str, *options: str, model: str = checks.MODEL) -> dict[str, Any]:
     """Run Claude Code and return its result."""
+    form = {"type": "json_schema", "schema": forcing.SHORT}
     settings = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": "none",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_EXTRA_BODY": json.dumps({"output_config": {"format": {"type": "json_schema", "schema": forcing.SHORT}}}),
+        "CLAUDE_CODE_EXTRA_BODY": json.dumps({"output_config": {"format": form}}),
         "API_TIMEOUT_MS": str(forcing.TIMEOUT_S * 1000),
         "CLAUDE_CODE_MAX_RETRIES": "0",
         "HOME": str(checks.FOLDER),

@@ -67,6 +67,4 @@ def error() -> object:
 
 
 def usage() -> object:
-    return checks.expect_cached(
-        lambda: model().chat(asked(checks.LONG)).raw.usage.prompt_tokens_details.cached_tokens
-    )
+    return checks.expect_cached(lambda: model().chat(asked(checks.LONG)).raw.usage.prompt_tokens_details.cached_tokens)

@@ -129,7 +129,7 @@ def chat(answer: Callable[[str], str]) -> str:
 
 
 def tool(forced: Forced, answer: Callable[[str, str], str]) -> tuple[str, dict[str, Any]]:
-    """A turn in which the model calls the tool, and the agent runs it and sends its result. Returns its last request."""
+    """A turn in which the model calls the tool, and the agent runs it and sends its result. Returns that request."""
     (checks.FOLDER / "word.txt").write_text(WORD)
     with proxy(checks.URL, forced) as (url, passed):
         text = answer(url, "Read the word in word.txt.")
