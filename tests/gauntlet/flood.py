@@ -83,7 +83,7 @@ def warm_up(server: Server) -> Base:
     """Start the threads of all pools, and the child that tries grammars. Returns the base of the idle server."""
     assert server.chat(response_format=SHAPE, ignore_eos=False, max_tokens=60).status == 200
     bodies = [chat_body(f"{i}", 4, user=f"{i}" * 5000) for i in range(16)]
-    bodies += [chat_body(f"{i}", 2, structured_outputs={"regex": f"{i}[ab]{{9}}"}) for i in range(16)]
+    bodies += [chat_body(f"{i}", 2, regex=f"{i}[ab]{{9}}", ignore_eos=False) for i in range(16)]
     num_threads = 0
     while (base := idle_base(server)).num_threads != num_threads:
         num_threads = base.num_threads
