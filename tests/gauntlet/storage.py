@@ -207,7 +207,8 @@ def run_disks(gauntlet: Gauntlet) -> Iterator[Figure]:
 JUMPS_S = (3600.0, -3600.0, 864_000.0, -864_000.0, 315_360_000.0, -315_360_000.0, 0.5, -0.5)
 # Modules that need the time of day: fields of answers, logs and files, ages of files, and the 24 hours of a batch.
 WALL_CLOCK = {
-    "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/levels/", "quire/server/models.py",
+    "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/composition.py", "quire/engine/levels/",
+    "quire/server/catalog.py", "quire/server/models.py",
     "quire/engine/worker/event_publisher.py", "quire/server/batches/", "quire/server/http.py",
     "quire/server/metrics.py",
     "quire/server/watch.py", "quire/server/protocols/", "quire/text/template_worker.py",

@@ -9,7 +9,9 @@ import re
 import resource
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -157,6 +159,13 @@ def ollama_chat(active: ActiveRequest) -> EventEncoder:
 ENCODERS = [completions, chat, anthropic, openai_responses, ollama_chat]
 
 
+def stream_of(
+    active: FakeActiveRequest, make: Callable[[ActiveRequest], EventEncoder] = chat, *, keep_alive_s: float = 600
+) -> EventStream:
+    work = cast(ActiveRequest, active)
+    return EventStream(work, make(work), {}, OPENAI, keep_alive_s=keep_alive_s)
+
+
 def thinking() -> AnswerParser:
     return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, PlainAnswer())
 
@@ -291,9 +300,7 @@ def test_a_stream_writes_tokens_between_what_its_task_sends() -> None:
                 transport.writer.write(message["body"])
                 active.log.append("sent")
 
-        stream = EventStream(
-            cast(ActiveRequest, active), chat(cast(ActiveRequest, active)), {}, OPENAI, keep_alive_s=600
-        )
+        stream = stream_of(active)
         active.queue.put_nowait([(0, delta("a"))])
         await stream.begin()
         task = asyncio.ensure_future(stream({BODY_WRITER: transport.writer}, cast(Any, None), send))
@@ -322,9 +329,7 @@ def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest],
             if message.get("body"):
                 active.log.append("failed" if b"too much" in message["body"] else "sent")
 
-        stream = EventStream(
-            cast(ActiveRequest, active), make(cast(ActiveRequest, active)), {}, OPENAI, keep_alive_s=600
-        )
+        stream = stream_of(active, make)
         active.queue.put_nowait([(0, delta("a"))])
         await stream.begin()
         active.queue.put_nowait(error)
@@ -336,19 +341,13 @@ def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest],
     assert asyncio.run(serve(ClientGone())) == ["closed with ClientGone()"]  # no event is sent
 
 
-class Ticket:
-    priority = Priority.NORMAL
-
-    def leave(self) -> None:
-        pass
-
-
 def closed_request() -> weakref.ref[ActiveRequest]:
     """A request with one generation, and with everything that refers back to it, after it was closed."""
     parsed = parse_chat(msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, CHAT))
     caller = SimpleNamespace(request_id="req_1", endpoint="/x", arrived_s=0.0, key=SimpleNamespace(name="k"))
     model = SimpleNamespace(name="m")
-    active = ActiveRequest(cast(Any, model), parsed, cast(Any, caller), cast(Any, Ticket()))
+    ticket = SimpleNamespace(priority=Priority.NORMAL, leave=lambda: None)
+    active = ActiveRequest(cast(Any, model), parsed, cast(Any, caller), cast(Any, ticket))
     active.service = cast(Any, SimpleNamespace(client=SimpleNamespace(system_fingerprint="f")))
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
     request = GenerationRequest.of((1,), SamplingParams())
@@ -372,6 +371,13 @@ def test_a_closed_request_is_freed_without_a_collection() -> None:
 
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A connection that notes its eviction."""
+
+    evict: Callable[[], None]
 
 
 class Timer:
@@ -511,21 +517,14 @@ def test_all_connections_share_a_budget_of_header_bytes(others: OpenConnections)
     assert others.num_bytes == 0
 
 
-class Waiting:
-    def __init__(self, name: str, evicted: list[str]) -> None:
-        self._name, self._evicted = name, evicted
-
-    def evict(self) -> None:
-        self._evicted.append(self._name)
-
-
 def test_the_order_of_eviction() -> None:
     """Silent connections, then idle ones, then those without a complete body; none in its time of grace."""
     now_s = 0.0
     connections = OpenConnections(clock=lambda: now_s)
     evicted: list[str] = []
     half, idle, first, second, late, newcomer = (
-        Waiting(name, evicted) for name in ("half", "idle", "first", "second", "late", "newcomer")
+        Waiting(partial(evicted.append, name))
+        for name in ("half", "idle", "first", "second", "late", "newcomer")
     )
     connections.sends(half)
     connections.waits(idle, was_served=True)
@@ -569,63 +568,20 @@ def test_at_the_limit_the_oldest_silent_connection_is_evicted(
     assert not last.transport.is_closing()
 
 
-class FakeEncoder:
-    """Encodes the text of deltas as it is."""
-
-    waits_for_start = False
-
-    def begin(self) -> bytes:
-        return b""
-
-    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        return b"".join(delta.text.encode() for _, delta in batch)
-
-    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
-        """None: `feed` encodes it."""
-
-    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
-        """None: there is none."""
-
-    def finish(self) -> bytes:
-        return b"end"
-
-    def fail(self, error: ApiError) -> bytes | None:
-        """None: the dialect's event."""
-
-
-class FailingRequest:
-    """The parts of an `ActiveRequest` that a stream uses. Raises an error when it is released."""
-
-    request_id = "req_1"
-    is_closed = False
-    generations = ()
-
-    def __init__(self, problem: Exception) -> None:
-        self.problem = problem
-        self.may_fail = asyncio.Event()
-
-    async def next_batch(self) -> list[tuple[int, Delta]]:
-        await self.may_fail.wait()
-        raise self.problem
-
-    def close(self, error: Exception | None = None) -> None:
-        self.is_closed = True
-        self.error = error
-
-
 def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
     """An earlier failure has its own status; a later one is an event."""
+    error = ApiError(Kind.OVERLOADED, "waited too long", reason="queue_timeout")
 
     async def serve() -> list[Any]:
         sent: list[Any] = []
-        work = FailingRequest(ApiError(Kind.OVERLOADED, "waited too long", reason="queue_timeout"))
+        active = FakeActiveRequest()
 
         async def send(message: Any) -> None:
             sent.append(message)
             if message.get("body") == OPENAI.keep_alive:
-                work.may_fail.set()
+                active.queue.put_nowait(error)
 
-        stream = EventStream(cast(ActiveRequest, work), FakeEncoder(), {}, OPENAI, keep_alive_s=0.01)
+        stream = stream_of(active, keep_alive_s=0.01)
         await stream.begin()
         await stream({}, cast(Any, None), send)
         return sent
@@ -639,12 +595,11 @@ def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
 
 @pytest.mark.anyio
 async def test_a_failure_before_the_first_keep_alive_has_its_own_status() -> None:
-    work = FailingRequest(ApiError(Kind.OVERLOADED, "the queue is full"))
-    work.may_fail.set()
-    stream = EventStream(cast(ActiveRequest, work), FakeEncoder(), {}, OPENAI, keep_alive_s=600)
+    active = FakeActiveRequest()
+    active.queue.put_nowait(ApiError(Kind.OVERLOADED, "the queue is full"))
     with pytest.raises(ApiError, match="the queue is full"):
-        await stream.begin()
-    assert work.is_closed
+        await stream_of(active).begin()
+    assert active.is_closed
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_macos_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from quire.server.models import ActiveRequest, InferenceRequest, Models
 from quire.server.protocols.ollama import (
     GENERATE_UNSUPPORTED,
     IGNORED_OPTIONS,
-    NAMES,
     OLLAMA,
     ChatReply,
     GenerateReply,
@@ -248,12 +247,6 @@ def test_fields_that_ask_for_a_shape_elsewhere_name_the_one_here(ask: Callable[.
         with pytest.raises(ApiError, match=f"^{name} is not supported: use format: json, or a JSON schema"):
             ask(**{name: {"type": "json_object"} if name == "response_format" else "x"})
     ask(response_format={"type": "text"}, grammar="", structured_outputs=None)
-
-
-def test_tables_name_fields_that_exist() -> None:
-    assert set(OllamaOptions.__struct_fields__) >= set(IGNORED_OPTIONS)
-    ours = {field.name for field in GenerationParams.__dataclass_fields__.values()}
-    assert set(NAMES) <= ours
 
 
 def test_a_keep_alive_of_0_unloads() -> None:
