@@ -27,7 +27,7 @@ from quire.engine.model_manager import ModelState
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
 from quire.server.models import ActiveRequest, Model
-from quire.server.protocols import openai_types
+from quire.server.protocols import openai
 from quire.server.protocols.anthropic import ANTHROPIC_MODELS
 from quire.server.protocols.ollama import (
     DEFAULT_TAG,
@@ -45,8 +45,7 @@ from quire.server.protocols.ollama import (
     find_model,
     rfc3339,
 )
-from quire.server.protocols.openai import parse_chat
-from quire.server.protocols.openai_types import ChatCompletionRequest, ModelList
+from quire.server.protocols.openai import ChatCompletionRequest, ModelList, parse_chat
 from quire.server.request_context import RequestContext
 from quire.server.watch import is_shown
 from quire.text.messages import ChatRequest
@@ -144,12 +143,12 @@ async def get_model(context: RequestContext) -> Response:
     return context.json(next(entry for entry in entries if entry.id == name))
 
 
-async def model_entries(model: Model) -> list[openai_types.Model]:
+async def model_entries(model: Model) -> list[openai.Model]:
     if model.max_model_len is None:
         with suppress(QuireError):  # loading the model reports the cause
             await model.measure()
     return [
-        openai_types.Model(
+        openai.Model(
             id=name,
             created=model.created,
             root=model.root,

@@ -46,12 +46,13 @@ from quire.server.protocols import ollama as ollama
 from quire.server.protocols import responses
 from quire.server.protocols.openai import (
     OPENAI,
+    ChatCompletionRequest,
     ChatEncoder,
     CompletionEncoder,
+    CompletionRequest,
     parse_chat,
     parse_completion,
 )
-from quire.server.protocols.openai_types import ChatCompletionRequest, CompletionRequest
 from quire.server.protocols.responses import ResponsesRequest
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import AnswerParser, PlainAnswer
@@ -523,8 +524,7 @@ def test_the_order_of_eviction() -> None:
     connections = OpenConnections(clock=lambda: now_s)
     evicted: list[str] = []
     half, idle, first, second, late, newcomer = (
-        Waiting(partial(evicted.append, name))
-        for name in ("half", "idle", "first", "second", "late", "newcomer")
+        Waiting(partial(evicted.append, name)) for name in ("half", "idle", "first", "second", "late", "newcomer")
     )
     connections.sends(half)
     connections.waits(idle, was_served=True)

@@ -25,9 +25,11 @@ from quire.engine.generation import Completion, Delta, GenerationOutput, Generat
 from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
-from quire.server.protocols import openai_types as other_servers
-from quire.server.protocols import openai_types as types
+from quire.server.protocols import openai as types
 from quire.server.protocols.openai import (
+    ACCEPTED,
+    CHAT_UNSUPPORTED,
+    COMPLETION_UNSUPPORTED,
     OPENAI,
     ChatEncoder,
     ChunkEncoder,
@@ -37,7 +39,6 @@ from quire.server.protocols.openai import (
     parse_completion,
     token_offsets,
 )
-from quire.server.protocols.openai_types import ACCEPTED, CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
 from quire.server.protocols.support import protocol_field_names, view
 from quire.server.request_context import RequestContext
 from quire.text.grammar import (
@@ -234,6 +235,8 @@ def test_options_of_templates_and_streams() -> None:
     (found,) = chat(add_generation_prompt=False).prompts
     assert isinstance(found, ChatRequest)
     assert not found.add_generation_prompt
+    guess = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert chat(prediction=guess).params.prediction == "ab"
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
     assert chat(stream=True, stream_options=options) == chat(stream=True)
 
@@ -276,7 +279,7 @@ ASKED = {  # values that request something of unsupported fields
 }
 
 
-COMPLETION, CHAT = other_servers.REFUSED | COMPLETION_UNSUPPORTED, other_servers.REFUSED | CHAT_UNSUPPORTED
+COMPLETION, CHAT = types.REFUSED | COMPLETION_UNSUPPORTED, types.REFUSED | CHAT_UNSUPPORTED
 
 
 @pytest.mark.parametrize(
@@ -307,7 +310,7 @@ def test_booleans_and_numbers_are_distinct() -> None:
             chat(**fields)
 
 
-@pytest.mark.parametrize("field", other_servers.ACCEPTED_OF_OTHERS)
+@pytest.mark.parametrize("field", types.ACCEPTED_OF_OTHERS)
 def test_fields_of_other_servers_without_effect_are_named_in_the_header(field: str) -> None:
     for ask in (chat, completion):
         assert ask(**{field: 7}) == replace(ask(), ignored=(field,))
@@ -396,6 +399,12 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
         {"tool_choice": {"type": "web_search"}},
         "this server runs no tools. Use function or allowed_tools",
         "tool_choice.type",
+    ),
+    ({"prediction": {"type": "x", "content": ""}}, "prediction.type = 'x' is not one of content", "prediction.type"),
+    (
+        {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
+        "'image_url' is not supported: images",
+        "prediction.content[0].type",
     ),
     ({"messages": []}, "messages has 0 entries", "messages"),
     ({"messages": [{"role": "bot", "content": ""}]}, "messages[0].role = 'bot' is not one of", "messages[0].role"),

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from quire.server.limits import FairSlots
-from quire.server.protocols.openai_types import ChatCompletionRequest
+from quire.server.protocols.openai import ChatCompletionRequest
 from quire.server.request_context import MAX_PLAIN_BYTES, MAX_QUICK_BYTES, RequestContext, _field_names, is_slow
 from tests.server.rig import Server
 

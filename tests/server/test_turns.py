@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from quire.server.app import ENDPOINTS
-from quire.server.protocols.openai_types import (
+from quire.server.protocols.openai import (
     AnswerHead,
     ChatAnswerMessage,
     ChatChoice,

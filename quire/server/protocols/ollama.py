@@ -24,7 +24,7 @@ from quire.engine.generation import MAX_LOGPROBS, MAX_TEMPERATURE, Delta, Genera
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.models import ActiveRequest, InferenceRequest, Model, Models, ModelService, Prompt, priority_of
-from quire.server.protocols.openai_types import FunctionDefinition
+from quire.server.protocols.openai import FunctionDefinition
 from quire.server.protocols.support import (
     SHAPE_FIELDS,
     AnswerEncoder,

@@ -27,8 +27,13 @@ from quire.server.protocols.openai import (
     NAMES,
     OPENAI,
     TIERS,
+    ChatTokenLogprob,
+    ContentPart,
+    ConversationBody,
+    JsonSchemaFormat,
     PartTurns,
     Shape,
+    TokenCount,
     cache_ttl_s,
     call_id_of,
     chat_logprob,
@@ -41,13 +46,6 @@ from quire.server.protocols.openai import (
     thinking_fields,
     unknown_format,
     wants_thought,
-)
-from quire.server.protocols.openai_types import (
-    ChatTokenLogprob,
-    ContentPart,
-    ConversationBody,
-    JsonSchemaFormat,
-    TokenCount,
 )
 from quire.server.protocols.support import (
     AnswerEncoder,
