@@ -32,11 +32,10 @@ from tests.gauntlet.figures import (
     row,
     table,
     total,
-    write_report,
 )
 
 ROOT = Path(__file__).parents[2]
-DEFAULT_REPORT = ROOT / "build" / "gauntlet.json"
+DEFAULT_REPORT = ROOT / "build" / "gauntlet.md"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -98,6 +97,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
     results: list[Result] = []
+    options.report.parent.mkdir(parents=True, exist_ok=True)
     for promise in rows:
         print(f"{promise.number} ({len(results) + 1} of {len(rows)}): {promise.title}", flush=True)
         result = run_apart(promise, options)
@@ -105,8 +105,9 @@ def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
         held = "held" if result.is_held(is_quick=options.quick) else "NOT HELD"
         print(f"  {held} in {result.seconds:.0f} s {result.problem}".rstrip(), flush=True)
         # A run that is interrupted leaves what it measured.
-        write_report(options.report, results, is_quick=options.quick, soak_s=options.soak)
-    print(f"\n{machine()}\n\n{table(results, is_quick=options.quick)}\n")
+        report = f"{machine()}\n\n{table(results, is_quick=options.quick)}\n"
+        options.report.write_text(report)
+    print(f"\n{report}")
     print(f"{total(results, is_quick=options.quick)}; written to {options.report}")
     return 0 if all(result.is_held(is_quick=options.quick) for result in results) else 1
 
@@ -132,7 +133,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small counts; figures of time are not judged")
     parser.add_argument("--soak", type=parse_seconds, default=None, help="duration of the soak, like 30m or 24h")
     parser.add_argument("--model", default=Gauntlet.model, help="the real model")
-    parser.add_argument("--report", type=Path, default=DEFAULT_REPORT, help="the JSON file to write")
+    parser.add_argument("--report", type=Path, default=DEFAULT_REPORT, help="the Markdown file to write")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # the row that this process runs
     options = parser.parse_args()
     if options.soak is None:

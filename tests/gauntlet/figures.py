@@ -1,15 +1,14 @@
-"""Rows of the gauntlet, the figures that they measure, and the report: a table in Markdown and a JSON file."""
+"""Rows of the gauntlet, the figures that they measure, and their table."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -199,17 +198,6 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{platform.machine()}, {os.cpu_count()} cores{', ' + names[0] if names else ''}"
-
-
-def write_report(path: Path, results: Sequence[Result], *, is_quick: bool, soak_s: float) -> None:
-    rows = [
-        {**asdict(result), "is_held": result.is_held(is_quick=is_quick)}
-        | {"figures": [asdict(figure) | {"is_held": figure.is_held(is_quick=is_quick)} for figure in result.figures]}
-        for result in results
-    ]
-    about = {"machine": machine(), "python": platform.python_version(), "is_quick": is_quick, "soak_s": soak_s}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 def total(results: Sequence[Result], *, is_quick: bool) -> str:

@@ -43,6 +43,7 @@ from quire.weights.packed import dequantize
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors
 from tests.backends.native.matrices import Packed
+from tests.gauntlet.bodies import mutate_value
 from tests.text import family_templates, tool_templates
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
 from tests.weights import test_gguf, test_safetensors
@@ -108,24 +109,11 @@ def mutate_bytes(rng: random.Random, data: bytes, reach: int) -> bytes:
     return bytes(out)
 
 
-def mutate_value(rng: random.Random, value: Any) -> Any:
-    """Replace a random value inside."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(list(value))
-        if rng.random() < 0.1:
-            return {one: value[one] for one in value if one != key}
-        return {**value, key: mutate_value(rng, value[key])}
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        at = rng.randrange(len(value))
-        return [*value[:at], mutate_value(rng, value[at]), *value[at + 1 :]]
-    return rng.choice(VALUES)
-
-
 def mutate_json(rng: random.Random, path: Path) -> None:
     if rng.random() < 0.3:
         path.write_bytes(mutate_bytes(rng, path.read_bytes(), 1 << 20))
     else:
-        path.write_text(json.dumps(mutate_value(rng, json.loads(path.read_bytes()))))
+        path.write_text(json.dumps(mutate_value(rng, json.loads(path.read_bytes()), VALUES)))
 
 
 # Targets
@@ -203,7 +191,7 @@ def make_family_mutant(rng: random.Random, folder: Path) -> Path:
     settings = config(rng.choice(list(BY_ARCHITECTURE)), **FAMILY_FIELDS)
     settings["text_config"] = {**config(), **FAMILY_FIELDS}
     settings = {name: value for name, value in settings.items() if rng.random() < 0.9}
-    (folder / "config.json").write_text(json.dumps(mutate_value(rng, settings)))
+    (folder / "config.json").write_text(json.dumps(mutate_value(rng, settings, VALUES)))
     return folder
 
 
@@ -220,7 +208,7 @@ def make_quantized_mutant(rng: random.Random, folder: Path) -> Path:
         _spoil_tensor(rng, tensors, [name for name in tensors if "_proj." in name])
     settings = config(quantization_config=layout.config)
     if rng.random() < 0.4:
-        settings["quantization_config"] = mutate_value(rng, layout.config)
+        settings["quantization_config"] = mutate_value(rng, layout.config, VALUES)
     path = write_tensors(folder, settings, tensors) / "model.safetensors"
     if rng.random() < 0.3:
         path.write_bytes(mutate_bytes(rng, path.read_bytes(), 8000))
@@ -310,7 +298,7 @@ def make_tokenizer_mutant(rng: random.Random, folder: Path) -> Path:
 
 def make_vocabulary_mutant(rng: random.Random, folder: Path) -> Path:
     path = folder / "vocabulary.json"
-    path.write_text(json.dumps(mutate_value(rng, rng.choice(VOCABULARIES))))
+    path.write_text(json.dumps(mutate_value(rng, rng.choice(VOCABULARIES), VALUES)))
     return path
 
 
@@ -416,7 +404,7 @@ def make_mxfp4_mutant(rng: random.Random, folder: Path) -> Path:
         _spoil_tensor(rng, tensors, [one for one in tensors if ".mlp." in one])
     data = mixed_safetensors(tensors)
     (folder / "model.safetensors").write_bytes(mutate_bytes(rng, data, 6000) if kind == 1 else data)
-    (folder / "config.json").write_text(json.dumps(mutate_value(rng, OSS) if kind == 2 else OSS))
+    (folder / "config.json").write_text(json.dumps(mutate_value(rng, OSS, VALUES) if kind == 2 else OSS))
     return folder
 
 

@@ -301,45 +301,6 @@ def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
     ]  # fmt: skip
 
 
-def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
-    """Measure whether a schema that another key has used is answered sooner than a new schema."""
-    count = gauntlet.size(40, 2)
-    times: dict[str, list[float]] = {"known": [], "new": [], "own": []}
-    with keyed(gauntlet, *FAKE) as server:
-        spies = {name: replace(server, key=key) for name, key in (("alice", ALICE), ("bob", BOB))}
-
-        def ask(who: str, number: int) -> float:
-            names = [f"field_{number}_{index}" for index in range(40)]
-            properties = {name: {"type": "string", "pattern": f"^[a-z]{{1,20}}{name}$"} for name in names}
-            schema = {"type": "object", "properties": properties, "additionalProperties": False}
-            wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "response_format": wanted}
-            began_s = time.perf_counter()
-            answer = spies[who].post(CHAT, body)
-            assert answer.status == 200, answer.body
-            return time.perf_counter() - began_s
-
-        ask("alice", -1)
-        ask("bob", -2)
-        for number in gauntlet.random.sample(range(2 * count), 2 * count):
-            ask("alice", number if number % 2 else number + 10**6)
-            times["known" if number % 2 else "new"].append(ask("bob", number))
-            times["own"].append(ask("bob", number))
-    chance, area = mann_whitney(times["known"], times["new"])
-    _, own_area = mann_whitney(times["new"], times["own"])
-    return [
-        Figure("p value, TTFT of schemas used by another key and of new schemas", chance, at_least=0.01, is_timed=True),
-        Figure("area under the ROC, schemas used by another key (0.5: chance)", area),
-        Figure("area under the ROC, schemas used by the own key (control)", own_area, at_least=0.9, is_timed=True),
-    ]
-
-
-def no_channel(gauntlet: Gauntlet) -> Iterator[Figure]:
-    yield from visible_channels(gauntlet)
-    gauntlet.say("grammars")
-    yield from grammar_timing(gauntlet)
-
-
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ATTACKER, VICTIM, ADMIN = "sk-attacker-0001", "sk-victim-00001", "sk-admin-0000003"
 MAX_SEQS = 8
@@ -631,6 +592,6 @@ def shares(gauntlet: Gauntlet) -> Iterator[Figure]:
 
 ROWS = (
     Row("R5", "Requests with different keys or salts share no cached block", no_sharing, 420),
-    Row("R29", "A key learns nothing of the contents of another key's prompts", no_channel, 240),
+    Row("R29", "A key learns nothing of the contents of another key's prompts", visible_channels, 240),
     Row("R30", "A key cannot use up the share of another key", shares, 300),
 )
