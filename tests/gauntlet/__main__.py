@@ -97,6 +97,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
     results: list[Result] = []
+    report = ""
     options.report.parent.mkdir(parents=True, exist_ok=True)
     for promise in rows:
         print(f"{promise.number} ({len(results) + 1} of {len(rows)}): {promise.title}", flush=True)

@@ -252,19 +252,15 @@ def test_the_bytes_of_a_token_are_those_of_json(text: str, include_usage: bool) 
         assert transport.body() == [f"data: {event}\n\n".encode()]
 
 
-@pytest.mark.parametrize("more", [{"continuous_usage_stats": True}, {"has_ids": True}])
-def test_chunks_with_more_than_text_are_encoded_as_a_whole(more: dict[str, bool]) -> None:
+def test_chunks_with_more_than_text_are_encoded_as_a_whole() -> None:
     active, transport = FakeActiveRequest(), FakeTransport()
-    encoder = completions(cast(ActiveRequest, active), **more)
+    encoder = completions(cast(ActiveRequest, active), has_ids=True)
     writer = TokenWriter(0, cast(ActiveRequest, active), encoder, transport.writer)
     for token_id, text in enumerate("abc"):
         writer.take_token(0, token_id, text, 1.0)
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in transport.body()]
     assert [one["choices"][0]["text"] for one in chunks] == ["a", "b", "c"]
-    if "has_ids" in more:
-        assert [one["choices"][0]["token_ids"] for one in chunks] == [[0], [1], [2]]
-    else:
-        assert [one["usage"]["completion_tokens"] for one in chunks] == [1, 2, 3]
+    assert [one["choices"][0]["token_ids"] for one in chunks] == [[0], [1], [2]]
 
 
 def test_nothing_is_written_at_once_while_the_client_or_the_task_is_behind() -> None:

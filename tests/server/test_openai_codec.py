@@ -237,7 +237,7 @@ def test_options_of_templates_and_streams() -> None:
     assert not found.add_generation_prompt
     guess = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert chat(prediction=guess).params.prediction == "ab"
-    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
+    options = {"include_usage": True, "include_obfuscation": False}
     assert chat(stream=True, stream_options=options) == chat(stream=True)
 
 
@@ -573,11 +573,8 @@ def work_of(
     return cast("ActiveRequest", found)
 
 
-def chat_encoder(
-    *, include_usage: bool = False, has_running_usage: bool = False, more: dict[str, Any] | None = None, **work: Any
-) -> ChatEncoder:
-    options = {"include_usage": include_usage, "continuous_usage_stats": has_running_usage}
-    body = {"messages": USER, "stream": True, "stream_options": options, **(more or {})}
+def chat_encoder(*, include_usage: bool = False, more: dict[str, Any] | None = None, **work: Any) -> ChatEncoder:
+    body = {"messages": USER, "stream": True, "stream_options": {"include_usage": include_usage}, **(more or {})}
     asked = msgspec.convert(body, types.ChatCompletionRequest)
     return ChatEncoder(work_of(parse_chat(asked), **work), asked)
 
@@ -661,25 +658,6 @@ def test_a_stream_with_usage() -> None:
     assert choices(chunks)[-1] == choice_of(0, {}, "length")
     assert (final["choices"], final["usage"], done) == ([], BILL, "[DONE]")
     assert final["cache"] == msgspec.to_builtins(CACHE)
-
-
-@pytest.mark.parametrize("include_usage", [True, False])
-def test_a_stream_with_the_usage_so_far_in_every_chunk(include_usage: bool) -> None:
-    encoder = chat_encoder(include_usage=include_usage, has_running_usage=True, more={"n": 2})
-    ids = (1, 2, 3)
-    first = judged(encoder.feed([(0, replace(delta("Hi"), token_ids=ids))]))
-    others = [
-        (0, replace(delta("Ho", index=1), token_ids=ids)),
-        (0, replace(delta("", FinishReason.STOP), token_ids=(4,))),
-    ]
-    second = judged(encoder.feed(others))
-    prompt = USAGE.prompt_tokens
-    counts = [(chunk["usage"]["completion_tokens"], chunk["usage"]["total_tokens"]) for chunk in (*first, *second)]
-    assert counts == [(count, prompt + count) for count in (3, 3, 6, 6, 7)]  # of all choices together
-    encoder.feed([(0, delta("", FinishReason.STOP, index=1))])
-    held, *final = judged(encoder.finish())
-    assert held["usage"] == {key: BILL[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    assert [chunk["usage"] for chunk in final[:-1]] == ([BILL] if include_usage else [])
 
 
 def test_without_usage_the_cache_is_in_the_chunk_that_ends_the_last_choice() -> None:

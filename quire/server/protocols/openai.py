@@ -256,9 +256,6 @@ Alternatives = Annotated[int, described(minimum=0, maximum=MAX_LOGPROBS)]
 
 class StreamOptions(Struct, kw_only=True):
     include_usage: Annotated[bool | None, described("Add a last chunk with the usage.")] = None
-    continuous_usage_stats: Annotated[
-        bool | None, described("Add the token counts so far to every chunk, as in vLLM.")
-    ] = None
     include_obfuscation: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
@@ -496,9 +493,8 @@ class CompletionUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    # Unset in the counts that `continuous_usage_stats` adds to every chunk.
-    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class AnswerHead(Struct, kw_only=True):
@@ -936,10 +932,8 @@ class ChunkEncoder(AnswerEncoder):
         self.n = request.params.n
         self._num_open = self.n * len(request.prompts)
         self._include_usage = bool(options.include_usage)
-        self._has_running_usage = bool(options.continuous_usage_stats)  # in every chunk
         self._has_ids = isinstance(body, CompletionRequest) and bool(body.return_token_ids)  # also without text
-        self.has_frames = not self._has_running_usage and not self._has_ids
-        self._num_tokens = 0  # of all choices, so far
+        self.has_frames = not self._has_ids
         self._held: Event | None = None
         # Only the choice differs between chunks: the rest is encoded once.
         self._head = self.head(self.chunk_kind)
@@ -979,10 +973,6 @@ class ChunkEncoder(AnswerEncoder):
     def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
         events: list[bytes] = []
         for prompt, delta in batch:
-            self._num_tokens += len(delta.token_ids)
-            if self._has_running_usage:
-                running = _running(self.active.usage, self._num_tokens)
-                self._after = b'],"usage":' + encode_json(running) + b"}\n\n"
             index = prompt * self.n + delta.index
             has_content = bool(delta.text or delta.logprobs or (self._has_ids and delta.token_ids))
             if not has_content and delta.finish_reason is None:
@@ -1011,17 +1001,14 @@ class ChunkEncoder(AnswerEncoder):
         return chunks
 
     def finish(self) -> bytes:
-        usage, events = self.active.usage, [DONE]
-        cache: Event = {} if self.cache is UNSET else {"cache": self.cache}
-        running: Event = {}
-        if self._has_running_usage:
-            running["usage"] = _running(usage, usage.completion_tokens)
+        events = [DONE]
+        more: Event = {} if self.cache is UNSET else {"cache": self.cache}
         if self._include_usage:
-            in_all = usage_body(usage, self.active.num_thought_tokens)
-            events.insert(0, self._event([], {"usage": in_all} | cache))
-            cache, running = {}, {"usage": None} | running
+            usage = usage_body(self.active.usage, self.active.num_thought_tokens)
+            events.insert(0, self._event([], {"usage": usage} | more))
+            more = {"usage": None}
         if self._held is not None:
-            events.insert(0, self._event([self._held], running | cache))
+            events.insert(0, self._event([self._held], more))
         return b"".join(events)
 
     def _event(self, choices: list[Event], more: Event) -> bytes:
@@ -1040,10 +1027,6 @@ def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
             rejected_prediction_tokens=usage.rejected_prediction_tokens,
         ),
     )
-
-
-def _running(usage: Usage, num_tokens: int) -> CompletionUsage:
-    return CompletionUsage(usage.prompt_tokens, num_tokens, usage.prompt_tokens + num_tokens)
 
 
 _TYPES: dict[Kind, tuple[str, str | None]] = {  # type and code

@@ -547,16 +547,16 @@ def _checked(text: str, path: str) -> str:
 
 
 def _text_shape(body: ResponsesRequest) -> Shape | None:
-    form = None if body.text is None else body.text.format
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return "text.format", json_object_grammar
-    if form.type != "json_schema":
-        raise unknown_format("text.format.type", form.type)
-    if form.schema is None:
-        raise InvalidRequest("text.format.schema is missing")
-    return "text.format.schema", partial(json_schema_grammar, form.schema, strict=bool(form.strict))
+    match None if body.text is None else body.text.format:
+        case None | TextFormat(type="text"):
+            return None
+        case TextFormat(type="json_object"):
+            return "text.format", json_object_grammar
+        case TextFormat(type="json_schema", schema=schema, strict=strict):
+            path = "text.format.schema"
+            return path, partial(json_schema_grammar, given(schema, path), strict=bool(strict))
+        case TextFormat(type=other):
+            raise unknown_format("text.format.type", other)
 
 
 _NUMBER = 1 << 62  # placeholder for the number of an event; no real event reaches it
