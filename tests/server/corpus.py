@@ -735,7 +735,6 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
         "max_tokens": (-1, 4096),
         "min_tokens": (0, 4096),
         "logprobs": (0, 20),
-        "best_of": (1, 32),
         "seed": (-(2**63), 2**64 - 1),
     },
     MESSAGES: {

@@ -326,8 +326,6 @@ def test_fields_that_only_chat_or_only_completions_support() -> None:
 
 def test_limits_of_completions() -> None:
     assert completion(max_tokens=0, echo=True, logprobs=1).params.is_empty
-    assert completion(best_of=1) == completion()
-    assert completion(best_of=4, n=4) == completion(n=4)
     assert completion(n_predict=0).params.is_empty
     assert completion(max_tokens=-1).params.max_tokens is None  # not the default of 16
     assert completion(min_tokens=40).params.max_tokens == 40  # the default is raised to min_tokens
@@ -468,7 +466,7 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": -2}, "max_tokens = -2 is not", "max_tokens"),
     ({"n_predict": -2}, "n_predict = -2 is not", "n_predict"),
     ({"max_tokens": 0, "min_tokens": 1}, "min_tokens = 1 is more than max_tokens = 0", "min_tokens"),
-    ({"best_of": 3}, "best_of = 3 is not supported", "best_of"),
+    ({"best_of": 3}, "best_of is not supported: answers are not ranked", "best_of"),
     ({"echo": True, "logprobs": 1, "stream": True}, "echo with logprobs is not supported in a stream", "echo"),
 ]
 

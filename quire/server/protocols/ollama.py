@@ -108,6 +108,12 @@ IGNORED_OPTIONS = {
 }
 
 
+ACCEPTED = {
+    "truncate": "a prompt that is too long is refused",
+    "shift": "an answer ends when the context is full",
+}
+
+
 THINK_LEVELS = ("low", "medium", "high", "max")
 
 
@@ -155,16 +161,16 @@ class OllamaOptions(Struct, kw_only=True):
     )
 
 
+@with_fields({}, {"index": "calls are in order"})
 class OllamaCalledFunction(Struct, kw_only=True):
     name: str
     arguments: Annotated[dict[str, Any] | None, described("An object, not a JSON string.")] = None
-    index: int | None = None
 
 
+@with_fields({}, {"type": "all calls are of functions"})
 class OllamaToolCall(Struct, kw_only=True):
     function: OllamaCalledFunction
     id: str | None = None
-    type: str | None = None
 
 
 @with_fields(IMAGES)
@@ -184,7 +190,7 @@ class OllamaTool(Struct, kw_only=True):
     type: Annotated[str, described(enum=["function"])] = "function"
 
 
-@with_fields(UNSUPPORTED)
+@with_fields(UNSUPPORTED, ACCEPTED)
 class OllamaBody(Struct, kw_only=True):
     """Fields that chat and generate share."""
 
@@ -196,12 +202,6 @@ class OllamaBody(Struct, kw_only=True):
     think: Annotated[
         bool | str | None, described(f"Whether to think first, or how much: {', '.join(THINK_LEVELS)}.")
     ] = None
-    truncate: Annotated[bool | None, described("Accepted, without effect: a prompt that is too long is refused.")] = (
-        None
-    )
-    shift: Annotated[bool | None, described("Accepted, without effect: an answer ends when the context is full.")] = (
-        None
-    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, described(minimum=0, maximum=MAX_LOGPROBS)] = None
     # quire's own
@@ -229,17 +229,17 @@ class OllamaGenerateRequest(OllamaBody, kw_only=True):
     ] = None
 
 
+@with_fields({}, {"verbose": "an answer is always the same"})
 class ShowRequest(Struct, kw_only=True):
     model: str | None = None
     name: Annotated[str | None, described("The older form of model.")] = None
-    verbose: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
+@with_fields({}, {"insecure": "the hub is reached by HTTPS"})
 class PullRequest(Struct, kw_only=True):
     model: Annotated[str | None, described("A known model name, or an org/name of the hub.")] = None
     name: Annotated[str | None, described("The older form of model.")] = None
     stream: bool | None = None
-    insecure: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
 # Answers
@@ -470,7 +470,7 @@ def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:
         found.append("options.repeat_last_n")
     if body.keep_alive is not None:
         found.append("keep_alive")
-    found += [name for name in ("truncate", "shift") if getattr(body, name)]
+    found += [name for name in ACCEPTED if getattr(body, name)]
     if body.top_logprobs and not body.logprobs:
         found.append("top_logprobs")
     return found

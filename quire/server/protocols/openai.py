@@ -222,6 +222,7 @@ CHAT_UNSUPPORTED = {
 OLD_MESSAGE_FIELDS = ("function_call", "audio")  # of a message
 COMPLETION_UNSUPPORTED = {
     "suffix": Unsupported("the models generate at the end of the prompt only"),
+    "best_of": Unsupported("answers are not ranked: use n", (1,)),
     "add_special_tokens": Unsupported("a prompt of token ids is used unchanged", (True,)),
 }
 
@@ -254,9 +255,9 @@ Alternatives = Annotated[int, described(minimum=0, maximum=MAX_LOGPROBS)]
 # Requests
 
 
+@with_fields({}, {"include_obfuscation": "chunks are not padded"})
 class StreamOptions(Struct, kw_only=True):
     include_usage: Annotated[bool | None, described("Add a last chunk with the usage.")] = None
-    include_obfuscation: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
 class PromptCacheOptions(Struct, kw_only=True):
@@ -470,7 +471,6 @@ class CompletionRequest(GenerationBody, kw_only=True):
     ]
     logprobs: Alternatives | None = None
     echo: Annotated[bool | None, described("Begin the answer with the prompt.")] = None
-    best_of: Annotated[int | None, described("Only 1 and n are supported.")] = None
     return_token_ids: Annotated[bool | None, described("Also return the token ids of the answer, as in vLLM.")] = None
 
 
@@ -1302,9 +1302,6 @@ async def completions(context: RequestContext) -> Response:
 def parse_completion(body: CompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
     refuse_unsupported(body, COMPLETION_UNSUPPORTED)
-    if body.best_of not in (None, 1, body.n or 1):
-        why = "only 1 and n are, because answers are not ranked"
-        raise unsupported("best_of", f"best_of = {body.best_of} is not supported: {why}")
     scores_prompt = bool(body.echo) and body.logprobs is not None
     if scores_prompt and body.stream:
         raise unsupported("echo", "echo with logprobs is not supported in a stream")
