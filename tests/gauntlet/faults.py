@@ -37,7 +37,7 @@ from tests.gauntlet.hooks import (
     SINK,
     START,
     TEMPLATE,
-    hooked,
+    faulty,
 )
 from tests.server.rig import Answer, Server, serving
 from tests.waiting import eventually
@@ -89,7 +89,7 @@ def strike_requests(server: Server, bodies: Sequence[dict[str, Any]], num_faults
 
 
 def run_isolation(gauntlet: Gauntlet) -> Iterator[Figure]:
-    env = hooked(gauntlet.folder / "hooks")
+    env = faulty(gauntlet.folder / "hooks")
     for prefix, options in gauntlet.models(*FAKE, real=REAL):
         num_faults = PER_ROUND if prefix else gauntlet.size(100, 12)
         with serving(*options, env=env) as server:
@@ -110,7 +110,7 @@ def num_repeated(server: Server) -> int:
 
 
 def run_starvation(gauntlet: Gauntlet) -> Iterator[Figure]:
-    env = hooked(gauntlet.folder / "hooks", **{MEMORY: "17"})  # every 17th forward pass
+    env = faulty(gauntlet.folder / "hooks", **{MEMORY: "17"})  # every 17th forward pass
     bodies = [chat_body(f"Stream {i}: " + "why " * 20 * i, 60, seed=i, temperature=1.0) for i in range(12)]
     for prefix, options in gauntlet.models(*FAKE, real=REAL):
         num_faults = 10 if prefix else gauntlet.size(100, 6)
@@ -153,7 +153,7 @@ def crash(server: Server, number: int) -> Counter[str]:
 
 
 def run_crash(gauntlet: Gauntlet) -> Iterator[Figure]:
-    env = hooked(gauntlet.folder / "hooks")
+    env = faulty(gauntlet.folder / "hooks")
     for prefix, options in gauntlet.models(*FAKE, real=("--num-blocks", "400")):
         count = 2 if prefix else gauntlet.size(10, 2)
         with serving(*options, env=env) as server:
@@ -225,7 +225,7 @@ def lose_worker(server: Server, fault: Fault, longest_s: dict[str, float], found
 
 
 def lose_workers(gauntlet: Gauntlet) -> Iterator[Figure]:
-    env = hooked(gauntlet.folder / "hooks", **{MEMORY: "allocate"})
+    env = faulty(gauntlet.folder / "hooks", **{MEMORY: "allocate"})
     options = ("--max-num-seqs", "4", "--hang-limit", str(HANG_LIMIT_S), "--num-blocks")
     for prefix, model in gauntlet.models("--device", "5ms", *options, "2500", real=(*options, "400")):
         with serving(*model, env=env) as server:

@@ -20,7 +20,7 @@ from quire.server.routes import Access
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.flood import family, idle_base, left_over
 from tests.server import corpus
-from tests.server.rig import FAKE, Server, serving, status_of
+from tests.server.rig import FAKE, Server, hooked, serving, status_of
 from tests.server.test_access import OPEN, path_of
 from tests.waiting import eventually
 
@@ -166,13 +166,9 @@ sys.addaudithook(_hook)
 @contextlib.contextmanager
 def audited(folder: Path, outside: Path = Path("/no folder")) -> Iterator[tuple[dict[str, str], Path]]:
     """An environment in which every Python process reports its use of the network and of a folder, and the report."""
-    hook = folder / "hook"
-    hook.mkdir(exist_ok=True)
-    (hook / "sitecustomize.py").write_text(HOOK)
     report = folder / "audit.txt"
     report.write_text("")
-    path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
-    yield {"GAUNTLET_AUDIT": str(report), "GAUNTLET_OUTSIDE": str(outside), "PYTHONPATH": path}, report
+    yield hooked(folder / "hook", HOOK, GAUNTLET_AUDIT=str(report), GAUNTLET_OUTSIDE=str(outside)), report
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from openai import OpenAI, OpenAIError
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, exactly
 from tests.gauntlet.flood import Flood, chat_body, family, health_watched, num_violations, text_of
-from tests.gauntlet.hooks import CLOCK, LOG, ROOT, hooked
+from tests.gauntlet.hooks import CLOCK, LOG, ROOT, faulty
 from tests.server.rig import Server, serving
 from tests.server.test_batches import client_of, finished, line, results, submit
 from tests.waiting import HANG_S, eventually
@@ -187,7 +187,7 @@ def _is_torn(text: str) -> bool:
 def break_logs(gauntlet: Gauntlet) -> list[Figure]:
     """Start a server whose standard error is a full device, and send requests."""
     count, found = gauntlet.size(200, 10), Counter[str]()
-    env = hooked(gauntlet.folder / "log", **{LOG: "/dev/full"})
+    env = faulty(gauntlet.folder / "log", **{LOG: "/dev/full"})
     with serving(str(gauntlet.tiny), *FAKE, env=env) as server:
         found["failed requests"] += sum(server.chat(f"{i}", max_tokens=2).status != 200 for i in range(count))
         found["servers that exited with another status than 0"] += server.stop() != 0
@@ -270,7 +270,7 @@ def run_clock(gauntlet: Gauntlet) -> Iterator[Figure]:
     limits = ("queue-timeout", "hang-limit", "header-timeout", "body-timeout", "slow-client-timeout")
     options = ("--num-blocks", "400", *(f"--{name}=60" for name in limits))
     clock = gauntlet.folder / "clock"
-    env = hooked(gauntlet.folder / "hooks", **{CLOCK: str(clock)})
+    env = faulty(gauntlet.folder / "hooks", **{CLOCK: str(clock)})
     for prefix, model in gauntlet.models(*options, "--device", "3ms", "--max-num-seqs", "4", real=options):
         num_jumps, num_tokens = (8, 30) if prefix else (gauntlet.size(40, 8), gauntlet.size(150, 60))
         clock.write_text("0")

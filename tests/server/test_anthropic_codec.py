@@ -25,7 +25,6 @@ from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.anthropic import (
     ANTHROPIC,
     CLEARED,
-    UNSUPPORTED,
     CountTokensRequest,
     Edited,
     MessagesRequest,
@@ -86,13 +85,6 @@ def test_every_field_is_parsed() -> None:
         cache_salt="team-a",
         wants_cache=True,
     )  # fmt: skip
-
-
-def test_null_equals_an_absent_field() -> None:
-    required = {"model", "messages", "max_tokens"}
-    optional = [name for name in MessagesRequest.__struct_fields__ if name not in required]
-    assert len(optional) > 25
-    assert parse(**dict.fromkeys(optional)) == parse()
 
 
 @pytest.mark.parametrize("missing", ["model", "messages", "max_tokens"])
@@ -229,23 +221,10 @@ def test_wrong_types_are_validation_errors(body: dict[str, Any]) -> None:
         parse(**body)
 
 
-ASKED = {  # values that request something of unsupported fields
-    "compaction": {"enabled": True},
-    "diagnostics": {"previous_message_id": "msg_1"},
-    "response_format": {"type": "json_object"},
-    "structured_outputs": {"json": {}, "regex": "a"},
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_fields_are_refused_by_name(name: str) -> None:
-    for kind in (MessagesRequest, CountTokensRequest):
-        data = json.dumps({"model": "m", "max_tokens": 8, "messages": HELLO, name: ASKED.get(name, "x")})
-        with pytest.raises(ApiError, match=f"^{name} .*is not supported: ") as refused:
-            check_fields(msgspec.json.decode(data, type=kind))
-        assert (refused.value.kind, refused.value.param) == (Kind.INVALID, name)
-    for value in (None, *UNSUPPORTED[name].empty, *UNSUPPORTED[name].harmless):
-        assert parse(**{name: value}) == parse()
+def test_counting_refuses_the_same_fields() -> None:
+    body = msgspec.convert({"model": "m", "messages": HELLO, "speed": "fast"}, CountTokensRequest)
+    with pytest.raises(ApiError, match=r"^speed = 'fast' is not supported: this server has a single speed"):
+        check_fields(body)
 
 
 def test_harmless_and_hostile_values_of_unsupported_fields() -> None:

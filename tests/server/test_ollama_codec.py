@@ -21,7 +21,6 @@ from quire.server.catalog import API_VERSION, NEVER
 from quire.server.errors import ApiError, Kind
 from quire.server.models import ActiveRequest, InferenceRequest, Models
 from quire.server.protocols.ollama import (
-    GENERATE_UNSUPPORTED,
     IGNORED_OPTIONS,
     OLLAMA,
     ChatReply,
@@ -101,12 +100,8 @@ def test_answers_are_streamed_by_default() -> None:
     assert not chat_ask(stream=False).is_streaming
 
 
-@pytest.mark.parametrize(("kind", "ask"), [(OllamaChatRequest, chat_ask), (OllamaGenerateRequest, generate_ask)])
-def test_null_equals_an_absent_field(kind: type[msgspec.Struct], ask: Callable[..., InferenceRequest]) -> None:
-    optional = [name for name in kind.__struct_fields__ if name not in ("model", "messages", "prompt")]
-    assert len(optional) > 10
-    assert ask(**dict.fromkeys(optional)) == ask()
-    assert ask(options=dict.fromkeys(OllamaOptions.__struct_fields__)) == ask()
+def test_null_options_are_absent_options() -> None:
+    assert chat_ask(options=dict.fromkeys(OllamaOptions.__struct_fields__)) == chat_ask()
 
 
 def test_a_prompt_is_a_conversation_unless_it_is_raw() -> None:
@@ -230,23 +225,6 @@ IMAGES = [{"role": "user", "content": "Hi", "images": ["aGk="]}]
 def test_refusals_name_the_field(body: dict[str, Any], words: str) -> None:
     with pytest.raises((InvalidRequest, ApiError), match=words):
         chat_ask(**body)
-
-
-@pytest.mark.parametrize("name", ["suffix", "template", "images"])
-def test_unsupported_fields_of_generate(name: str) -> None:
-    with pytest.raises(ApiError, match=f"{name} is not supported: {GENERATE_UNSUPPORTED[name].why}"):
-        generate_ask(**{name: ["aGk="] if name == "images" else "x"})
-    generate_ask(**{name: [] if name == "images" else ""})
-    with pytest.raises(InvalidRequest, match="context"):
-        generate_ask(context=[-1])
-
-
-@pytest.mark.parametrize("ask", [chat_ask, generate_ask])
-def test_fields_that_ask_for_a_shape_elsewhere_name_the_one_here(ask: Callable[..., Any]) -> None:
-    for name in ("structured_outputs", "response_format", "grammar", "guided_json", "regex"):
-        with pytest.raises(ApiError, match=f"^{name} is not supported: use format: json, or a JSON schema"):
-            ask(**{name: {"type": "json_object"} if name == "response_format" else "x"})
-    ask(response_format={"type": "text"}, grammar="", structured_outputs=None)
 
 
 def test_a_keep_alive_of_0_unloads() -> None:

@@ -23,9 +23,7 @@ from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.http import api_error
 from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.responses import (
-    ACCEPTED,
     RESPONSES,
-    UNSUPPORTED,
     Reply,
     ResponsesRequest,
     parse_responses,
@@ -66,13 +64,6 @@ def refusal(error: pytest.ExceptionInfo[Exception]) -> tuple[str, str | None]:
 
 def test_every_field_of_the_sdk_is_known() -> None:
     assert (set(ResponseCreateParamsBase.__annotations__) | {"stream"}) - FIELDS == set()
-
-
-def test_a_body_of_nulls_equals_the_minimal_body() -> None:
-    nulls: dict[str, Any] = dict.fromkeys(FIELDS - {"input"})
-    assert ask_for(**nulls) == ask_for()
-    assert ask_for().params == GenerationParams()
-    assert conversation().messages == (Message(Role.USER, (Part("Hi"),)),)
 
 
 def test_request_fields() -> None:
@@ -271,23 +262,6 @@ def test_answer_formats() -> None:
 
 
 # Refusals
-
-ASKED: dict[str, Any] = {"n": 2, "background": True, "context_management": [{"type": "compaction"}]}
-
-
-@pytest.mark.parametrize("field", UNSUPPORTED)
-def test_unsupported_fields_are_refused_by_name(field: str) -> None:
-    with pytest.raises(ApiError, match=f"^{field} is not supported") as error:
-        ask_for(**{field: ASKED.get(field, "x")})
-    assert (error.value.kind, error.value.param) == (Kind.INVALID, field)
-    for value in (None, *UNSUPPORTED[field].harmless):
-        assert ask_for(**{field: value}) == ask_for()
-
-
-@pytest.mark.parametrize("field", [*ACCEPTED, "user", "store", "safety_identifier"])
-def test_harmless_values_of_unsupported_fields_pass(field: str) -> None:
-    for value in ("x", True, {"a": "b"}, 7):
-        assert ask_for(**{field: value}) == ask_for()
 
 
 def message(**fields: Any) -> list[dict[str, Any]]:
