@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import multiprocessing
 import random
 import statistics
@@ -56,49 +57,28 @@ def soaked(gauntlet: Gauntlet, *options: str, model: str | Path | None = None) -
 # R6
 
 
-async def peak_rate(server: Server, chosen: random.Random, seconds: float) -> float:
-    """Requests per second that the server answers to clients without pauses."""
-    tally, deadline_s = Tally(), time.monotonic() + seconds
-
-    async def ask(client: Client) -> None:
-        while time.monotonic() < deadline_s:
-            await client.send(chosen.choice(PLAIN))
-        client.close()
-
-    await asyncio.gather(*(ask(Client(server.address, chosen, tally)) for _ in range(NUM_CLIENTS)))
-    return tally["ended"] / seconds
-
-
 async def soak(
     server: Server, rate: float, seconds: float, chosen: random.Random, tally: Tally
 ) -> list[tuple[float, Base]]:
     """Send requests at this rate, at random moments. Returns samples of memory, files and threads under load."""
-    idle: list[Client] = []
-    open_tasks: set[asyncio.Task[None]] = set()
     samples: list[tuple[float, Base]] = []
     began_s = time.monotonic()
 
-    async def ask() -> None:
-        client = idle.pop() if idle else Client(server.address, chosen, tally)
-        await client.send(chosen.choice((*PLAIN, *WRONG) if chosen.random() < 0.1 else PLAIN))
-        idle.append(client)
-
-    due_s = began_s
-    while (now_s := time.monotonic()) < began_s + seconds:
-        if now_s - began_s >= len(samples) * seconds / NUM_SAMPLES:
-            samples.append((now_s - began_s, await asyncio.to_thread(base_of, server)))
-        if due_s > now_s:
-            await asyncio.sleep(min(due_s - now_s, 0.05))
-            continue
-        # After a stall of this process, it does not send all the missed requests in a burst.
-        due_s = max(due_s + chosen.expovariate(rate), now_s - 1.0)
-        task = asyncio.create_task(ask())
-        open_tasks.add(task)
-        task.add_done_callback(open_tasks.discard)
-    while open_tasks:
-        await asyncio.wait(open_tasks)
-    for client in idle:
+    async def ask(client: Client) -> None:
+        due_s = began_s
+        while (now_s := time.monotonic()) < began_s + seconds:
+            # After a stall of this process, it does not send all the missed requests in a burst.
+            due_s = max(due_s + chosen.expovariate(rate / NUM_CLIENTS), now_s - 1.0)
+            await asyncio.sleep(due_s - now_s)
+            await client.send(chosen.choice((*PLAIN, *WRONG) if chosen.random() < 0.1 else PLAIN))
         client.close()
+
+    async def look() -> None:
+        while (now_s := time.monotonic()) < began_s + seconds:
+            samples.append((now_s - began_s, await asyncio.to_thread(base_of, server)))
+            await asyncio.sleep(seconds / NUM_SAMPLES)
+
+    await asyncio.gather(look(), *(ask(Client(server.address, chosen, tally)) for _ in range(NUM_CLIENTS)))
     return samples
 
 
@@ -107,7 +87,9 @@ def run_soak(gauntlet: Gauntlet) -> Sequence[Figure]:
     # Few blocks, all of which are used before the soak: pages of the KV cache become resident at their first use.
     options = ("--backend", "fake", "--num-blocks", "400") if gauntlet.is_quick else ("--num-blocks", "400")
     with soaked(gauntlet, *options, model=None if gauntlet.is_quick else gauntlet.model) as server:
-        peak = asyncio.run(peak_rate(server, chosen, gauntlet.size(20, 1)))
+        first, peak_s = Tally(), gauntlet.size(20, 1)
+        asyncio.run(soak(server, math.inf, peak_s, chosen, first))  # without pauses
+        peak = first["ended"] / peak_s
         base = idle_base(server)
         gauntlet.say(f"peak {peak:.1f} requests/s; {seconds:.0f} s at 80 %")
         samples = asyncio.run(soak(server, 0.8 * peak, seconds, chosen, tally))

@@ -385,7 +385,7 @@ def test_a_keep_alive_is_not_a_line() -> None:
 
 USER, ADMIN = "sk-user-00000001", "sk-admin-0000001"
 AS_ADMIN = {"authorization": f"Bearer {ADMIN}"}
-CHAT = {"model": "tiny", "messages": HELLO, "options": {"num_predict": 4}}
+CHAT = {"model": "tiny", "messages": HELLO, "options": {"num_predict": 4, "seed": 1}}
 
 
 @pytest.fixture(scope="module")

@@ -1158,8 +1158,7 @@ class PartTurns(Turns):
         super().__init__()
         self._ttl_s = ttl_s
 
-    def part(self, text: str, path: str) -> Part:
-        del path
+    def part(self, text: str, _path: str) -> Part:
         return Part(text)
 
     def fill(self, content: str | Sequence[ContentPart] | None, path: str) -> None:
@@ -1245,8 +1244,7 @@ class ChatEncoder(ChunkEncoder):
     def grow(self, item: Item, text: str) -> list[Event]:
         return [self.chunk(item.sample, _delta(item, text))]
 
-    def logprobs(self, entries: Sequence[TokenLogprob], index: int) -> ChatLogprobs:
-        del index
+    def logprobs(self, entries: Sequence[TokenLogprob], _index: int) -> ChatLogprobs:
         return ChatLogprobs([chat_logprob(entry) for entry in entries])
 
     def reason(self, sample: Sample) -> str:

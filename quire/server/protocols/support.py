@@ -468,16 +468,14 @@ class AnswerEncoder(EventEncoder):
         self.samples: dict[int, Sample] = {}
         self.outputs: list[GenerationOutput] = []  # since `collect`
 
-    def start(self, item: Item) -> list[Event]:
-        del item
+    def start(self, _item: Item) -> list[Event]:
         return []
 
     @abstractmethod
     def grow(self, item: Item, text: str) -> list[Event]:
         """The events of a text that continues an item."""
 
-    def end(self, item: Item) -> list[Event]:
-        del item
+    def end(self, _item: Item) -> list[Event]:
         return []
 
     @abstractmethod
