@@ -180,6 +180,10 @@ def test_blocks_that_are_not_text_are_refused_by_name(kind: str) -> None:
         ({"stop_sequences": [""]}, r"stop_sequences\[0\] has 0 characters"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 strings"),
         ({"priority": "soon"}, "priority = 'soon'"),
+        (
+            {"messages": [{"role": "user", "content": [text("a", cache_control=EPHEMERAL)] * 5}]},
+            "cache_control appears 5 times",
+        ),
         ({"cache_salt": "a b"}, "cache_salt = 'a b'"),
     ],
 )
@@ -242,35 +246,36 @@ def test_harmless_and_hostile_values_of_unsupported_fields() -> None:
         assert len(refused.value.message) < 300
 
 
-def test_cache_control_sets_breakpoints() -> None:
-    marked = [text("a"), text("b", cache_control=EPHEMERAL), text("c")]
-    ask = parse(
-        system=[text("s", cache_control=HOUR)],
-        messages=[
-            {"role": "user", "content": marked},
-            {"role": "assistant", "content": "d"},
-            {"role": "user", "content": [text("e", cache_control={**EPHEMERAL, "ttl": "5m"})]},
-        ],
-    )
-    assert ask.breakpoints == (Breakpoint(0, 0, 3600.0), Breakpoint(1, 1, 300.0), Breakpoint(3, 0, 300.0))
-    for mark, words in zip(ask.breakpoints, "sbe", strict=True):
-        assert chat_of(ask).messages[mark.message].parts[mark.part].text == words
-    without = parse(messages=[{"role": "user", "content": marked}])
-    assert without.breakpoints == (Breakpoint(0, 1, 300.0),)  # without a system message
+MARKED = {"role": "user", "content": [text("a"), text("b", cache_control=EPHEMERAL), text("c")]}
+LAST_MARKED = {"role": "user", "content": [text("a"), text("b", cache_control=EPHEMERAL)]}
+FOUR_MARKED = {"role": "user", "content": [text("a", cache_control=EPHEMERAL)] * 4}
+BREAKPOINTS: list[tuple[dict[str, Any], tuple[Breakpoint, ...]]] = [
+    (
+        {
+            "system": [text("s", cache_control=HOUR)],
+            "messages": [
+                MARKED,
+                {"role": "assistant", "content": "d"},
+                {"role": "user", "content": [text("e", cache_control={**EPHEMERAL, "ttl": "5m"})]},
+            ],
+        },
+        (Breakpoint(0, 0, 3600.0), Breakpoint(1, 1, 300.0), Breakpoint(3, 0, 300.0)),
+    ),
+    ({"messages": [MARKED]}, (Breakpoint(0, 1, 300.0),)),
+    ({"messages": [FOUR_MARKED]}, tuple(Breakpoint(0, i, 300.0) for i in range(4))),
+    # Of the whole request: at its last block, unless that has its own.
+    ({"cache_control": HOUR, "system": "s"}, (Breakpoint(1, 0, 3600.0),)),
+    ({"cache_control": HOUR, "messages": [LAST_MARKED]}, (Breakpoint(0, 1, 300.0),)),
+    ({"cache_control": HOUR, "messages": [{"role": "user", "content": []}]}, ()),
+    # Of tools: they are kept with the system text.
+    ({"tools": [{"name": "a"}, {"name": "b", "cache_control": HOUR}], "system": "S"}, (Breakpoint(0, 0, 3600.0),)),
+    ({"tools": [{"name": "b", "cache_control": HOUR}]}, (Breakpoint(0, -1, 3600.0),)),
+]
 
 
-def test_cache_control_of_the_whole_request_marks_its_last_block() -> None:
-    assert parse(cache_control=HOUR, system="s").breakpoints == (Breakpoint(1, 0, 3600.0),)
-    marked = [{"role": "user", "content": [text("a"), text("b", cache_control=EPHEMERAL)]}]
-    assert parse(cache_control=HOUR, messages=marked).breakpoints == (Breakpoint(0, 1, 300.0),)  # the block's own wins
-    assert parse(cache_control=HOUR, messages=[{"role": "user", "content": []}]).breakpoints == ()
-
-
-def test_at_most_four_breakpoints() -> None:
-    blocks = [text("a", cache_control=EPHEMERAL)] * 4
-    assert len(parse(messages=[{"role": "user", "content": blocks}]).breakpoints) == 4
-    with pytest.raises(InvalidRequest, match="cache_control appears 5 times"):
-        parse(messages=[{"role": "user", "content": blocks}], system=[text("s", cache_control=EPHEMERAL)])
+@pytest.mark.parametrize(("body", "breakpoints"), BREAKPOINTS)
+def test_cache_control_sets_breakpoints(body: dict[str, Any], breakpoints: tuple[Breakpoint, ...]) -> None:
+    assert parse(**body).breakpoints == breakpoints
 
 
 def test_counting_takes_the_same_conversation() -> None:
@@ -363,12 +368,6 @@ def test_calls_and_results_in_a_conversation() -> None:
     assert (second.role, second.text, second.tool_call_id) == (Role.TOOL, "Error: gone", "toolu_2")
     assert (question.role, question.text) == (Role.USER, "And now?")
     assert ask.breakpoints == (Breakpoint(2, 0, 300.0),)
-
-
-def test_cache_control_of_tools_keeps_them_with_the_system_text() -> None:
-    marked = {**WEATHER, "cache_control": HOUR}
-    assert parse(tools=[WEATHER, marked | {"name": "b"}], system="S").breakpoints == (Breakpoint(0, 0, 3600.0),)
-    assert parse(tools=[marked]).breakpoints == (Breakpoint(0, -1, 3600.0),)
 
 
 USE = {"type": "tool_use", "id": "x", "name": "f"}
