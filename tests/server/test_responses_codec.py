@@ -177,13 +177,9 @@ TOOL_F, TOOL_G = Tool("f", "", {"type": "object"}, False), Tool("g", is_strict=F
 def test_tools(choice: Any, tools: tuple[Tool, ...], expected: ToolChoice) -> None:
     chat = conversation(tools=[F, G], tool_choice=choice)
     assert (chat.tools, chat.tool_choice) == (tools, expected)
-
-
-def test_tools_in_detail() -> None:
-    strict = {**F, "description": "Does f.", "strict": True}
-    chat = conversation(tools=[strict], parallel_tool_calls=False)
-    assert chat.tools == (Tool("f", "Does f.", {"type": "object"}, True),)
-    assert chat.tool_choice == ToolChoice(is_parallel=False)
+    strict = conversation(tools=[{**F, "description": "Does f.", "strict": True}, G], parallel_tool_calls=False)
+    assert strict.tools == (Tool("f", "Does f.", {"type": "object"}, True), TOOL_G)
+    assert strict.tool_choice == ToolChoice(is_parallel=False)
 
 
 GROUP = {
