@@ -145,9 +145,8 @@ def run(gauntlet: Gauntlet) -> Iterator[Figure]:
 
 def _wire(gauntlet: Gauntlet) -> list[Figure]:
     """Send messages that smuggle a second request, and floods of headers."""
-    model = (str(gauntlet.tiny), *FAKE) if gauntlet.is_quick else (gauntlet.model,)
     tally = Tally(gauntlet.say)
-    with serving(*model, "--served-model-name", "tiny") as server:
+    with serving(*gauntlet.one_model()) as server:
         base = warm_up(server)
         worker_pid = server.worker_pid
         num_smuggled = sum(_is_smuggled(server, tally, name, data) for name, data in SMUGGLING.items())

@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 from tests.gauntlet.crowds import CHAT, Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
 from tests.gauntlet.flood import left_over, percentile, warm_up
-from tests.server.rig import FAKE, request_bytes, serving
+from tests.server.rig import request_bytes, serving
 from tests.waiting import HANG_S, eventually
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -27,8 +27,7 @@ def run_slow_clients(gauntlet: Gauntlet) -> Iterator[Figure]:
     # The limits of the header and the body are the defaults.
     limits_s = gauntlet.size(10, 2)
     limits = [f"--{name}-timeout={limits_s}" for name in ("header", "body", "slow-client")]
-    model = (str(gauntlet.tiny), *FAKE, "--device", "5ms") if gauntlet.is_quick else (gauntlet.model,)
-    with serving(*model, *limits) as server:
+    with serving(*gauntlet.one_model("--device", "5ms"), *limits) as server:
         base = warm_up(server)
         with asking(server) as asker:
             if not gauntlet.is_quick:

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from quire.weights.hub import DEFAULT_MODEL
+from tests.server.rig import FAKE
 from tests.tiny import write_tiny_model
 
 
@@ -89,6 +90,11 @@ class Gauntlet:
 
     def size(self, full: int, quick: int) -> int:
         return quick if self.is_quick else full
+
+    def one_model(self, *fake: str) -> tuple[str, ...]:
+        """Options of a server with the real model, in the quick run with the fake backend. Its name is `tiny`."""
+        model = (str(self.tiny), *FAKE, *fake) if self.is_quick else (self.model,)
+        return *model, "--served-model-name", "tiny"
 
     def models(self, *fake: str, real: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Options of servers, with prefixes for their figures: the fake backend and, in a full run, the real model."""

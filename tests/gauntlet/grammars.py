@@ -95,11 +95,8 @@ def _requests(template_step: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def run(gauntlet: Gauntlet) -> Iterator[Figure]:
     requests = list(_requests(gauntlet.size(1, 6)))[:: gauntlet.size(1, 4)]
     ordinary: list[tuple[str, dict[str, Any]]] = [("ordinary", {"user": f"{i}"}) for i in range(gauntlet.size(200, 8))]
-    if gauntlet.is_quick:
-        model: tuple[str, ...] = (str(gauntlet.tiny), *FAKE, "--device", "10ms")
-    else:
-        model = (gauntlet.model, "--num-blocks", "1000")
-    with serving(*model) as server:
+    blocks = () if gauntlet.is_quick else ("--num-blocks", "1000")
+    with serving(*gauntlet.one_model("--device", "10ms"), *blocks) as server:
         base = warm_up(server)
         worker_pid = server.worker_pid
         with streaming(server, gauntlet.size(16, 4)) as streams, memory_of(server.process.pid, worker_pid) as memory:

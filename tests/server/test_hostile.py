@@ -213,7 +213,7 @@ def test_odd_numbers_are_accepted_or_refused_by_name(plain_server: Server, path:
 
 def test_prompts_answers_and_keys_are_not_in_logs_errors_or_metrics(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--api-key", KEY, "--log-level", "debug", key=KEY) as server:
-        errors = send_canaries(server, "tiny")
+        errors = send_canaries(server)
         outputs = [*errors, server.get("/metrics").body.decode(), str(server.stop()), server.log]
     for text in outputs:
         assert hits(text, (PROMPT, KEY)) == 0
