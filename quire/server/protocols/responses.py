@@ -93,7 +93,7 @@ UNSUPPORTED = {
     "prompt": Unsupported("there are no stored prompts: send instructions and input"),
     "background": Unsupported("a response is generated while the client waits", (False,)),
     "context_management": Unsupported("a conversation is never shortened"),
-    "moderation": Unsupported("this server has no moderation model", empty=(None,)),
+    "moderation": Unsupported("this server has no moderation model", empty=()),
     "n": Unsupported("a response has one answer", (1,)),
     "response_format": Unsupported("use text.format", ({"type": "text"},)),
 }

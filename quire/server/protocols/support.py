@@ -75,7 +75,7 @@ def refuse_unsupported(
 
 def check_supported(path: str, value: Any, row: Unsupported, *, shown: tuple[type, ...] = ()) -> None:
     """Raise ApiError if this value of an unsupported field requests something."""
-    if not row.allows(value):
+    if value is not None and not row.allows(value):
         text = f" = {value!r:.80}" if isinstance(value, shown) else ""
         raise unsupported(path, f"{path}{text} is not supported: {row.why}")
 
