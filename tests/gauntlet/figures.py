@@ -153,7 +153,7 @@ MODULES = {
     "R32": "soak",
     "R33": "pairs",
     "R34": "tokenizers",
-    "R35": "turns",
+    "R35": "tenants",
 }
 
 
