@@ -23,7 +23,6 @@ from quire.server.batches import service as stored
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.limits import KeyRing, is_loopback, presented
 from quire.server.protocols import anthropic, ollama, openai, responses
-from quire.server.protocols import openai_types as openai_bodies
 from quire.server.protocols.anthropic import ANTHROPIC
 from quire.server.protocols.ollama import OLLAMA
 from quire.server.protocols.openai import OPENAI
@@ -53,11 +52,11 @@ async def docs(context: RequestContext) -> Response:
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST", "/v1/chat/completions", openai.chat_completions, "Answer a conversation.",
-        openai_bodies.ChatCompletionRequest, openai_bodies.ChatCompletion, streams=True, generates=True, tag="openai",
+        openai.ChatCompletionRequest, openai.ChatCompletion, streams=True, generates=True, tag="openai",
     ),
     Endpoint(
         "POST", "/v1/completions", openai.completions, "Continue text or token ids.",
-        openai_bodies.CompletionRequest, openai_bodies.Completion, streams=True, generates=True, tag="openai",
+        openai.CompletionRequest, openai.Completion, streams=True, generates=True, tag="openai",
     ),
     Endpoint(
         "POST", "/v1/responses", responses.responses,
@@ -67,7 +66,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "GET", "/v1/models", catalog.list_models, "List the models of this server.",
-        answer=openai_bodies.ModelList, tag="openai",
+        answer=openai.ModelList, tag="openai",
     ),
     Endpoint(
         "POST", "/v1/models/load", admin.load, "Load a model now.",
@@ -87,7 +86,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "GET", "/v1/models/{model:path}", catalog.get_model, "Show one model.",
-        answer=openai_bodies.Model, tag="openai",
+        answer=openai.Model, tag="openai",
     ),
     Endpoint(
         "POST", "/v1/files", batches.upload_file, "Upload the requests of a batch, as JSONL.",

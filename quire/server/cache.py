@@ -24,8 +24,7 @@ from quire.engine.generation import MAX_PIN_TTL_S, GenerationParams, check_pin_i
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.models import InferenceRequest, ModelService, Prompt, not_loaded
-from quire.server.protocols.openai import parse_messages
-from quire.server.protocols.openai_types import ChatMessage
+from quire.server.protocols.openai import ChatMessage, parse_messages
 from quire.server.protocols.support import CacheView, view
 from quire.server.request_context import RequestContext
 from quire.text.messages import ChatRequest

@@ -20,7 +20,7 @@ from quire.engine.model_manager import ModelState
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
 from quire.server.models import Model
-from quire.server.protocols import openai_types
+from quire.server.protocols import openai
 from quire.server.protocols.anthropic import ANTHROPIC_MODELS
 from quire.server.protocols.ollama import (
     ListedModel,
@@ -34,7 +34,7 @@ from quire.server.protocols.ollama import (
     find_model,
     rfc3339,
 )
-from quire.server.protocols.openai_types import ModelList
+from quire.server.protocols.openai import ModelList
 from quire.server.request_context import RequestContext
 from quire.text.reasoning import find_reasoning
 from quire.version import __version__
@@ -130,12 +130,12 @@ async def get_model(context: RequestContext) -> Response:
     return context.json(next(entry for entry in entries if entry.id == name))
 
 
-async def model_entries(model: Model) -> list[openai_types.Model]:
+async def model_entries(model: Model) -> list[openai.Model]:
     if model.max_model_len is None:
         with suppress(QuireError):  # loading the model reports the cause
             await model.measure()
     return [
-        openai_types.Model(
+        openai.Model(
             id=name,
             created=model.created,
             root=model.root,

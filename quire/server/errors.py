@@ -77,6 +77,23 @@ class ApiError(Exception):
 
 
 _MAY_RETRY = {Kind.RATE_LIMITED, Kind.OVERLOADED, Kind.UNAVAILABLE, Kind.TIMEOUT}
+_STATUSES = {
+    Kind.INVALID: 400,
+    Kind.TOO_LONG: 400,
+    Kind.AUTHENTICATION: 401,
+    Kind.PERMISSION: 403,
+    Kind.NOT_FOUND: 404,
+    Kind.NO_MODEL: 404,
+    Kind.METHOD: 405,
+    Kind.TIMEOUT: 408,
+    Kind.TOO_LARGE: 413,
+    Kind.RATE_LIMITED: 429,
+    Kind.UNAVAILABLE: 503,
+    Kind.FAILED: 500,
+    Kind.DIED: 500,
+    # What gRPC maps CANCELLED to. Clients do not retry it; they would retry 409 and any 5xx.
+    Kind.CANCELLED: 499,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +101,17 @@ class Dialect:
     """How one protocol encodes errors and frames streams."""
 
     name: str
-    status: Callable[[ApiError], int]
     body: Callable[[ApiError, str], bytes]  # encodes the error and the request id
     event: Callable[[ApiError, str], bytes]  # a complete stream event, for an error in mid-stream
+    overloaded: int = 429  # the status of a full queue: OpenAI's clients back off, Anthropic has 529, Ollama 503
+    lost: int = 503  # of a request whose worker died before it began. Anthropic's SDK retries any 5xx
     stream_type: str = SERVER_SENT_EVENTS
     keep_alive: bytes = b": keep-alive\n\n"  # clients ignore it between two events
+
+    def status(self, error: ApiError) -> int:
+        if error.kind is Kind.OVERLOADED:
+            return self.overloaded
+        return self.lost if error.kind is Kind.DIED and error.may_retry else _STATUSES[error.kind]
 
 
 def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiError:

@@ -10,8 +10,13 @@ import msgspec
 from starlette.responses import Response
 
 from quire.errors import InvalidRequest
-from quire.server.protocols.openai import NAMES, conversation_of
-from quire.server.protocols.openai_types import ChatCompletionRequest, ChatMessage, ToolDefinition
+from quire.server.protocols.openai import (
+    NAMES,
+    ChatCompletionRequest,
+    ChatMessage,
+    ToolDefinition,
+    conversation_of,
+)
 from quire.server.protocols.support import protocol_field_names
 from quire.server.request_context import IGNORED, RequestContext
 from quire.text.messages import ChatRequest

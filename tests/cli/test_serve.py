@@ -238,9 +238,7 @@ def test_the_start_prints_what_was_chosen(
     assert line in printed(startup, capsys)
 
 
-def test_the_start_prints_the_folder_of_the_disk_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_start_prints_the_folder_of_the_disk_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     level = LevelStats("disk", 0, 0, 1 << 30, 0, 0, 0, 0, 0, 0, 0, 5)
     startup = start(engine={"disk_cache": 1 << 30, "cache_dir": str(tmp_path)}, levels=(level,))
     line = f"disk cache up to 1.0 GiB; faster than computing from 5 tokens on\n             in {tmp_path}"

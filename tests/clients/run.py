@@ -43,17 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__)
     names = ", ".join(dict.fromkeys(client.environment for client in CLIENTS))
     parser.add_argument("clients", nargs="*", help=f"some of {names}")
-    parser.add_argument("--url", help="of a server that runs already, instead of one that is started")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     options = parser.parse_args(arguments)
     chosen = [client for client in CLIENTS if not options.clients or client.environment in options.clients]
     missing = [client for client in chosen if not install(client)]
     write_tokenizer(TOKENIZER)
-    ready = [client for client in chosen if client not in missing]
-    if options.url is not None:
-        results = run_all(ready, options.url, options.model)
-    else:
-        results = run_served(ready, options.model)
+    results = run_served([client for client in chosen if client not in missing], options.model)
     print(table(results))
     for client in missing:
         print(f"{client.name}: not installed")
@@ -66,18 +61,14 @@ def run_served(clients: Sequence[Client], model: str) -> Results:
     results: Results = {}
     if plain := [client for client in clients if not client.wants_long_context]:
         with serving(model) as server:
-            results |= run_all(plain, server.url, served_name(server))
+            results |= run_all(plain, server)
     if long := [client for client in clients if client.wants_long_context]:
         path = write_long_model(ENVIRONMENTS / "model")
         # One client at a time, so all cores can be used. The rig's default of one thread is meant for parallel tests.
         threads = {"QUIRE_THREADS": str(os.cpu_count() or 1)}
         with serving(str(path), "--served-model-name", model, env=threads) as server:
-            results |= run_all(long, server.url, served_name(server))
+            results |= run_all(long, server)
     return results
-
-
-def served_name(server: Server) -> str:
-    return str(server.get("/v1/models").json["data"][0]["id"])
 
 
 # Environments
@@ -132,10 +123,11 @@ def _ran(command: Sequence[str]) -> bool:
 # Runs
 
 
-def run_all(clients: Sequence[Client], url: str, model: str) -> Results:
+def run_all(clients: Sequence[Client], server: Server) -> Results:
     results: Results = {}
+    model = str(server.get("/v1/models").json["data"][0]["id"])
     for client in clients:
-        results[client] = run(client, url, model)
+        results[client] = run(client, server.url, model)
         for name, outcome in results[client].items():
             print(f"{client.name:20} {name:8} {'ok' if outcome.is_well else 'FAILED':7} {outcome.detail}", flush=True)
     return results
@@ -175,7 +167,7 @@ def run(client: Client, url: str, model: str) -> dict[str, Outcome]:
     except subprocess.TimeoutExpired as error:
         print(error.stderr, file=sys.stderr)
         return dict.fromkeys(client.checks, Outcome(False, f"not done in {RUN_S:.0f} s"))
-    found = dict(_reported(done.stdout))
+    found = _reported(done.stdout)
     if len(found) < len(client.checks) or not all(outcome.is_well for outcome in found.values()):
         print(done.stderr[-6000:], file=sys.stderr)
     return {name: found.get(name, Outcome(False, "not reported")) for name in client.checks}
@@ -186,7 +178,7 @@ def _command(client: Client) -> list[str]:
     script = SCRIPTS / client.script
     if script.suffix == ".py":
         python = sys.executable if client.is_node else str(folder / "bin" / "python")
-        return [python, str(script), *client.arguments]
+        return [python, str(SCRIPTS), script.stem]
     beside = folder / client.script  # Node.js searches modules relative to the script
     shutil.copyfile(script, beside)
     return ["node", str(beside), *client.arguments]
@@ -203,13 +195,9 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _reported(text: str) -> list[tuple[str, Outcome]]:
-    found: list[tuple[str, Outcome]] = []
-    for line in text.splitlines():
-        if line.startswith('{"check"'):
-            row = json.loads(line)
-            found.append((row["check"], Outcome(row["ok"], row["detail"])))
-    return found
+def _reported(text: str) -> dict[str, Outcome]:
+    rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"check"')]
+    return {row["check"]: Outcome(row["ok"], row["detail"]) for row in rows}
 
 
 def table(results: Mapping[Client, Mapping[str, Outcome]]) -> str:

@@ -90,4 +90,5 @@ CLIENTS = (
         ("chat", "schema", "grammar", "error"),
     ),
     Client("guidellm", "guidellm", ("guidellm==0.8.1", TORCH), "by_guidellm.py", ("chat", "completions", "responses")),
+    Client("aiperf", "aiperf", ("aiperf==0.13.0",), "by_aiperf.py", ("chat", "completions", "responses", "messages")),
 )

@@ -1,6 +1,7 @@
 """Makes golden bodies from recorded requests: keeps the structure and replaces every text by a synthetic one.
 
-python -m tests.clients.trim build/captures/claude-02.json tests/server/golden/claude_code_tool_result.json
+QUIRE_RECORD=build/captures make clients CLIENTS=claude
+python -m tests.clients.trim build/captures/1795000000000000000.json tests/server/golden/claude_code_tool_result.json
 """
 
 from __future__ import annotations

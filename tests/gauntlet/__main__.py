@@ -28,16 +28,14 @@ from tests.gauntlet.figures import (
     Gauntlet,
     Result,
     Row,
-    all_rows,
     machine,
     row,
     table,
     total,
-    write_report,
 )
 
 ROOT = Path(__file__).parents[2]
-DEFAULT_REPORT = ROOT / "build" / "gauntlet.json"
+DEFAULT_REPORT = ROOT / "build" / "gauntlet.md"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -49,9 +47,7 @@ def parse_seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2] or "s"]
 
 
-def choose(text: str | None) -> list[Row]:
-    if text is None:
-        return all_rows()
+def choose(text: str) -> list[Row]:
     names = [name.strip().upper() for name in text.split(",") if name.strip()]
     if not names or not set(names) <= set(MODULES):
         raise SystemExit(f"--rows {text!r}: the rows are {', '.join(MODULES)}")
@@ -61,15 +57,14 @@ def choose(text: str | None) -> list[Row]:
 def measure(promise: Row, gauntlet: Gauntlet) -> Result:
     """Run a row in this process."""
     begin = time.monotonic()
-    figures: Sequence[Figure] = ()
+    figures: list[Figure] = []
     problem = ""
     try:
-        figures = promise.run(gauntlet)
-        if not figures:
-            problem = "measured nothing"
+        figures.extend(promise.run(gauntlet))
+        assert figures, "measured nothing"
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        problem = f"{type(error).__name__}: {error}"[:2000] or type(error).__name__
+        problem = f"{type(error).__name__}: {error}"[:2000]
     return Result(promise.number, promise.title, tuple(figures), time.monotonic() - begin, problem)
 
 
@@ -102,6 +97,8 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
     results: list[Result] = []
+    report = ""
+    options.report.parent.mkdir(parents=True, exist_ok=True)
     for promise in rows:
         print(f"{promise.number} ({len(results) + 1} of {len(rows)}): {promise.title}", flush=True)
         result = run_apart(promise, options)
@@ -109,8 +106,9 @@ def run_all(rows: Sequence[Row], options: argparse.Namespace) -> int:
         held = "held" if result.is_held(is_quick=options.quick) else "NOT HELD"
         print(f"  {held} in {result.seconds:.0f} s {result.problem}".rstrip(), flush=True)
         # A run that is interrupted leaves what it measured.
-        write_report(options.report, results, is_quick=options.quick, soak_s=options.soak)
-    print(f"\n{machine()}\n\n{table(results, is_quick=options.quick)}\n")
+        report = f"{machine()}\n\n{table(results, is_quick=options.quick)}\n"
+        options.report.write_text(report)
+    print(f"\n{report}")
     print(f"{total(results, is_quick=options.quick)}; written to {options.report}")
     return 0 if all(result.is_held(is_quick=options.quick) for result in results) else 1
 
@@ -132,20 +130,15 @@ def run_inside(promise: Row, options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gauntlet", description=__doc__)
-    parser.add_argument("--rows", help="only these, like R1,R9")
+    parser.add_argument("--rows", default=",".join(MODULES), help="only these, like R1,R9")
     parser.add_argument("--quick", action="store_true", help="small counts; figures of time are not judged")
     parser.add_argument("--soak", type=parse_seconds, default=None, help="duration of the soak, like 30m or 24h")
     parser.add_argument("--model", default=Gauntlet.model, help="the real model")
-    parser.add_argument("--report", type=Path, default=DEFAULT_REPORT, help="the JSON file to write")
-    parser.add_argument("--list", action="store_true", help="print the rows and exit")
+    parser.add_argument("--report", type=Path, default=DEFAULT_REPORT, help="the Markdown file to write")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # the row that this process runs
     options = parser.parse_args()
     if options.soak is None:
         options.soak = 10.0 if options.quick else Gauntlet.soak_s
-    if options.list:
-        for one in all_rows():
-            print(f"{one.number:5} {one.title}")
-        return 0
     if options.inside:
         return run_inside(choose(options.inside)[0], options)
     return run_all(choose(options.rows), options)

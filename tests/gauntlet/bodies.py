@@ -11,14 +11,14 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPConnection
 from random import Random
 from typing import Any
 
-from tests.gauntlet.crowds import crowd_at, memory_of, warm_up
+from tests.gauntlet.crowds import crowd_at, memory_of
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
-from tests.gauntlet.flood import left_over
+from tests.gauntlet.flood import left_over, warm_up
 from tests.server import corpus
 from tests.server.rig import FAKE, Server, serving
 from tests.waiting import HANG_S
@@ -138,15 +138,15 @@ class Tally:
         return sum(count for status, count in self.statuses.items() if low <= status < high)
 
 
-def run(gauntlet: Gauntlet) -> Sequence[Figure]:
-    return [*_wire(gauntlet), *_mutants(gauntlet)]
+def run(gauntlet: Gauntlet) -> Iterator[Figure]:
+    yield from _wire(gauntlet)
+    yield from _mutants(gauntlet)
 
 
 def _wire(gauntlet: Gauntlet) -> list[Figure]:
     """Send messages that smuggle a second request, and floods of headers."""
-    model = (str(gauntlet.tiny), *FAKE) if gauntlet.is_quick else (gauntlet.model,)
     tally = Tally(gauntlet.say)
-    with serving(*model, "--served-model-name", "tiny") as server:
+    with serving(*gauntlet.one_model()) as server:
         base = warm_up(server)
         worker_pid = server.worker_pid
         num_smuggled = sum(_is_smuggled(server, tally, name, data) for name, data in SMUGGLING.items())
@@ -201,23 +201,23 @@ def _flood(gauntlet: Gauntlet, server: Server) -> list[Figure]:
     ]
 
 
-def _mutate(value: Any, random: Random) -> Any:
-    """A copy with one part replaced, removed, repeated or put into another one."""
-    if isinstance(value, dict) and value and random.random() < 0.8:
+def mutate_value(random: Random, value: Any, odd: Sequence[Any] = ODD) -> Any:
+    """A copy with one part replaced by an odd value, removed, renamed, repeated or put into another one."""
+    if isinstance(value, dict) and value and random.random() < 0.9:
         name = random.choice(list(value))
         rest = {key: kept for key, kept in value.items() if key != name}
-        match random.randrange(5):
+        match random.randrange(10):
             case 0:
                 return rest
             case 1:
-                return {**rest, name + random.choice(("", "s", "\0", "_id")): random.choice(ODD)}
+                return {**rest, name + random.choice(("", "s", "\0", "_id")): random.choice(odd)}
             case _:
-                return {**value, name: _mutate(value[name], random)}
+                return {**value, name: mutate_value(random, value[name], odd)}
     if isinstance(value, list) and value and random.random() < 0.7:
         place = random.randrange(len(value))
-        changed = _mutate(value[place], random)
+        changed = mutate_value(random, value[place], odd)
         return [*value[:place], *[changed] * random.choice((0, 1, 1, 1, 3)), *value[place + 1 :]]
-    return random.choice((random.choice(ODD), [value], {"type": value}, {"$ref": value}))
+    return random.choice((*odd, [value], {"type": value}, {"$ref": value}))
 
 
 def _mutants(gauntlet: Gauntlet) -> list[Figure]:
@@ -231,7 +231,7 @@ def _mutants(gauntlet: Gauntlet) -> list[Figure]:
         for _ in range(count):
             path, body = random.choice(list(RICH.items()))
             for _ in range(random.randrange(1, 4)):
-                body = _mutate(body, random)
+                body = mutate_value(random, body)
             data = bytearray(json.dumps(body).encode())
             for _ in range(random.choice((0, 0, 1, 3))):
                 data[random.randrange(len(data))] = random.randrange(256)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import psutil  # type: ignore[import-untyped]
 
-from tests.gauntlet.crowds import CHAT, Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit, warm_up
-from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.flood import Base, left_over, percentile
-from tests.server.rig import FAKE, Server, request_bytes, serving
+from tests.gauntlet.crowds import CHAT, Asker, Crowd, asking, crowd_at, memory_of, raise_file_limit
+from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
+from tests.gauntlet.flood import left_over, percentile, warm_up
+from tests.server.rig import request_bytes, serving
 from tests.waiting import HANG_S, eventually
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -23,60 +22,34 @@ MAX_SLOWER = 20.0  # percent
 MIB = 1 << 20
 
 
-def run_slow_clients(gauntlet: Gauntlet) -> Sequence[Figure]:
+def run_slow_clients(gauntlet: Gauntlet) -> Iterator[Figure]:
     raise_file_limit(8192)
     # The limits of the header and the body are the defaults.
     limits_s = gauntlet.size(10, 2)
     limits = [f"--{name}-timeout={limits_s}" for name in ("header", "body", "slow-client")]
-    model = (str(gauntlet.tiny), *FAKE, "--device", "5ms") if gauntlet.is_quick else (gauntlet.model,)
-    figures: list[Figure] = []
-    with (
-        serving(*model, *limits) as server,
-        serving_others(server) as (base, asker),
-    ):
-        if not gauntlet.is_quick:
-            os.nice(19)  # real attackers do not use the CPU of the server
-        before_s = asker.take(gauntlet.size(200, 5))
-        slow_s: list[float] = []
-        for attack in (_silent_and_half_headers, _slow_writers_and_readers, _idle_connections):
-            with crowd_at(server) as crowd:
-                figures += attack(gauntlet, crowd, asker)
-                slow_s += (found := asker.take())
-                gauntlet.say(f"{attack.__name__}: first token p99 {percentile(found, 99) * 1000:.0f} ms")
-        before_s += asker.take(gauntlet.size(200, 5))
-        asker.finish()
-        figures += [
-            Figure(
-                "first token of other clients while there are no slow clients, p99",
-                percentile(before_s, 99) * 1000,
-                "ms",
-            ),
-            Figure(
-                "first token of other clients while there are slow clients, p99", percentile(slow_s, 99) * 1000, "ms"
-            ),
-            Figure(
-                "increase of the time to the first token of other clients, p99",
-                _slower(before_s, slow_s),
-                "%",
-                at_most=MAX_SLOWER,
-                is_timed=True,
-            ),
+    with serving(*gauntlet.one_model("--device", "5ms"), *limits) as server:
+        base = warm_up(server)
+        with asking(server) as asker:
+            if not gauntlet.is_quick:
+                os.nice(19)  # real attackers do not use the CPU of the server
+            before_s = asker.take(gauntlet.size(200, 5))
+            slow_s: list[float] = []
+            for attack in (_silent_and_half_headers, _slow_writers_and_readers, _idle_connections):
+                with crowd_at(server) as crowd:
+                    yield from attack(gauntlet, crowd, asker)
+                    slow_s += (found := asker.take())
+                    gauntlet.say(f"{attack.__name__}: first token p99 {percentile(found, 99) * 1000:.0f} ms")
+            before_s += asker.take(gauntlet.size(200, 5))
+        before_ms, slow_ms = (percentile(times_s, 99) * 1000 for times_s in (before_s, slow_s))
+        slower = 100 * (slow_ms / before_ms - 1)
+        yield from (
+            Figure("first token of other clients while there are no slow clients, p99", before_ms, "ms"),
+            Figure("first token of other clients while there are slow clients, p99", slow_ms, "ms"),
+            timed("increase of the time to the first token of other clients, p99", slower, MAX_SLOWER, "%"),
             Figure("requests of other clients answered", asker.num_answered, at_least=10),
             exactly("requests of other clients not answered", len(asker.problems)),
             *left_over(server, base),
-        ]
-    return figures
-
-
-@contextlib.contextmanager
-def serving_others(server: Server) -> Iterator[tuple[Base, Asker]]:
-    base = warm_up(server)
-    with asking(server) as asker:
-        yield base, asker
-
-
-def _slower(before_s: Sequence[float], after_s: Sequence[float]) -> float:
-    return 100 * (percentile(after_s, 99) / percentile(before_s, 99) - 1)
+        )
 
 
 def _closed(crowd: Crowd, what: str) -> list[Figure]:
@@ -151,9 +124,8 @@ def _idle_connections(gauntlet: Gauntlet, crowd: Crowd, asker: Asker) -> list[Fi
     return [Figure("idle connections kept open", len(crowd.sockets), at_least=count)]
 
 
-def run_exhaustion(gauntlet: Gauntlet) -> Sequence[Figure]:
+def run_exhaustion(gauntlet: Gauntlet) -> Iterator[Figure]:
     raise_file_limit(12_000)
-    figures: list[Figure] = []
     # Enough room for all requests of the attack by pipelining, so that other clients do not wait for the model.
     options = ("--backend", "fake", "--device", "5ms", "--num-blocks", "10000", "--max-num-seqs", "256")
     for attack in (_large_bodies, _pipelined_bytes, _small_headers, _large_headers):
@@ -165,10 +137,9 @@ def run_exhaustion(gauntlet: Gauntlet) -> Sequence[Figure]:
                 asker.take(3)  # since the attack began; the next three run during all of it
                 asker.take(3)
             gauntlet.say(f"{what}: {memory.growth_mb:.0f} MB")
-            figures += [Figure(f"{what}: growth of memory", memory.growth_mb, "MB", at_most=bar_mb), *more]
-            figures.append(exactly(f"{what}: requests of other clients not answered", len(asker.problems)))
-            figures += left_over(server, base, prefix=f"{what}: ")
-    return figures
+            yield from (Figure(f"{what}: growth of memory", memory.growth_mb, "MB", at_most=bar_mb), *more)
+            yield exactly(f"{what}: requests of other clients not answered", len(asker.problems))
+            yield from left_over(server, base, prefix=f"{what}: ")
 
 
 Attacked = tuple[str, float, list[Figure]]

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 
 import psutil  # type: ignore[import-untyped]
 
-from tests.gauntlet.flood import Base, idle_base
 from tests.server.rig import Server, request_bytes
 from tests.waiting import HANG_S, eventually, repeating
 
@@ -27,30 +26,6 @@ def raise_file_limit(num_files: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
-
-
-def warm_up(server: Server) -> Base:
-    """Start the server's threads and the child that tries grammars, and return the base of the idle server."""
-    pages = [request_bytes("/openapi.json", None, key=server.key, method="GET")] * 40
-    chats = [request_bytes(CHAT, {**QUESTION, "user": f"{i}" * 5000}, key=server.key) for i in range(40)]
-    shape = {"messages": QUESTION["messages"], "max_tokens": 2}
-    shapes = [
-        request_bytes(CHAT, {**shape, "structured_outputs": {"regex": f"{i}[ab]{{9}}"}}, key=server.key)
-        for i in range(40)
-    ]
-
-    def fill() -> int:
-        for requests in (pages, chats, shapes):
-            with crowd_at(server) as crowd:
-                for data in requests:
-                    crowd.add(data)
-                crowd.look_until(lambda found: found.num_answered == 40, "all are answered")
-        return idle_base(server).num_threads
-
-    num_threads = 0
-    while (found := fill()) != num_threads:
-        num_threads = found
-    return idle_base(server)
 
 
 def first_token_s(address: tuple[str, int], request: bytes) -> float:

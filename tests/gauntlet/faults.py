@@ -9,7 +9,7 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,7 +37,7 @@ from tests.gauntlet.hooks import (
     SINK,
     START,
     TEMPLATE,
-    hooked,
+    faulty,
 )
 from tests.server.rig import Answer, Server, serving
 from tests.waiting import eventually
@@ -88,9 +88,8 @@ def strike_requests(server: Server, bodies: Sequence[dict[str, Any]], num_faults
     return num_struck, found
 
 
-def run_isolation(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures: list[Figure] = []
-    env = hooked(gauntlet.folder / "hooks")
+def run_isolation(gauntlet: Gauntlet) -> Iterator[Figure]:
+    env = faulty(gauntlet.folder / "hooks")
     for prefix, options in gauntlet.models(*FAKE, real=REAL):
         num_faults = PER_ROUND if prefix else gauntlet.size(100, 12)
         with serving(*options, env=env) as server:
@@ -99,9 +98,8 @@ def run_isolation(gauntlet: Gauntlet) -> Sequence[Figure]:
             bodies = [chat_body(f"Stream {i}", num_tokens, seed=i) for i in range(num_streams)]
             num_struck, found = strike_requests(server, bodies, num_faults)
             found["restarts of the worker"] += server.worker_pid != worker
-            figures.append(Figure(f"{prefix}exceptions injected", num_struck, at_least=num_faults))
-            figures += [*counted(prefix, found), *left_over(server, base, prefix=prefix)]
-    return figures
+            yield Figure(f"{prefix}exceptions injected", num_struck, at_least=num_faults)
+            yield from (*counted(prefix, found), *left_over(server, base, prefix=prefix))
 
 
 # R18: out of memory in a forward pass
@@ -111,9 +109,8 @@ def num_repeated(server: Server) -> int:
     return sum("repeating the step of" in line for line in list(server.stderr))
 
 
-def run_starvation(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures: list[Figure] = []
-    env = hooked(gauntlet.folder / "hooks", **{MEMORY: "17"})  # every 17th forward pass
+def run_starvation(gauntlet: Gauntlet) -> Iterator[Figure]:
+    env = faulty(gauntlet.folder / "hooks", **{MEMORY: "17"})  # every 17th forward pass
     bodies = [chat_body(f"Stream {i}: " + "why " * 20 * i, 60, seed=i, temperature=1.0) for i in range(12)]
     for prefix, options in gauntlet.models(*FAKE, real=REAL):
         num_faults = 10 if prefix else gauntlet.size(100, 6)
@@ -127,9 +124,8 @@ def run_starvation(gauntlet: Gauntlet) -> Sequence[Figure]:
                 found["requests without a complete answer"] += sum(reply.ending != "done" for reply in replies)
                 found["answers changed"] += num_changed(replies, texts)
             found["restarts of the worker"] += server.worker_pid != worker
-            figures.append(Figure(f"{prefix}steps that ran out of memory", num_repeated(server), at_least=num_faults))
-            figures += [*counted(prefix, found), *left_over(server, base, prefix=prefix)]
-    return figures
+            yield Figure(f"{prefix}steps that ran out of memory", num_repeated(server), at_least=num_faults)
+            yield from (*counted(prefix, found), *left_over(server, base, prefix=prefix))
 
 
 # R27: a request that crashes the worker
@@ -156,9 +152,8 @@ def crash(server: Server, number: int) -> Counter[str]:
     )
 
 
-def run_crash(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures: list[Figure] = []
-    env = hooked(gauntlet.folder / "hooks")
+def run_crash(gauntlet: Gauntlet) -> Iterator[Figure]:
+    env = faulty(gauntlet.folder / "hooks")
     for prefix, options in gauntlet.models(*FAKE, real=("--num-blocks", "400")):
         count = 2 if prefix else gauntlet.size(10, 2)
         with serving(*options, env=env) as server:
@@ -167,9 +162,8 @@ def run_crash(gauntlet: Gauntlet) -> Sequence[Figure]:
             for number in range(count):
                 found.update(crash(server, number))
             num_starts = sum("is ready again" in line for line in list(server.stderr))
-            figures.append(exactly(f"{prefix}restarts of the worker after {count} crashes", num_starts, count))
-            figures += [*counted(prefix, found), *left_over(server, base, prefix=prefix)]
-    return figures
+            yield exactly(f"{prefix}restarts of the worker after {count} crashes", num_starts, count)
+            yield from (*counted(prefix, found), *left_over(server, base, prefix=prefix))
 
 
 # R16: a worker that is killed, stopped or has no memory
@@ -230,10 +224,9 @@ def lose_worker(server: Server, fault: Fault, longest_s: dict[str, float], found
     found["zombie processes"] += num_zombies(server) + psutil.pid_exists(pid)
 
 
-def lose_workers(gauntlet: Gauntlet) -> list[Figure]:
-    env = hooked(gauntlet.folder / "hooks", **{MEMORY: "allocate"})
+def lose_workers(gauntlet: Gauntlet) -> Iterator[Figure]:
+    env = faulty(gauntlet.folder / "hooks", **{MEMORY: "allocate"})
     options = ("--max-num-seqs", "4", "--hang-limit", str(HANG_LIMIT_S), "--num-blocks")
-    figures: list[Figure] = []
     for prefix, model in gauntlet.models("--device", "5ms", *options, "2500", real=(*options, "400")):
         with serving(*model, env=env) as server:
             base = warm_up(server)
@@ -243,10 +236,9 @@ def lose_workers(gauntlet: Gauntlet) -> list[Figure]:
                 longest_s, found = dict.fromkeys(MAX_S, 0.0), Counter[str]()
                 for _ in range(1 if prefix else gauntlet.size(10, 1)):
                     lose_worker(server, fault, longest_s, found)
-                figures += [timed(f"{what}{name}", longest_s[name], bar) for name, bar in MAX_S.items()]
-                figures += counted(what, found)
-            figures += left_over(server, base, prefix=f"{prefix}worker: ")
-    return figures
+                yield from (timed(f"{what}{name}", longest_s[name], bar) for name, bar in MAX_S.items())
+                yield from counted(what, found)
+            yield from left_over(server, base, prefix=f"{prefix}worker: ")
 
 
 def starve_front(gauntlet: Gauntlet) -> list[Figure]:
@@ -270,9 +262,10 @@ def starve_front(gauntlet: Gauntlet) -> list[Figure]:
         return [*counted(where, found), *left_over(server, base, prefix=where)]
 
 
-def run_lost_processes(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures = lose_workers(gauntlet)
-    return figures if gauntlet.is_quick else [*figures, *starve_front(gauntlet)]
+def run_lost_processes(gauntlet: Gauntlet) -> Iterator[Figure]:
+    yield from lose_workers(gauntlet)
+    if not gauntlet.is_quick:
+        yield from starve_front(gauntlet)
 
 
 ROWS = (

@@ -1,19 +1,19 @@
-"""Rows of the gauntlet, the figures that they measure, and the report: a table in Markdown and a JSON file."""
+"""Rows of the gauntlet, the figures that they measure, and their table."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
 from quire.weights.hub import DEFAULT_MODEL
+from tests.server.rig import FAKE
 from tests.tiny import write_tiny_model
 
 
@@ -91,6 +91,11 @@ class Gauntlet:
     def size(self, full: int, quick: int) -> int:
         return quick if self.is_quick else full
 
+    def one_model(self, *fake: str) -> tuple[str, ...]:
+        """Options of a server with the real model, in the quick run with the fake backend. Its name is `tiny`."""
+        model = (str(self.tiny), *FAKE, *fake) if self.is_quick else (self.model,)
+        return *model, "--served-model-name", "tiny"
+
     def models(self, *fake: str, real: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Options of servers, with prefixes for their figures: the fake backend and, in a full run, the real model."""
         yield "", (str(self.tiny), "--backend", "fake", *fake)
@@ -101,11 +106,11 @@ class Gauntlet:
 
 @dataclass(frozen=True)
 class Row:
-    """One promise. `run` measures its figures; an exception fails the row."""
+    """One promise. `run` yields its figures; an exception fails the row."""
 
     number: str
     title: str
-    run: Callable[[Gauntlet], Sequence[Figure]]
+    run: Callable[[Gauntlet], Iterable[Figure]]
     limit_s: float  # after this time, the row is ended and fails
 
 
@@ -148,7 +153,7 @@ MODULES = {
     "R32": "soak",
     "R33": "pairs",
     "R34": "tokenizers",
-    "R35": "turns",
+    "R35": "tenants",
 }
 
 
@@ -156,10 +161,6 @@ MODULES = {
 def row(number: str) -> Row:
     rows: tuple[Row, ...] = importlib.import_module(f"tests.gauntlet.{MODULES[number]}").ROWS
     return next(one for one in rows if one.number == number)
-
-
-def all_rows() -> list[Row]:
-    return [row(number) for number in MODULES]
 
 
 def table(results: Sequence[Result], *, is_quick: bool) -> str:
@@ -203,17 +204,6 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{platform.machine()}, {os.cpu_count()} cores{', ' + names[0] if names else ''}"
-
-
-def write_report(path: Path, results: Sequence[Result], *, is_quick: bool, soak_s: float) -> None:
-    rows = [
-        {**asdict(result), "is_held": result.is_held(is_quick=is_quick)}
-        | {"figures": [asdict(figure) | {"is_held": figure.is_held(is_quick=is_quick)} for figure in result.figures]}
-        for result in results
-    ]
-    about = {"machine": machine(), "python": platform.python_version(), "is_quick": is_quick, "soak_s": soak_s}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 def total(results: Sequence[Result], *, is_quick: bool) -> str:

@@ -80,10 +80,17 @@ SHAPE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 
 
 
 def warm_up(server: Server) -> Base:
-    """Start threads, and the child that tries grammars. Returns the base of the idle server."""
+    """Start the threads of all pools, and the child that tries grammars. Returns the base of the idle server."""
     assert server.chat(response_format=SHAPE, ignore_eos=False, max_tokens=60).status == 200
-    assert all(reply.ending == "done" for reply in Flood(server, [chat_body(f"{i}", 4) for i in range(16)]).wait())
-    return idle_base(server)
+    bodies = [chat_body(f"{i}", 4, user=f"{i}" * 5000) for i in range(16)]
+    bodies += [chat_body(f"{i}", 2, regex=f"{i}[ab]{{9}}", ignore_eos=False) for i in range(16)]
+    num_threads = 0
+    while (base := idle_base(server)).num_threads != num_threads:
+        num_threads = base.num_threads
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(server.get, ["/openapi.json"] * 32))
+        assert all(reply.ending == "done" for reply in Flood(server, bodies).wait())
+    return base
 
 
 @dataclass

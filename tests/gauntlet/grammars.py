@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.gauntlet.crowds import CHAT, memory_of, warm_up
+from tests.gauntlet.crowds import CHAT, memory_of
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
-from tests.gauntlet.flood import Streams, family, left_over, percentile, streaming
+from tests.gauntlet.flood import Streams, left_over, percentile, streaming, warm_up
 from tests.server.rig import FAKE, Server, ask_async, serving
 from tests.text.test_rendering import HOSTILE as TEMPLATES
 from tests.text.test_schemas import HOSTILE as SCHEMAS
@@ -19,7 +19,6 @@ from tests.text.test_schemas import PRODUCTS
 
 MAX_ANSWER_S = 10.0  # a trial may take 2 s of CPU time, and others wait for the same process
 MAX_SLOWER = 10.0  # percent
-MAX_GROWTH_MB = 64.0
 HI = [{"role": "user", "content": "Hi"}]
 REGEXES = (
     "(a+)+b",
@@ -93,15 +92,11 @@ def _requests(template_step: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"grammar {source[:30]}", {"structured_outputs": {"grammar": source}}
 
 
-def run(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures: list[Figure] = []
+def run(gauntlet: Gauntlet) -> Iterator[Figure]:
     requests = list(_requests(gauntlet.size(1, 6)))[:: gauntlet.size(1, 4)]
     ordinary: list[tuple[str, dict[str, Any]]] = [("ordinary", {"user": f"{i}"}) for i in range(gauntlet.size(200, 8))]
-    if gauntlet.is_quick:
-        model: tuple[str, ...] = (str(gauntlet.tiny), *FAKE, "--device", "10ms")
-    else:
-        model = (gauntlet.model, "--num-blocks", "1000")
-    with serving(*model) as server:
+    blocks = () if gauntlet.is_quick else ("--num-blocks", "1000")
+    with serving(*gauntlet.one_model("--device", "10ms"), *blocks) as server:
         base = warm_up(server)
         worker_pid = server.worker_pid
         with streaming(server, gauntlet.size(16, 4)) as streams, memory_of(server.process.pid, worker_pid) as memory:
@@ -109,17 +104,17 @@ def run(gauntlet: Gauntlet) -> Sequence[Figure]:
             alone_s = streams.take()
             asyncio.run(_send(gauntlet, server, ordinary[::2]))
             before_s = streams.take()
-            figures += asyncio.run(_send(gauntlet, server, requests))
+            yield from asyncio.run(_send(gauntlet, server, requests))
             beside_s = streams.take()
             asyncio.run(_send(gauntlet, server, ordinary[1::2]))
             before_s += streams.take()
-        figures += [
+        yield from (
             Figure("growth of memory during hostile requests", memory.growth_mb, "MB", at_most=512),
             *_slower(streams, alone_s, before_s, beside_s),
             exactly("restarts of the worker", int(server.worker_pid != worker_pid)),
             *left_over(server, base),
-        ]
-    return [*figures, *_unique_schemas(gauntlet)]
+        )
+    yield from _in_tools(gauntlet)
 
 
 async def _send(gauntlet: Gauntlet, server: Server, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
@@ -170,46 +165,11 @@ def _slower(
     ]
 
 
-def _schema(number: int) -> dict[str, Any]:
-    properties = {f"name{number}": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": number}}
-    return {"type": "object", "properties": properties, "required": ["age"], "additionalProperties": False}
-
-
-def _unique_schemas(gauntlet: Gauntlet) -> list[Figure]:
-    """Send many different schemas: the memory of compiled grammars must be bounded."""
-    count = gauntlet.size(10_000, 60)
+def _in_tools(gauntlet: Gauntlet) -> list[Figure]:
     with serving(str(gauntlet.tiny), *FAKE) as server:
-        for number in range(5):  # starts the compiler and the child that tries grammars
-            assert server.chat(response_format=_format(-1 - number), ignore_eos=False).status == 200
-        tools = asyncio.run(_send(gauntlet, server, list(_tools())[:: gauntlet.size(1, 6)]))
-        server.wait_free()
-        before = sum(process.memory_info().rss for process in family(server))
-        statuses = asyncio.run(_ask_each(server, range(count)))
-        server.wait_free()
-        growth = sum(process.memory_info().rss for process in family(server)) - before
-        return [
-            *(replace(one, name=f"hostile schemas in tools: {one.name}") for one in tools if "hostile" not in one.name),
-            Figure("requests with unique schemas answered", statuses[200], at_least=count),
-            Figure("growth of memory after unique schemas", growth / 1e6, "MB", at_most=MAX_GROWTH_MB),
-        ]
-
-
-def _format(number: int) -> dict[str, Any]:
-    shape = {"name": "x", "schema": _schema(number), "strict": True}
-    return {"type": "json_schema", "json_schema": shape}
-
-
-async def _ask_each(server: Server, numbers: Sequence[int]) -> Counter[int]:
-    statuses: Counter[int] = Counter()
-    rest = iter(numbers)
-
-    async def ask() -> None:
-        for number in rest:
-            body = {"messages": HI, "max_tokens": 2, "response_format": _format(number)}
-            statuses[(await ask_async(server, CHAT, body)).status] += 1
-
-    await asyncio.gather(*(ask() for _ in range(4)))
-    return statuses
+        figures = asyncio.run(_send(gauntlet, server, list(_tools())[:: gauntlet.size(1, 6)]))
+        others = [one for one in figures if "hostile" not in one.name]
+        return [replace(one, name=f"hostile schemas in tools: {one.name}") for one in others]
 
 
 ROWS = (Row("R13", "Hostile templates, patterns and schemas do not harm other requests", run, limit_s=480),)

@@ -1,6 +1,6 @@
 """Faults inside the processes of a server: exceptions, crashes, failed allocations, and a wall clock that jumps.
 
-A row starts a server with `hooked`. Python imports `sitecustomize` from its PYTHONPATH at the start of each process,
+A row starts a server with `faulty`. Python imports `sitecustomize` from its PYTHONPATH at the start of each process,
 and that calls `install`. A request chooses its fault by its seed, because the worker knows neither text nor ids.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.server.rig import hooked
+
 FAULTS, MEMORY, CLOCK, LOG = "GAUNTLET_FAULTS", "GAUNTLET_MEMORY", "GAUNTLET_CLOCK", "GAUNTLET_LOG"
 SAMPLER, GRAMMAR, DETOKENISER, START, SINK, CRASH = range(100_001, 100_007)  # seeds
 TEMPLATE = "the template of this request raises"
@@ -21,12 +23,9 @@ ALLOCATION = 64 << 20  # of each step, where GAUNTLET_MEMORY is "allocate"
 ROOT = Path(__file__).parents[2]
 
 
-def hooked(folder: Path, **variables: str) -> dict[str, str]:
-    """The environment of a server with hooks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text("from tests.gauntlet.hooks import install\n\ninstall()\n")
-    paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path), FAULTS: "1", **variables}
+def faulty(folder: Path, **variables: str) -> dict[str, str]:
+    """The environment of a server with these faults."""
+    return hooked(folder, "from tests.gauntlet.hooks import install\n\ninstall()\n", **{FAULTS: "1"}, **variables)
 
 
 def install() -> None:

@@ -9,6 +9,7 @@ import random
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -30,9 +31,8 @@ MB = 1 << 20
 # R1
 
 
-def disconnects(gauntlet: Gauntlet) -> list[Figure]:
+def disconnects(gauntlet: Gauntlet) -> Iterator[Figure]:
     """Clients that disconnect at a random time in a random way."""
-    figures: list[Figure] = []
     # Few running requests, so that a queue forms, and small prefill chunks.
     few = (
         *("--num-blocks", "400", "--max-num-seqs", "6", "--max-queue", "2000"),
@@ -40,8 +40,7 @@ def disconnects(gauntlet: Gauntlet) -> list[Figure]:
     )
     for prefix, options in gauntlet.models("--device", "5ms", *few, real=few):
         with serving(*options) as server:
-            figures += _leave(gauntlet, server, 400 if prefix else gauntlet.size(20_000, 200), prefix)
-    return figures
+            yield from _leave(gauntlet, server, 400 if prefix else gauntlet.size(20_000, 200), prefix)
 
 
 def _leave(gauntlet: Gauntlet, server: Server, count: int, prefix: str) -> list[Figure]:
@@ -135,15 +134,13 @@ class Offer:
             await asyncio.sleep(0.2)
 
 
-def overload(gauntlet: Gauntlet) -> list[Figure]:
+def overload(gauntlet: Gauntlet) -> Iterator[Figure]:
     """Measure the peak, then send ten times as many requests for two minutes."""
-    figures: list[Figure] = []
     options = ("--num-blocks", "400", "--max-num-seqs", "16", "--max-queue", str(MAX_QUEUE))
     for prefix, model in gauntlet.models("--device", "20ms", *options, real=options):
         peak_s, flood_s = (20, 30) if prefix else (gauntlet.size(12, 2), gauntlet.size(120, 3))
         with serving(*model) as server:
-            figures += _flood(gauntlet, server, prefix, peak_s=peak_s, flood_s=flood_s)
-    return figures
+            yield from _flood(gauntlet, server, prefix, peak_s=peak_s, flood_s=flood_s)
 
 
 def _flood(gauntlet: Gauntlet, server: Server, prefix: str, *, peak_s: float, flood_s: float) -> list[Figure]:
@@ -183,14 +180,12 @@ def _flood(gauntlet: Gauntlet, server: Server, prefix: str, *, peak_s: float, fl
 # R11
 
 
-def freed_blocks(gauntlet: Gauntlet) -> list[Figure]:
+def freed_blocks(gauntlet: Gauntlet) -> Iterator[Figure]:
     """Measure the time from a disconnect until the request's blocks are free."""
-    figures: list[Figure] = []
     options = ("--num-blocks", "400", "--max-num-seqs", "16")
     for prefix, model in gauntlet.models("--device", "5ms", *options, real=options):
         with serving(*model) as server:
-            figures += _time_disconnects(gauntlet, server, 200 if prefix else gauntlet.size(5_000, 60), prefix)
-    return figures
+            yield from _time_disconnects(gauntlet, server, 200 if prefix else gauntlet.size(5_000, 60), prefix)
 
 
 def _time_disconnects(gauntlet: Gauntlet, server: Server, count: int, prefix: str) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""R28: names of files outside, model files that change while they are served, and modes of stored files."""
+"""R28: names of files outside, and model files that change while they are served."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.gauntlet.flood import family, idle_base, left_over
 from tests.gauntlet.secrets import audited
 from tests.server import corpus
 from tests.server.rig import FAKE, Server, serving
-from tests.server.test_batches import client_of, line, submit
 from tests.tiny import write_tiny_model
 from tests.waiting import eventually
 from tests.weights.makers import write_folder
@@ -210,29 +209,6 @@ def mapped_files(server: Server, path: Path) -> int:
     return found
 
 
-# Modes of files
-
-
-def private_files(gauntlet: Gauntlet) -> tuple[int, list[str]]:
-    """Run a server that stores files, with an umask of 0. Returns the number of files, and those others can access."""
-    home = gauntlet.folder / "stored"
-    cache, state = home / "cache", home / "state"
-    before = os.umask(0)
-    try:
-        options = ("--disk-cache", "64M", "--cache-dir", str(cache), "--state-dir", str(state))
-        with serving(str(gauntlet.tiny), "--kv-memory", "16M", "--threads", "1", *options) as server:
-            server.chat("a long text about nothing in particular " * 30, max_tokens=4)
-            with client_of(server) as client:
-                submit(client, line("a"))
-            server.stop()
-    finally:
-        os.umask(before)
-    made = list(home.rglob("*"))
-    assert any(path.suffix == ".jsonl" for path in made), "no file was uploaded"
-    assert any("block" in str(path) or path.parent.parent.parent == cache for path in made), "nothing was saved"
-    return len(made), [str(path) for path in made if path.lstat().st_mode & 0o077]
-
-
 # The row
 
 
@@ -248,8 +224,7 @@ def names_and_files(gauntlet: Gauntlet) -> Sequence[Figure]:
         opened = [line for line in report.read_text().splitlines() if line.startswith("open ")]
     num_opened = num_opened_links(gauntlet.folder, outside)
     num_archives, num_written = escaping_archives(gauntlet.folder)
-    num_stored, public = private_files(gauntlet)
-    for found in (wrong, opened, public):
+    for found in (wrong, opened):
         gauntlet.say("\n".join(found[:10]))
     return [
         Figure("requests with hostile names", num_requests, at_least=gauntlet.size(800, 40)),
@@ -258,8 +233,6 @@ def names_and_files(gauntlet: Gauntlet) -> Sequence[Figure]:
         exactly(f"model folders, of {len(LINKED)}, with a link that leads outside and were opened", num_opened),
         Figure("archives with hostile members", num_archives, at_least=10),
         exactly("files that archives wrote outside or as links", num_written),
-        Figure("files and folders that a server stores", num_stored, at_least=8),
-        exactly("stored files and folders that other users can access", len(public)),
         *left,
         *changed_models(gauntlet),
     ]
@@ -292,7 +265,7 @@ def changed_models(gauntlet: Gauntlet) -> list[Figure]:
 ROWS: tuple[Row, ...] = (
     Row(
         "R28",
-        "No name leads outside its folder, changed model files do not stop the server, and stored files are private",
+        "No name leads outside its folder, and changed model files do not stop the server",
         names_and_files,
         400,
     ),

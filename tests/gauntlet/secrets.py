@@ -20,7 +20,7 @@ from quire.server.routes import Access
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly
 from tests.gauntlet.flood import family, idle_base, left_over
 from tests.server import corpus
-from tests.server.rig import FAKE, Server, serving, status_of
+from tests.server.rig import Server, hooked, serving, status_of
 from tests.server.test_access import OPEN, path_of
 from tests.waiting import eventually
 
@@ -71,11 +71,10 @@ def _filled(value: Any, name: str = "") -> Any:
     return f"{PROMPT} and more" if name in TEXT_FIELDS else value
 
 
-def send_canaries(server: Server, model: str) -> list[str]:
+def send_canaries(server: Server) -> list[str]:
     """Send requests with canaries. Returns the bodies of all refusals."""
     errors: list[str] = []
-    for path, good in corpus.GOOD.items():
-        body = {**good, **({"model": model} if "model" in good else {})}
+    for path, body in corpus.GOOD.items():
         for one in variants(body):
             for headers in ({}, {"authorization": f"Bearer {KEY}x"}):
                 answer = server.post(path, one, headers=headers)
@@ -116,14 +115,12 @@ def shown_to_others(server: Server) -> tuple[int, int]:
 
 
 def secrets(gauntlet: Gauntlet) -> Sequence[Figure]:
-    model = str(gauntlet.tiny) if gauntlet.is_quick else gauntlet.model
-    name = "tiny" if gauntlet.is_quick else gauntlet.model
-    options = (model, *FAKE) if gauntlet.is_quick else (model,)
+    options = gauntlet.one_model()
     keys = ("--api-key", KEY, "--api-key", OTHER_KEY)
     with serving(*options, *keys, key=KEY, env=ENVIRONMENT) as server:
         server.chat(f"{PROMPT} hello")
         base = idle_base(server)
-        errors = send_canaries(server, name)
+        errors = send_canaries(server)
         left = left_over(server, base, spare_files=8)
         num_shown, num_keys = shown_to_others(server)
         others = seen_by_others(server)
@@ -166,13 +163,9 @@ sys.addaudithook(_hook)
 @contextlib.contextmanager
 def audited(folder: Path, outside: Path = Path("/no folder")) -> Iterator[tuple[dict[str, str], Path]]:
     """An environment in which every Python process reports its use of the network and of a folder, and the report."""
-    hook = folder / "hook"
-    hook.mkdir(exist_ok=True)
-    (hook / "sitecustomize.py").write_text(HOOK)
     report = folder / "audit.txt"
     report.write_text("")
-    path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
-    yield {"GAUNTLET_AUDIT": str(report), "GAUNTLET_OUTSIDE": str(outside), "PYTHONPATH": path}, report
+    yield hooked(folder / "hook", HOOK, GAUNTLET_AUDIT=str(report), GAUNTLET_OUTSIDE=str(outside)), report
 
 
 @contextlib.contextmanager
@@ -288,7 +281,7 @@ def listening(server: Server) -> list[str]:
 
 
 def attack_surface(gauntlet: Gauntlet) -> Sequence[Figure]:
-    options = (str(gauntlet.tiny), *FAKE) if gauntlet.is_quick else (gauntlet.model,)
+    options = gauntlet.one_model()
     with audited(gauntlet.folder) as (env, report), canary_site() as (url, asked), serving(
         *options, "--api-key", KEY, key=KEY, env={**env, "HF_HUB_OFFLINE": ""}
     ) as server:  # fmt: skip

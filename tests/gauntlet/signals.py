@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from quire.weights.hub import resolve
@@ -24,16 +24,6 @@ from tests.waiting import HANG_S, eventually
 STAGES = ("start", "load", "serve", "drain")
 SPARE_S = 5.0  # beyond the drain time
 ENDLESS = 3900
-
-
-@dataclass
-class Ending:
-    """The end of a server that got SIGTERM, and what it left behind."""
-
-    stage: str
-    num_signals: int = 0
-    late_s: float = 0.0  # time beyond the drain time
-    faults: Counter[str] = field(default_factory=Counter)
 
 
 def shared_memory(pids: Sequence[int]) -> set[str]:
@@ -68,7 +58,10 @@ def owned_by(folder: Path) -> list[int]:
 
 
 class Termination:
-    """One server, from its start to its end. Its HOME and its folder for temporary files are its own."""
+    """One server, from its start to its end by SIGTERM. Its HOME and its folder for temporary files are its own."""
+
+    num_signals = 0
+    late_s = 0.0  # time beyond the drain time
 
     def __init__(self, options: Sequence[str], folder: Path, seed: int) -> None:
         self._random = random.Random(seed)
@@ -77,23 +70,23 @@ class Termination:
         self._temporary = folder / "tmp"
         self._temporary.mkdir(parents=True)
         self._options = (*options, "--drain", str(self._drain_s))
-        self.ending = Ending(STAGES[seed % len(STAGES)])
+        self._stage = STAGES[seed % len(STAGES)]
+        self.faults = Counter[str]()  # what the server left behind
 
-    def run(self) -> Ending:
-        env = {"HOME": str(self._folder), "TMPDIR": str(self._temporary)}
-        server, ending = spawn(*self._options, env=env), self.ending
+    def run(self) -> Termination:
+        server = spawn(*self._options, env={"HOME": str(self._folder), "TMPDIR": str(self._temporary)})
         try:
             flood = self._begin(server)
-            shared = set() if ending.stage == "start" else shared_memory(owned_by(self._folder))
+            shared = set() if self._stage == "start" else shared_memory(owned_by(self._folder))
             self._signal(server)
             first_s = time.monotonic()
             for _ in range(self._random.choice((0, 1, 3, 4))):
                 time.sleep(self._random.random() * 0.2)
                 self._signal(server)
-            ending.faults["servers that exited with another status than 0"] += server.process.wait(HANG_S) != 0
-            ending.late_s = time.monotonic() - first_s - self._drain_s
+            self.faults["servers that exited with another status than 0"] += server.process.wait(HANG_S) != 0
+            self.late_s = time.monotonic() - first_s - self._drain_s
             replies = [] if flood is None else flood.wait()
-            ending.faults["accepted requests without an answer"] += sum(
+            self.faults["accepted requests without an answer"] += sum(
                 reply.ending not in ("done", "error") and reply.status != 0 for reply in replies
             )
             self._look(server, shared)
@@ -102,23 +95,23 @@ class Termination:
             for pid in owned_by(self._folder):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        return ending
+        return self
 
     def _begin(self, server: Server) -> Flood | None:
         """Reach the stage."""
         process, chance = server.process, self._random
         eventually(lambda: has_handler(process.pid) or process.poll() is not None, "it handles signals")
-        if self.ending.stage == "start":
+        if self._stage == "start":
             time.sleep(chance.random() * 0.3)
             return None
-        if self.ending.stage == "load":
+        if self._stage == "load":
             eventually(lambda: len(owned_by(self._folder)) > 1 or process.poll() is not None, "a worker starts")
             time.sleep(chance.random())
             return None
         wait_ready(server)
         bodies = [chat_body(f"{i}", chance.choice((5, 100, ENDLESS)), stream=i % 3 > 0) for i in range(6)]
         flood = Flood(server, bodies)
-        if self.ending.stage == "drain":
+        if self._stage == "drain":
             flood.wait_flowing(1)
             self._signal(server)
         time.sleep(chance.random() * 0.4)
@@ -126,11 +119,11 @@ class Termination:
 
     def _signal(self, server: Server) -> None:
         if server.process.poll() is None:
-            self.ending.num_signals += 1
+            self.num_signals += 1
             server.process.send_signal(signal.SIGTERM)
 
     def _look(self, server: Server, shared: set[str]) -> None:
-        faults = self.ending.faults
+        faults = self.faults
         with contextlib.suppress(AssertionError):  # the figures say what is left
             eventually(lambda: not owned_by(self._folder), "no process is left", 30.0)
         faults["orphan processes"] += len(owned_by(self._folder))
@@ -142,13 +135,13 @@ class Termination:
         faults["files left in shared memory"] += sum(os.path.exists(name) for name in shared)
         faults["tracebacks in logs"] += server.log.count("Traceback")
         if faults.total():
-            print(self.ending, server.log[-2000:])
+            print(self._stage, faults, server.log[-2000:])
 
 
-def terminate(gauntlet: Gauntlet, options: Sequence[str], num_signals: int) -> Iterator[Ending]:
+def terminate(gauntlet: Gauntlet, options: Sequence[str], num_signals: int) -> Iterator[Termination]:
     """Start servers and end them, four at a time, until `num_signals` signals were sent."""
 
-    def end(seed: int) -> Ending:
+    def end(seed: int) -> Termination:
         return Termination(options, gauntlet.folder / f"ending-{seed}", seed).run()
 
     num_sent, seeds = 0, itertools.count(gauntlet.seed * len(STAGES))
@@ -159,8 +152,7 @@ def terminate(gauntlet: Gauntlet, options: Sequence[str], num_signals: int) -> I
                 yield ending
 
 
-def run_signals(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures: list[Figure] = []
+def run_signals(gauntlet: Gauntlet) -> Iterator[Figure]:
     few = ("--num-blocks", "400", "--max-num-seqs", "4", "--port", "0")
     for prefix, (model, *rest) in gauntlet.models(*few, "--device", "3ms", real=few):
         options = (str(resolve(model)), *rest)  # the servers have another HOME
@@ -170,14 +162,13 @@ def run_signals(gauntlet: Gauntlet) -> Sequence[Figure]:
         faults: Counter[str] = Counter()
         for one in endings:
             faults.update(one.faults)
-        figures += [
+        yield from (
             Figure(f"{prefix}SIGTERM signals sent", sum(one.num_signals for one in endings), at_least=4),
             Figure(f"{prefix}servers that got SIGTERM, as many in each stage", len(endings), at_least=4),
             Figure(f"{prefix}time to the exit beyond the drain time, p50", percentile(late_s, 50), "s"),
             timed(f"{prefix}time to the exit beyond the drain time, longest", max(late_s), SPARE_S),
             *counted(prefix, faults),
-        ]
-    return figures
+        )
 
 
 ROWS = (Row("R19", "SIGTERM at any moment ends a server, which leaves nothing behind", run_signals, 900),)

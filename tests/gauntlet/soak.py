@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import multiprocessing
 import random
 import statistics
@@ -14,7 +15,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -56,49 +57,28 @@ def soaked(gauntlet: Gauntlet, *options: str, model: str | Path | None = None) -
 # R6
 
 
-async def peak_rate(server: Server, chosen: random.Random, seconds: float) -> float:
-    """Requests per second that the server answers to clients without pauses."""
-    tally, deadline_s = Tally(), time.monotonic() + seconds
-
-    async def ask(client: Client) -> None:
-        while time.monotonic() < deadline_s:
-            await client.send(chosen.choice(PLAIN))
-        client.close()
-
-    await asyncio.gather(*(ask(Client(server, chosen, tally)) for _ in range(NUM_CLIENTS)))
-    return tally["ended"] / seconds
-
-
 async def soak(
     server: Server, rate: float, seconds: float, chosen: random.Random, tally: Tally
 ) -> list[tuple[float, Base]]:
     """Send requests at this rate, at random moments. Returns samples of memory, files and threads under load."""
-    idle: list[Client] = []
-    open_tasks: set[asyncio.Task[None]] = set()
     samples: list[tuple[float, Base]] = []
     began_s = time.monotonic()
 
-    async def ask() -> None:
-        client = idle.pop() if idle else Client(server, chosen, tally)
-        await client.send(chosen.choice((*PLAIN, *WRONG) if chosen.random() < 0.1 else PLAIN))
-        idle.append(client)
-
-    due_s = began_s
-    while (now_s := time.monotonic()) < began_s + seconds:
-        if now_s - began_s >= len(samples) * seconds / NUM_SAMPLES:
-            samples.append((now_s - began_s, await asyncio.to_thread(base_of, server)))
-        if due_s > now_s:
-            await asyncio.sleep(min(due_s - now_s, 0.05))
-            continue
-        # After a stall of this process, it does not send all the missed requests in a burst.
-        due_s = max(due_s + chosen.expovariate(rate), now_s - 1.0)
-        task = asyncio.create_task(ask())
-        open_tasks.add(task)
-        task.add_done_callback(open_tasks.discard)
-    while open_tasks:
-        await asyncio.wait(open_tasks)
-    for client in idle:
+    async def ask(client: Client) -> None:
+        due_s = began_s
+        while (now_s := time.monotonic()) < began_s + seconds:
+            # After a stall of this process, it does not send all the missed requests in a burst.
+            due_s = max(due_s + chosen.expovariate(rate / NUM_CLIENTS), now_s - 1.0)
+            await asyncio.sleep(due_s - now_s)
+            await client.send(chosen.choice((*PLAIN, *WRONG) if chosen.random() < 0.1 else PLAIN))
         client.close()
+
+    async def look() -> None:
+        while (now_s := time.monotonic()) < began_s + seconds:
+            samples.append((now_s - began_s, await asyncio.to_thread(base_of, server)))
+            await asyncio.sleep(seconds / NUM_SAMPLES)
+
+    await asyncio.gather(look(), *(ask(Client(server.address, chosen, tally)) for _ in range(NUM_CLIENTS)))
     return samples
 
 
@@ -107,7 +87,9 @@ def run_soak(gauntlet: Gauntlet) -> Sequence[Figure]:
     # Few blocks, all of which are used before the soak: pages of the KV cache become resident at their first use.
     options = ("--backend", "fake", "--num-blocks", "400") if gauntlet.is_quick else ("--num-blocks", "400")
     with soaked(gauntlet, *options, model=None if gauntlet.is_quick else gauntlet.model) as server:
-        peak = asyncio.run(peak_rate(server, chosen, gauntlet.size(20, 1)))
+        first, peak_s = Tally(), gauntlet.size(20, 1)
+        asyncio.run(soak(server, math.inf, peak_s, chosen, first))  # without pauses
+        peak = first["ended"] / peak_s
         base = idle_base(server)
         gauntlet.say(f"peak {peak:.1f} requests/s; {seconds:.0f} s at 80 %")
         samples = asyncio.run(soak(server, 0.8 * peak, seconds, chosen, tally))
@@ -136,15 +118,7 @@ def run_soak(gauntlet: Gauntlet) -> Sequence[Figure]:
 # R32
 
 
-@dataclass(frozen=True)
-class Address:
-    """The part of `Server` that a client in another process needs."""
-
-    address: tuple[str, int]
-    key: str | None
-
-
-def send_many(server: Address, count: int, seed: int) -> Tally:
+def send_many(address: tuple[str, int], count: int, seed: int) -> Tally:
     """Send requests from one process, on several connections."""
     tally, chosen = Tally(), random.Random(seed)
     kinds = (*PLAIN[:8], *WRONG)
@@ -155,7 +129,7 @@ def send_many(server: Address, count: int, seed: int) -> Tally:
         client.close()
 
     async def work() -> None:
-        await asyncio.gather(*(ask(Client(server, chosen, tally)) for _ in range(8)))
+        await asyncio.gather(*(ask(Client(address, chosen, tally)) for _ in range(8)))
 
     asyncio.run(work())
     return tally
@@ -173,10 +147,9 @@ def mass(pool: Executor, server: Server, count: int) -> tuple[Tally, list[tuple[
     each = max(8, count // NUM_ROUNDS // 2 // 8 * 8)
     tally = Tally()
     rounds: list[tuple[int, int, int]] = []
-    address = Address(server.address, server.key)
     processes = [psutil.Process(pid) for pid in (server.process.pid, server.worker_pid)]
     while tally["ended"] < count:
-        for job in [pool.submit(send_many, address, each, 2 * len(rounds) + part) for part in range(2)]:
+        for job in [pool.submit(send_many, server.address, each, 2 * len(rounds) + part) for part in range(2)]:
             tally.update(job.result())
         server_bytes, worker_bytes = (process.memory_info().rss for process in processes)
         rounds.append((tally["ended"], server_bytes, worker_bytes))
@@ -308,20 +281,11 @@ def sentence(chosen: random.Random) -> str:
     return " ".join(chosen.choices(WORDS, k=chosen.randrange(4, 24)))
 
 
-class Target(Protocol):
-    """What a client needs of a server."""
-
-    @property
-    def address(self) -> tuple[str, int]: ...
-    @property
-    def key(self) -> str | None: ...
-
-
 class Client:
     """One client with a keep-alive connection, which is opened again after a cancelled or refused request."""
 
-    def __init__(self, server: Target, chosen: random.Random, tally: Tally) -> None:
-        self._server = server
+    def __init__(self, address: tuple[str, int], chosen: random.Random, tally: Tally) -> None:
+        self._address = address
         self._random = chosen
         self._tally = tally
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -332,9 +296,9 @@ class Client:
         if self._streams is not None and self._streams[0].at_eof():
             self.close()  # the server has closed a connection that was idle for long
         if self._streams is None:
-            self._streams = await asyncio.open_connection(*self._server.address, limit=1 << 22)
+            self._streams = await asyncio.open_connection(*self._address, limit=1 << 22)
         reader, writer = self._streams
-        writer.write(request_bytes(path, body, key=self._server.key if kind.has_key else None, method=kind.method))
+        writer.write(request_bytes(path, body, key=KEY if kind.has_key else None, method=kind.method))
         if kind.is_cancelled:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 await reader.readuntil(b"\r\n\r\n")

@@ -16,7 +16,7 @@ from openai import OpenAI, OpenAIError
 
 from tests.gauntlet.figures import Figure, Gauntlet, Row, counted, exactly
 from tests.gauntlet.flood import Flood, chat_body, family, health_watched, num_violations, text_of
-from tests.gauntlet.hooks import CLOCK, LOG, ROOT, hooked
+from tests.gauntlet.hooks import CLOCK, LOG, ROOT, faulty
 from tests.server.rig import Server, serving
 from tests.server.test_batches import client_of, finished, line, results, submit
 from tests.waiting import HANG_S, eventually
@@ -121,8 +121,7 @@ def break_cache(disk: Disk, how: str, options: Sequence[str], expected: Sequence
         }
 
 
-def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
-    figures: list[Figure] = []
+def cache_figures(gauntlet: Gauntlet) -> Iterator[Figure]:
     # A step takes so long that a load from disk always pays.
     options = (str(gauntlet.tiny), "--backend", "fake", "--num-blocks", "400", "--device", "50ms")
     with serving(*options) as server:
@@ -131,8 +130,7 @@ def cache_figures(gauntlet: Gauntlet) -> list[Figure]:
         with small_disk(gauntlet, f"disk {how}") as disk:
             what = how if disk.is_mounted else "limit of file sizes"
             found = break_cache(disk, how, options, expected)
-            figures += counted(f"cache files (disk: {what}): ", found)
-    return figures
+            yield from counted(f"cache files (disk: {what}): ", found)
 
 
 # Batch files
@@ -189,19 +187,19 @@ def _is_torn(text: str) -> bool:
 def break_logs(gauntlet: Gauntlet) -> list[Figure]:
     """Start a server whose standard error is a full device, and send requests."""
     count, found = gauntlet.size(200, 10), Counter[str]()
-    env = hooked(gauntlet.folder / "log", **{LOG: "/dev/full"})
+    env = faulty(gauntlet.folder / "log", **{LOG: "/dev/full"})
     with serving(str(gauntlet.tiny), *FAKE, env=env) as server:
         found["failed requests"] += sum(server.chat(f"{i}", max_tokens=2).status != 200 for i in range(count))
         found["servers that exited with another status than 0"] += server.stop() != 0
     return counted("log on a full device: ", found)
 
 
-def run_disks(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures = cache_figures(gauntlet)
+def run_disks(gauntlet: Gauntlet) -> Iterator[Figure]:
+    yield from cache_figures(gauntlet)
     # Not read-only: the server keeps a file of its state open, and the kernel refuses to make such a disk read-only.
     for how in ("full",) if gauntlet.is_quick else ("full", "limit of file sizes"):
-        figures += break_batches(gauntlet, how)
-    return figures + break_logs(gauntlet)
+        yield from break_batches(gauntlet, how)
+    yield from break_logs(gauntlet)
 
 
 # R25: a wall clock that jumps
@@ -209,7 +207,8 @@ def run_disks(gauntlet: Gauntlet) -> Sequence[Figure]:
 JUMPS_S = (3600.0, -3600.0, 864_000.0, -864_000.0, 315_360_000.0, -315_360_000.0, 0.5, -0.5)
 # Modules that need the time of day: fields of answers, logs and files, ages of files, and the 24 hours of a batch.
 WALL_CLOCK = {
-    "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/levels/", "quire/server/models.py",
+    "quire/batch", "quire/cli/bench.py", "quire/cli/cache.py", "quire/engine/composition.py", "quire/engine/levels/",
+    "quire/server/catalog.py", "quire/server/models.py",
     "quire/engine/worker/event_publisher.py", "quire/server/batches/", "quire/server/http.py",
     "quire/server/metrics.py",
     "quire/server/watch.py", "quire/server/protocols/", "quire/text/template_worker.py",
@@ -264,21 +263,20 @@ def _saw(server: Server) -> bool:
     return len({one[:4] for one in server.stderr if re.match(r"\d{4}-", one)}) > 1
 
 
-def run_clock(gauntlet: Gauntlet) -> Sequence[Figure]:
+def run_clock(gauntlet: Gauntlet) -> Iterator[Figure]:
     readings = wall_clock_readings()
     gauntlet.say(", ".join(readings))
-    figures = [exactly("readings of the wall clock in modules that do not need the time of day", len(readings))]
+    yield exactly("readings of the wall clock in modules that do not need the time of day", len(readings))
     limits = ("queue-timeout", "hang-limit", "header-timeout", "body-timeout", "slow-client-timeout")
     options = ("--num-blocks", "400", *(f"--{name}=60" for name in limits))
     clock = gauntlet.folder / "clock"
-    env = hooked(gauntlet.folder / "hooks", **{CLOCK: str(clock)})
+    env = faulty(gauntlet.folder / "hooks", **{CLOCK: str(clock)})
     for prefix, model in gauntlet.models(*options, "--device", "3ms", "--max-num-seqs", "4", real=options):
         num_jumps, num_tokens = (8, 30) if prefix else (gauntlet.size(40, 8), gauntlet.size(150, 60))
         clock.write_text("0")
         with serving(*model, env=env) as server:
             found = jump(gauntlet, server, clock, num_jumps, num_tokens)
-        figures += [Figure(f"{prefix}jumps of the wall clock", num_jumps), *counted(prefix, found)]
-    return figures
+        yield from (Figure(f"{prefix}jumps of the wall clock", num_jumps), *counted(prefix, found))
 
 
 ROWS = (

@@ -1,4 +1,7 @@
-"""R5, R29: what one API key can learn of another key's prompts. Controls show that each measurement detects a leak."""
+"""R5, R29: what one API key can learn of another key's prompts. R30, R35: what it can take from another key.
+
+Controls show that each measurement detects a leak.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from quire.server.app import ENDPOINTS
 from quire.server.routes import Access
 from tests.gauntlet.figures import Figure, Gauntlet, Row, exactly, timed
 from tests.gauntlet.flood import chat_body, idle_base, left_over, wait_for_a_place
-from tests.server.rig import FAKE, Answer, Server, serving
+from tests.server.rig import FAKE, Answer, Server, request_bytes, serving, status_of
 from tests.server.test_batches import client_of, line, submit, upload
 from tests.tiny import write_tiny_model
-from tests.waiting import eventually
+from tests.waiting import HANG_S, eventually, repeating
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
 KEYS = """
@@ -129,8 +132,8 @@ def timing_figures(
     ]
 
 
-def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
-    chosen, figures = gauntlet.random, []
+def no_sharing(gauntlet: Gauntlet) -> Iterator[Figure]:
+    chosen = gauntlet.random
     wide = write_tiny_model(gauntlet.folder / "wide", max_model_len=2 * NUM_TOKENS)
     # The time of a step and its number of tokens are fixed, so the time to the first token tells how many were cached.
     fake = ("--backend", "fake", "--num-blocks", "3000", "--device", "1ms", "--max-num-batched-tokens", "512")
@@ -138,13 +141,12 @@ def no_sharing(gauntlet: Gauntlet) -> Sequence[Figure]:
         server.chat()
         base = idle_base(server)
         counts = (gauntlet.size(200, 4), gauntlet.size(20, 2))
-        figures += timing_figures(server, *counts, chosen, NUM_TOKENS, "fake backend")
-        figures += left_over(server, base)
+        yield from timing_figures(server, *counts, chosen, NUM_TOKENS, "fake backend")
+        yield from left_over(server, base)
     if not gauntlet.is_quick:
         gauntlet.say("the real model")
         with keyed(gauntlet, model=gauntlet.model) as server:
-            figures += timing_figures(server, 20, 5, chosen, 64, "real model")
-    return figures
+            yield from timing_figures(server, 20, 5, chosen, 64, "real model")
 
 
 # R29: every channel
@@ -300,45 +302,6 @@ def visible_channels(gauntlet: Gauntlet) -> list[Figure]:
         exactly("key names in /metrics", num_named),
         *figures,
     ]  # fmt: skip
-
-
-def grammar_timing(gauntlet: Gauntlet) -> list[Figure]:
-    """Measure whether a schema that another key has used is answered sooner than a new schema."""
-    count = gauntlet.size(40, 2)
-    times: dict[str, list[float]] = {"known": [], "new": [], "own": []}
-    with keyed(gauntlet, *FAKE) as server:
-        spies = {name: replace(server, key=key) for name, key in (("alice", ALICE), ("bob", BOB))}
-
-        def ask(who: str, number: int) -> float:
-            names = [f"field_{number}_{index}" for index in range(40)]
-            properties = {name: {"type": "string", "pattern": f"^[a-z]{{1,20}}{name}$"} for name in names}
-            schema = {"type": "object", "properties": properties, "additionalProperties": False}
-            wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "response_format": wanted}
-            began_s = time.perf_counter()
-            answer = spies[who].post(CHAT, body)
-            assert answer.status == 200, answer.body
-            return time.perf_counter() - began_s
-
-        ask("alice", -1)
-        ask("bob", -2)
-        for number in gauntlet.random.sample(range(2 * count), 2 * count):
-            ask("alice", number if number % 2 else number + 10**6)
-            times["known" if number % 2 else "new"].append(ask("bob", number))
-            times["own"].append(ask("bob", number))
-    chance, area = mann_whitney(times["known"], times["new"])
-    _, own_area = mann_whitney(times["new"], times["own"])
-    return [
-        Figure("p value, TTFT of schemas used by another key and of new schemas", chance, at_least=0.01, is_timed=True),
-        Figure("area under the ROC, schemas used by another key (0.5: chance)", area),
-        Figure("area under the ROC, schemas used by the own key (control)", own_area, at_least=0.9, is_timed=True),
-    ]
-
-
-def no_channel(gauntlet: Gauntlet) -> Sequence[Figure]:
-    figures = visible_channels(gauntlet)
-    gauntlet.say("grammars")
-    return figures + grammar_timing(gauntlet)
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -611,11 +574,10 @@ def warm_up(server: Server) -> None:
     attacker.close()
 
 
-def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
+def shares(gauntlet: Gauntlet) -> Iterator[Figure]:
     keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
     limits = ("--max-num-seqs", str(MAX_SEQS), "--max-queue", str(MAX_QUEUE), "--max-connections", str(MAX_CONNECTIONS))
     fake = ("--num-blocks", "400", "--device", f"{STEP_S * 1000:g}ms")
-    figures: list[Figure] = []
     for prefix, options in gauntlet.models(*keys, *limits, *fake, real=(*keys, *limits)):
         with serving(*options, key=ADMIN) as server:
             warm_up(server)
@@ -624,16 +586,111 @@ def shares(gauntlet: Gauntlet) -> Sequence[Figure]:
                 if prefix and name not in WITH_REAL_MODEL:
                     continue
                 delay, num_failed = attacked(server, attack, ask, 3 if prefix else gauntlet.size(10, 1))
-                figures.append(exactly(f"{prefix}{name}: requests of the other key that failed", num_failed))
+                yield exactly(f"{prefix}{name}: requests of the other key that failed", num_failed)
                 if not prefix:  # the steps of the fake backend are equally long
-                    figures.append(timed(f"{name}: delay of the other key's requests", delay, MAX_DELAY, "steps"))
-                figures += left_over(server, base, prefix=f"{prefix}{name}: ", spare_files=4)
+                    yield timed(f"{name}: delay of the other key's requests", delay, MAX_DELAY, "steps")
+                yield from left_over(server, base, prefix=f"{prefix}{name}: ", spare_files=4)
                 gauntlet.say(f"{name}: {delay:.1f} steps, {num_failed} failed")
-    return figures
+
+
+# R35: turns of expensive requests
+
+NUM_IDS = 250_000  # of /detokenize: a body may have 262,144 values
+MAX_RATIO = 8.0
+
+
+@dataclass(frozen=True)
+class Expensive:
+    """A request that makes the server work, and how many clients send it."""
+
+    name: str
+    path: str
+    body: Any = None
+    method: str = "POST"
+    num_clients: int = 12
+
+
+def expensive() -> tuple[Expensive, ...]:
+    text = WORDS * 200
+    long_chat = [{"role": ("user", "assistant")[i % 2], "content": f"Text {i}."} for i in range(301)]
+    ids = [20 + i % 50 for i in range(3000)]
+    scores = chat_of("Hi", 400, n=8, logprobs=True, top_logprobs=20)
+    scored = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 5}
+    return (
+        Expensive("detokenize", "/detokenize", {"tokens": [i % 100 for i in range(NUM_IDS)]}),
+        Expensive("tokenize", "/tokenize", {"prompt": text}),
+        Expensive("tokenize messages", "/tokenize", {"messages": long_chat}),
+        Expensive("templates", "/apply-template", {"messages": long_chat}),
+        Expensive("count_tokens", "/v1/messages/count_tokens", {"model": "tiny", "messages": long_chat}),
+        Expensive("explain", "/v1/cache/explain", {"prompt": ids}),
+        Expensive("explain messages", "/v1/cache/explain", {"messages": long_chat}),
+        Expensive("scored prompts", COMPLETIONS, scored, num_clients=2),
+        Expensive("echoes", COMPLETIONS, {"prompt": ids, "max_tokens": 1, "echo": True}),
+        Expensive("scored answers", CHAT, scores, num_clients=2),
+        Expensive("blocks", "/v1/watch/blocks?first=1&count=2000", method="GET"),
+        Expensive("metrics", "/metrics", method="GET"),
+        Expensive("openapi", "/openapi.json", method="GET"),
+        Expensive("requests", "/v1/requests", method="GET"),
+        Expensive("stats", "/v1/cache/stats", method="GET"),
+        Expensive("watch", "/v1/watch?once=true", method="GET", num_clients=2),
+    )
+
+
+@dataclass
+class Client:
+    """A client of the attacker: sends the same request again and again, on one connection each time."""
+
+    server: Server
+    data: bytes
+    num_answers: int = 0
+    wrong: list[int] = field(default_factory=list)
+
+    def send(self) -> None:
+        status = 0
+        with contextlib.suppress(OSError), socket.create_connection(self.server.address, timeout=HANG_S) as sock:
+            sock.sendall(self.data)
+            status = status_of(sock.recv(64, socket.MSG_WAITALL))
+            sock.shutdown(socket.SHUT_WR)
+        if status == 200:
+            self.num_answers += 1
+        else:
+            self.wrong.append(status)
+
+
+def asked_beside(victim: Server, one: Expensive, count: int) -> tuple[float, int, Client]:
+    """The time of a chat during an attack, how many failed, and the attacker."""
+    attacker = Client(victim, request_bytes(one.path, one.body, key=ATTACKER, method=one.method))
+    with repeating(attacker.send, num_threads=one.num_clients):
+        eventually(lambda: attacker.num_answers or attacker.wrong, f"an answer of {one.path}")
+        during_s, num_failed = ask_often(ask_chat, victim, count)
+    return during_s, num_failed, attacker
+
+
+def turns(gauntlet: Gauntlet) -> Iterator[Figure]:
+    fake = ("--backend", "fake", "--num-blocks", "4000", "--device", "5ms", "--served-model-name", "tiny")
+    keys = ("--api-key", ATTACKER, "--api-key", VICTIM, "--admin-api-key", ADMIN)
+    num_wrong = num_failed = 0
+    with serving(str(gauntlet.tiny), *fake, *keys, key=ADMIN) as server:
+        victim = replace(server, key=VICTIM)
+        ask_often(ask_chat, victim, 4)
+        base = idle_base(server)
+        count = gauntlet.size(12, 1)
+        for one in expensive():
+            quiet_s, _ = ask_often(ask_chat, victim, count)
+            during_s, failed, attacker = asked_beside(victim, one, count)
+            num_failed += failed
+            num_wrong += len(attacker.wrong)
+            ratio = during_s / quiet_s
+            yield timed(f"{one.name}: time of another key's chat", ratio, MAX_RATIO, "x")
+            gauntlet.say(f"{one.name}: {quiet_s:.3f} s, {during_s:.3f} s ({ratio:.1f} x), wrong: {attacker.wrong[:3]}")
+        yield exactly("chats of the other key that failed", num_failed)
+        yield exactly("expensive requests with an unexpected status", num_wrong)
+        yield from left_over(server, base, spare_files=4)
 
 
 ROWS = (
     Row("R5", "Requests with different keys or salts share no cached block", no_sharing, 420),
-    Row("R29", "A key learns nothing of the contents of another key's prompts", no_channel, 240),
+    Row("R29", "A key learns nothing of the contents of another key's prompts", visible_channels, 240),
     Row("R30", "A key cannot use up the share of another key", shares, 300),
+    Row("R35", "Expensive requests of a key take turns with those of other keys", turns, 600),
 )

@@ -13,9 +13,13 @@ from typing import Any
 import msgspec
 
 from quire.server.cache import CachePinRequest, CacheUnpinRequest, ExplainRequest
-from quire.server.protocols import openai_types as other_servers
 from quire.server.protocols.anthropic import CountTokensRequest, MessagesRequest
-from quire.server.protocols.openai_types import ACCEPTED, ChatCompletionRequest, CompletionRequest
+from quire.server.protocols.openai import (
+    ACCEPTED,
+    ACCEPTED_OF_OTHERS,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 from quire.server.protocols.responses import ACCEPTED as ACCEPTED_BY_RESPONSES
 from quire.server.protocols.responses import ResponsesRequest
 from quire.server.tokenization import DetokenizeRequest, TokenizeRequest
@@ -629,7 +633,7 @@ def _wrong_types() -> Iterator[Hostile]:
             name = one.encode_name
             accepted = {
                 *ACCEPTED,
-                *other_servers.ACCEPTED_OF_OTHERS,
+                *ACCEPTED_OF_OTHERS,
                 *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ()),
             }
             accepted.update(("return_token_strs", "user", "verbosity"))
@@ -731,7 +735,6 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
         "max_tokens": (-1, 4096),
         "min_tokens": (0, 4096),
         "logprobs": (0, 20),
-        "best_of": (1, 32),
         "seed": (-(2**63), 2**64 - 1),
     },
     MESSAGES: {

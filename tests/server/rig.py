@@ -201,6 +201,14 @@ def spawn(*options: str, env: dict[str, str] | None = None) -> Server:
     return server
 
 
+def hooked(folder: Path, code: str, **variables: str) -> dict[str, str]:
+    """The environment of a server whose Python processes run this code at their start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(code)
+    paths = [str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+
+
 def wait_ready(server: Server) -> None:
     def url() -> str | None:
         for line in server.stdout:

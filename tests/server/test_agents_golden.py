@@ -1,6 +1,7 @@
 """Recorded requests of Claude Code and Codex, with their texts replaced.
 
-Recorded by tests/clients/record.py. tests/clients/trim.py replaces the texts; structure, fields and tools are kept.
+Recorded by tests/clients/scripts/forcing.py, or a server with fixed answers. tests/clients/trim.py replaces the texts;
+structure, fields and tools are kept.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any, cast
 
 import anthropic
@@ -17,7 +16,6 @@ from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from quire.core.cache.prefix import CacheExplanation, StopReason
-from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, Priority
 from quire.engine.generation import Completion, Delta, GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
@@ -27,15 +25,14 @@ from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.anthropic import (
     ANTHROPIC,
     CLEARED,
-    UNSUPPORTED,
     CountTokensRequest,
     Edited,
     MessagesRequest,
     Reply,
     apply,
+    check_fields,
     conversation,
     ignored_edits,
-    refuse_unsupported,
     to_inference_request,
 )
 from quire.text.grammar import json_schema_grammar
@@ -88,13 +85,6 @@ def test_every_field_is_parsed() -> None:
         cache_salt="team-a",
         wants_cache=True,
     )  # fmt: skip
-
-
-def test_null_equals_an_absent_field() -> None:
-    required = {"model", "messages", "max_tokens"}
-    optional = [name for name in MessagesRequest.__struct_fields__ if name not in required]
-    assert len(optional) > 25
-    assert parse(**dict.fromkeys(optional)) == parse()
 
 
 @pytest.mark.parametrize("missing", ["model", "messages", "max_tokens"])
@@ -190,6 +180,10 @@ def test_blocks_that_are_not_text_are_refused_by_name(kind: str) -> None:
         ({"stop_sequences": [""]}, r"stop_sequences\[0\] has 0 characters"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 strings"),
         ({"priority": "soon"}, "priority = 'soon'"),
+        (
+            {"messages": [{"role": "user", "content": [text("a", cache_control=EPHEMERAL)] * 5}]},
+            "cache_control appears 5 times",
+        ),
         ({"cache_salt": "a b"}, "cache_salt = 'a b'"),
     ],
 )
@@ -231,99 +225,57 @@ def test_wrong_types_are_validation_errors(body: dict[str, Any]) -> None:
         parse(**body)
 
 
-ASKED: dict[str, tuple[Any, str]] = {
-    "mcp_servers": ([{"type": "url"}], "mcp_servers"),
-    "container": ("c1", "container"),
-    "compaction": ({"enabled": True}, "compaction.enabled"),
-    "thread": ({"id": "t"}, "thread.id"),
-    "diagnostics": ({"previous_message_id": "msg_1"}, "diagnostics.previous_message_id"),
-    "fallbacks": ([{"model": "n"}], "fallbacks"),
-    "fallback_credit_token": ("t", "fallback_credit_token"),
-    "inference_geo": ("eu", "inference_geo"),
-    "speed": ("fast", "speed"),
-    "format": ("json", "format"),
-    "response_format": ({"type": "json_object"}, "response_format.type"),
-    "structured_outputs": ({"json": {}, "regex": "a"}, "structured_outputs.regex"),
-    "json_schema": ({"type": "object"}, "json_schema.type"),
-    "regex": ("a", "regex"),
-    "grammar": ('root ::= "a"', "grammar"),
-    "ebnf": ('root ::= "a"', "ebnf"),
-    "guided_json": ("{}", "guided_json"),
-    "guided_regex": ("a", "guided_regex"),
-    "guided_choice": (["a"], "guided_choice"),
-    "guided_grammar": ("a", "guided_grammar"),
-}
+def test_counting_refuses_the_same_fields() -> None:
+    body = msgspec.convert({"model": "m", "messages": HELLO, "speed": "fast"}, CountTokensRequest)
+    with pytest.raises(ApiError, match=r"^speed = 'fast' is not supported: this server has a single speed"):
+        check_fields(body)
 
 
-def test_unsupported_fields_are_refused_by_name() -> None:
-    assert set(ASKED) == set(UNSUPPORTED) <= set(CountTokensRequest.__struct_fields__)
-    for name, (value, path) in ASKED.items():
-        for kind in (MessagesRequest, CountTokensRequest):
-            data = json.dumps({"model": "m", "max_tokens": 8, "messages": HELLO, name: value})
-            with pytest.raises(ApiError) as refused:
-                refuse_unsupported(msgspec.json.decode(data, type=kind))
-            assert (refused.value.kind, refused.value.param) == (Kind.INVALID, path)
-            assert refused.value.message.startswith(path)
-
-
-NOTHING: tuple[Any, ...] = ([], {}, "", None)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(dict.fromkeys(ASKED, value) for value in NOTHING),
+def test_harmless_and_hostile_values_of_unsupported_fields() -> None:
+    bodies: list[dict[str, Any]] = [
         {"tools": [], "tool_choice": {"type": "auto"}, "thinking": None, "output_format": None},
         {"output_config": {"format": None, "effort": None}},
         {"diagnostics": {"previous_message_id": None}},
-        {"speed": "standard"},
-        {"response_format": {"type": "text"}},
-        {"inference_geo": "global"},
-    ],
-)
-def test_harmless_values_of_unsupported_fields_pass(body: dict[str, Any]) -> None:
-    assert parse(**body) == parse()
-
-
-def test_hostile_values_of_unsupported_fields_are_refused() -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(400):
-        deep = {"a": deep}
+    ]
+    for body in bodies:
+        assert parse(**body) == parse()
+    deep = nested(400)
     for value in (deep, [deep], {"type": ["disabled"]}, {"x": "disabled"}, False, 0, 1e300, {"k" * 5000: 1}):
         with pytest.raises(ApiError) as refused:
             parse(compaction=value)
         assert len(refused.value.message) < 300
 
 
-def test_cache_control_sets_breakpoints() -> None:
-    marked = [text("a"), text("b", cache_control=EPHEMERAL), text("c")]
-    ask = parse(
-        system=[text("s", cache_control=HOUR)],
-        messages=[
-            {"role": "user", "content": marked},
-            {"role": "assistant", "content": "d"},
-            {"role": "user", "content": [text("e", cache_control={**EPHEMERAL, "ttl": "5m"})]},
-        ],
-    )
-    assert ask.breakpoints == (Breakpoint(0, 0, 3600.0), Breakpoint(1, 1, 300.0), Breakpoint(3, 0, 300.0))
-    for mark, words in zip(ask.breakpoints, "sbe", strict=True):
-        assert chat_of(ask).messages[mark.message].parts[mark.part].text == words
-    without = parse(messages=[{"role": "user", "content": marked}])
-    assert without.breakpoints == (Breakpoint(0, 1, 300.0),)  # without a system message
+MARKED = {"role": "user", "content": [text("a"), text("b", cache_control=EPHEMERAL), text("c")]}
+LAST_MARKED = {"role": "user", "content": [text("a"), text("b", cache_control=EPHEMERAL)]}
+FOUR_MARKED = {"role": "user", "content": [text("a", cache_control=EPHEMERAL)] * 4}
+BREAKPOINTS: list[tuple[dict[str, Any], tuple[Breakpoint, ...]]] = [
+    (
+        {
+            "system": [text("s", cache_control=HOUR)],
+            "messages": [
+                MARKED,
+                {"role": "assistant", "content": "d"},
+                {"role": "user", "content": [text("e", cache_control={**EPHEMERAL, "ttl": "5m"})]},
+            ],
+        },
+        (Breakpoint(0, 0, 3600.0), Breakpoint(1, 1, 300.0), Breakpoint(3, 0, 300.0)),
+    ),
+    ({"messages": [MARKED]}, (Breakpoint(0, 1, 300.0),)),
+    ({"messages": [FOUR_MARKED]}, tuple(Breakpoint(0, i, 300.0) for i in range(4))),
+    # Of the whole request: at its last block, unless that has its own.
+    ({"cache_control": HOUR, "system": "s"}, (Breakpoint(1, 0, 3600.0),)),
+    ({"cache_control": HOUR, "messages": [LAST_MARKED]}, (Breakpoint(0, 1, 300.0),)),
+    ({"cache_control": HOUR, "messages": [{"role": "user", "content": []}]}, ()),
+    # Of tools: they are kept with the system text.
+    ({"tools": [{"name": "a"}, {"name": "b", "cache_control": HOUR}], "system": "S"}, (Breakpoint(0, 0, 3600.0),)),
+    ({"tools": [{"name": "b", "cache_control": HOUR}]}, (Breakpoint(0, -1, 3600.0),)),
+]
 
 
-def test_cache_control_of_the_whole_request_marks_its_last_block() -> None:
-    assert parse(cache_control=HOUR, system="s").breakpoints == (Breakpoint(1, 0, 3600.0),)
-    marked = [{"role": "user", "content": [text("a"), text("b", cache_control=EPHEMERAL)]}]
-    assert parse(cache_control=HOUR, messages=marked).breakpoints == (Breakpoint(0, 1, 300.0),)  # the block's own wins
-    assert parse(cache_control=HOUR, messages=[{"role": "user", "content": []}]).breakpoints == ()
-
-
-def test_at_most_four_breakpoints() -> None:
-    blocks = [text("a", cache_control=EPHEMERAL)] * 4
-    assert len(parse(messages=[{"role": "user", "content": blocks}]).breakpoints) == 4
-    with pytest.raises(InvalidRequest, match="cache_control appears 5 times"):
-        parse(messages=[{"role": "user", "content": blocks}], system=[text("s", cache_control=EPHEMERAL)])
+@pytest.mark.parametrize(("body", "breakpoints"), BREAKPOINTS)
+def test_cache_control_sets_breakpoints(body: dict[str, Any], breakpoints: tuple[Breakpoint, ...]) -> None:
+    assert parse(**body).breakpoints == breakpoints
 
 
 def test_counting_takes_the_same_conversation() -> None:
@@ -364,7 +316,13 @@ def test_a_deferred_tool_is_shown_after_a_reference() -> None:
     assert [tool.name for tool in forced.callable_tools] == ["now"]
 
 
-def test_the_latest_effort_counts() -> None:
+def test_thinking_and_effort() -> None:
+    for thinking, expected in (
+        (None, None),
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "disabled"}, False),
+    ):
+        assert chat_of(parse(thinking=thinking)).wants_thought is expected
     later = [*HELLO, {"role": "system", "content": "s", "output_config": {"effort": "low"}}]
     assert chat_of(parse(output_config={"effort": "high"})).reasoning_effort == "high"
     assert chat_of(parse(messages=later, output_config={"effort": "high"})).reasoning_effort == "low"
@@ -410,12 +368,6 @@ def test_calls_and_results_in_a_conversation() -> None:
     assert (second.role, second.text, second.tool_call_id) == (Role.TOOL, "Error: gone", "toolu_2")
     assert (question.role, question.text) == (Role.USER, "And now?")
     assert ask.breakpoints == (Breakpoint(2, 0, 300.0),)
-
-
-def test_cache_control_of_tools_keeps_them_with_the_system_text() -> None:
-    marked = {**WEATHER, "cache_control": HOUR}
-    assert parse(tools=[WEATHER, marked | {"name": "b"}], system="S").breakpoints == (Breakpoint(0, 0, 3600.0),)
-    assert parse(tools=[marked]).breakpoints == (Breakpoint(0, -1, 3600.0),)
 
 
 USE = {"type": "tool_use", "id": "x", "name": "f"}
@@ -464,13 +416,6 @@ def nested(depth: int) -> dict[str, Any]:
 def test_invalid_tools_are_refused_by_name(body: dict[str, Any], words: str) -> None:
     with pytest.raises((ApiError, InvalidRequest), match=words):
         parse(**body)
-
-
-def test_thinking() -> None:
-    assert chat_of(parse()).wants_thought is None
-    assert chat_of(parse(thinking={"type": "enabled", "budget_tokens": 1024})).wants_thought is True
-    assert chat_of(parse(thinking={"type": "disabled"})).wants_thought is False
-    assert chat_of(parse(output_config={"effort": "low"})).reasoning_effort == "low"
 
 
 def test_the_format_of_an_answer() -> None:
@@ -563,8 +508,10 @@ def test_events_come_in_the_order_the_sdk_enforces() -> None:
     assert (message.stop_reason, message.stop_sequence, message.usage.output_tokens) == ("end_turn", None, 4)
 
 
-def test_message_start_has_the_cache_and_nothing_else_yet() -> None:
-    start = events_in(stream(reply([delta("x", finish=STOP)], num_cached=64, pinned_tokens=96)))[0]["message"]
+def test_message_start_has_the_cache_and_message_delta_repeats_the_usage() -> None:
+    steps = [delta("x")], [delta("y", finish=STOP)]
+    (start, *_, end, _) = events_in(stream(reply(*steps, num_cached=64, pinned_tokens=96)))
+    start = start["message"]
     assert (start["content"], start["stop_reason"], start["stop_sequence"]) == ([], None, None)
     assert start["usage"] == {
         "input_tokens": 4,
@@ -574,6 +521,9 @@ def test_message_start_has_the_cache_and_nothing_else_yet() -> None:
         "output_tokens": 0,
         "service_tier": "standard",
     }
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert end["usage"] == {name: start["usage"][name] for name in names} | {"output_tokens": 2}
+    assert "cache" not in end
 
 
 @pytest.mark.parametrize(
@@ -672,18 +622,6 @@ def test_the_three_kinds_of_input_tokens_add_up_to_the_prompt() -> None:
                 assert split.ephemeral_1h_input_tokens == max(0, hour - cached)
                 assert split.ephemeral_5m_input_tokens + split.ephemeral_1h_input_tokens == created
                 assert min(usage.input_tokens, split.ephemeral_5m_input_tokens) >= 0
-
-
-def test_message_delta_repeats_the_usage() -> None:
-    made = reply([delta("x")], [delta("y", finish=STOP)], num_cached=32, pinned_tokens=64)
-    last = events_in(stream(made))[-2]
-    assert last["usage"] == {
-        "input_tokens": 36,
-        "cache_creation_input_tokens": 32,
-        "cache_read_input_tokens": 32,
-        "output_tokens": 2,
-    }
-    assert "cache" not in last
 
 
 def test_the_cache_explanation_is_returned_on_request() -> None:
@@ -806,22 +744,6 @@ def test_invalid_prompts_are_refused(body: dict[str, Any], words: str) -> None:
 def test_wrong_types_of_prompt(body: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         cache_ask(body)
-
-
-def test_all_cache_stats_are_shown() -> None:
-    ours = set(cache.CacheStatsView.__struct_encode_fields__)
-    more = {"model", "block_size", "hit_rate", "num_running", "num_waiting"}
-    shown = {one.name for one in fields(CacheStats)} - {"levels"} | {"tiers"}  # the API's name
-    assert ours == shown | more
-
-
-def test_schemas_can_be_made_of_all_bodies_and_answers() -> None:
-    kinds: list[Callable[..., Any]] = [
-        MessagesRequest, CountTokensRequest, cache.ExplainRequest, cache.CachePinRequest, cache.CacheStatsView,
-    ]  # fmt: skip
-    _, components = msgspec.json.schema_components(kinds)
-    assert components["MessagesRequest"]["required"] == ["model", "messages", "max_tokens"]
-    assert "run by the client" in components["MessagesRequest"]["properties"]["mcp_servers"]["description"]
 
 
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}

@@ -18,6 +18,7 @@ import pytest
 import quire
 from quire.server.app import ENDPOINTS
 from quire.server.request_context import _decoders, build_decoders, convert, decode
+from tests.server.rig import hooked
 
 ROOT = Path(quire.__file__).parents[1]
 # Typed decoding outside of quire/server/request_context.py, and why it is safe.
@@ -180,10 +181,8 @@ def _below(kind: type) -> list[type]:
 
 def reporting(folder: Path) -> dict[str, str]:
     """The environment of a server that writes `late()` to a file when it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text("from tests.server.test_decoding import install\n\ninstall()\n")
-    paths = [str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path), REPORT: str(folder / "late")}
+    code = "from tests.server.test_decoding import install\n\ninstall()\n"
+    return hooked(folder, code, **{REPORT: str(folder / "late")})
 
 
 def read_report(folder: Path) -> list[str]:

@@ -32,40 +32,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def test_a_chat_without_a_limit_ends_at_the_default(server: Server) -> None:
-    for model, count in (("a", 9), ("b", 5)):
-        answer = server.post(CHAT, {"model": model, "messages": HI, "ignore_eos": True}).json
-        assert answer["choices"][0]["finish_reason"] == "length"
-        assert answer["usage"]["completion_tokens"] == count
+ASKED = {"messages": HI, "ignore_eos": True}
+COUNTS: list[tuple[str, dict[str, Any], int]] = [
+    (CHAT, {**ASKED, "model": "a"}, 9),
+    (CHAT, {**ASKED, "model": "b"}, 5),
+    (CHAT, {**ASKED, "max_tokens": 12}, 12),
+    (CHAT, {**ASKED, "n_predict": 3}, 3),
+    (CHAT, {**ASKED, "min_tokens": 11}, 11),
+    (COMPLETIONS, {"prompt": "Hi", "ignore_eos": True}, 16),  # OpenAI's default
+]
 
 
-def test_a_limit_goes_before_the_default(server: Server) -> None:
-    asked = {"messages": HI, "ignore_eos": True}
-    for fields, count in (({"max_tokens": 12}, 12), ({"n_predict": 3}, 3), ({"min_tokens": 11}, 11)):
-        assert server.post(CHAT, {**asked, **fields}).json["usage"]["completion_tokens"] == count
-    usage = server.post(CHAT, {**asked, "max_tokens": -1}).json["usage"]
-    assert usage["total_tokens"] == 64  # the whole context
+@pytest.mark.parametrize(("path", "body", "count"), COUNTS)
+def test_a_limit_goes_before_the_default(server: Server, path: str, body: dict[str, Any], count: int) -> None:
+    answer = server.post(path, body).json
+    assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", count)
 
 
-def test_completions_keep_the_default_of_openai(server: Server) -> None:
-    answer = server.post(COMPLETIONS, {"prompt": "Hi", "ignore_eos": True}).json
-    assert answer["usage"]["completion_tokens"] == 16
+def test_a_limit_of_minus_one_is_the_whole_context(server: Server) -> None:
+    assert server.post(CHAT, {**ASKED, "max_tokens": -1}).json["usage"]["total_tokens"] == 64
 
 
-def test_a_response_without_a_limit_is_incomplete_at_the_default(server: Server) -> None:
-    body = {"input": "Hi", "ignore_eos": True}
-    answer = server.post(RESPONSES, body).json
+def test_other_protocols_end_at_the_default(server: Server) -> None:
+    answer = server.post(RESPONSES, {"input": "Hi", "ignore_eos": True}).json
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (answer["usage"]["output_tokens"], answer["max_output_tokens"]) == (9, None)
-
-
-def test_ollama_without_num_predict_ends_at_the_default(server: Server) -> None:
-    body = {"model": "a", "messages": HI, "stream": False}
-    answer = server.post("/api/chat", body).json
-    assert answer["eval_count"] <= 9
-    body = {"model": "a", "prompt": "Hi", "raw": True, "stream": False}
-    answer = server.post("/api/generate", body).json
-    assert answer["eval_count"] <= 9
+    for path, body in (("/api/chat", {"messages": HI}), ("/api/generate", {"prompt": "Hi", "raw": True})):
+        assert server.post(path, {"model": "a", "stream": False, **body}).json["eval_count"] <= 9
 
 
 @pytest.mark.parametrize("value", [0, -2, True, "x"])

@@ -10,6 +10,8 @@ import resource
 import socket
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,12 +48,13 @@ from quire.server.protocols import ollama as ollama
 from quire.server.protocols import responses
 from quire.server.protocols.openai import (
     OPENAI,
+    ChatCompletionRequest,
     ChatEncoder,
     CompletionEncoder,
+    CompletionRequest,
     parse_chat,
     parse_completion,
 )
-from quire.server.protocols.openai_types import ChatCompletionRequest, CompletionRequest
 from quire.server.protocols.responses import ResponsesRequest
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.stream import AnswerParser, PlainAnswer
@@ -152,6 +155,13 @@ def ollama_chat(active: ActiveRequest) -> EventEncoder:
 ENCODERS = [completions, chat, anthropic, openai_responses, ollama_chat]
 
 
+def stream_of(
+    active: FakeActiveRequest, make: Callable[[ActiveRequest], EventEncoder] = chat, *, keep_alive_s: float = 600
+) -> EventStream:
+    work = cast(ActiveRequest, active)
+    return EventStream(work, make(work), {}, OPENAI, keep_alive_s=keep_alive_s)
+
+
 def thinking() -> AnswerParser:
     return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, PlainAnswer())
 
@@ -237,19 +247,15 @@ def test_the_bytes_of_a_token_are_those_of_json(text: str, include_usage: bool) 
         assert transport.body() == [f"data: {event}\n\n".encode()]
 
 
-@pytest.mark.parametrize("more", [{"continuous_usage_stats": True}, {"has_ids": True}])
-def test_chunks_with_more_than_text_are_encoded_as_a_whole(more: dict[str, bool]) -> None:
+def test_chunks_with_more_than_text_are_encoded_as_a_whole() -> None:
     active, transport = FakeActiveRequest(), FakeTransport()
-    encoder = completions(cast(ActiveRequest, active), **more)
+    encoder = completions(cast(ActiveRequest, active), has_ids=True)
     writer = TokenWriter(0, cast(ActiveRequest, active), encoder, transport.writer)
     for token_id, text in enumerate("abc"):
         writer.take_token(0, token_id, text, 1.0)
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in transport.body()]
     assert [one["choices"][0]["text"] for one in chunks] == ["a", "b", "c"]
-    if "has_ids" in more:
-        assert [one["choices"][0]["token_ids"] for one in chunks] == [[0], [1], [2]]
-    else:
-        assert [one["usage"]["completion_tokens"] for one in chunks] == [1, 2, 3]
+    assert [one["choices"][0]["token_ids"] for one in chunks] == [[0], [1], [2]]
 
 
 def test_nothing_is_written_at_once_while_the_client_or_the_task_is_behind() -> None:
@@ -286,9 +292,7 @@ def test_a_stream_writes_tokens_between_what_its_task_sends() -> None:
                 transport.writer.write(message["body"])
                 active.log.append("sent")
 
-        stream = EventStream(
-            cast(ActiveRequest, active), chat(cast(ActiveRequest, active)), {}, OPENAI, keep_alive_s=600
-        )
+        stream = stream_of(active)
         active.queue.put_nowait([(0, delta("a"))])
         await stream.begin()
         task = asyncio.ensure_future(stream({BODY_WRITER: transport.writer}, cast(Any, None), send))
@@ -317,9 +321,7 @@ def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest],
             if message.get("body"):
                 active.log.append("failed" if b"too much" in message["body"] else "sent")
 
-        stream = EventStream(
-            cast(ActiveRequest, active), make(cast(ActiveRequest, active)), {}, OPENAI, keep_alive_s=600
-        )
+        stream = stream_of(active, make)
         active.queue.put_nowait([(0, delta("a"))])
         await stream.begin()
         active.queue.put_nowait(error)
@@ -331,19 +333,13 @@ def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest],
     assert asyncio.run(serve(ClientGone())) == ["closed with ClientGone()"]  # no event is sent
 
 
-class Ticket:
-    priority = Priority.NORMAL
-
-    def leave(self) -> None:
-        pass
-
-
 def closed_request() -> weakref.ref[ActiveRequest]:
     """A request with one generation, and with everything that refers back to it, after it was closed."""
     parsed = parse_chat(msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, CHAT))
     caller = SimpleNamespace(request_id="req_1", endpoint="/x", arrived_s=0.0, key=SimpleNamespace(name="k"))
     model = SimpleNamespace(name="m")
-    active = ActiveRequest(cast(Any, model), parsed, cast(Any, caller), cast(Any, Ticket()))
+    ticket = SimpleNamespace(priority=Priority.NORMAL, leave=lambda: None)
+    active = ActiveRequest(cast(Any, model), parsed, cast(Any, caller), cast(Any, ticket))
     active.service = cast(Any, SimpleNamespace(client=SimpleNamespace(system_fingerprint="f")))
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
     request = GenerationRequest.of((1,), SamplingParams())
@@ -367,6 +363,13 @@ def test_a_closed_request_is_freed_without_a_collection() -> None:
 
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A connection that notes its eviction."""
+
+    evict: Callable[[], None]
 
 
 class Timer:
@@ -505,21 +508,13 @@ def test_all_connections_share_a_budget_of_header_bytes(others: OpenConnections)
     assert others.num_bytes == 0
 
 
-class Waiting:
-    def __init__(self, name: str, evicted: list[str]) -> None:
-        self._name, self._evicted = name, evicted
-
-    def evict(self) -> None:
-        self._evicted.append(self._name)
-
-
 def test_the_order_of_eviction() -> None:
     """Silent connections, then idle ones, then those without a complete body; none in its time of grace."""
     now_s = 0.0
     connections = OpenConnections(clock=lambda: now_s)
     evicted: list[str] = []
     half, idle, first, second, late, newcomer = (
-        Waiting(name, evicted) for name in ("half", "idle", "first", "second", "late", "newcomer")
+        Waiting(partial(evicted.append, name)) for name in ("half", "idle", "first", "second", "late", "newcomer")
     )
     connections.sends(half)
     connections.waits(idle, was_served=True)
@@ -565,6 +560,7 @@ def test_at_the_limit_the_oldest_silent_connection_is_evicted(
 
 def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
     """An earlier failure has its own status; a later one is an event."""
+    error = ApiError(Kind.OVERLOADED, "waited too long", reason="queue_timeout")
 
     async def serve() -> list[Any]:
         sent: list[Any] = []
@@ -573,10 +569,9 @@ def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
             if message.get("body") == OPENAI.keep_alive:
-                active.queue.put_nowait(ApiError(Kind.OVERLOADED, "waited too long", reason="queue_timeout"))
+                active.queue.put_nowait(error)
 
-        encoder = chat(cast(ActiveRequest, active))
-        stream = EventStream(cast(ActiveRequest, active), encoder, {}, OPENAI, keep_alive_s=0.01)
+        stream = stream_of(active, keep_alive_s=0.01)
         await stream.begin()
         await stream({}, cast(Any, None), send)
         return sent
@@ -592,9 +587,8 @@ def test_the_headers_of_a_stream_are_sent_with_its_first_keep_alive() -> None:
 async def test_a_failure_before_the_first_keep_alive_has_its_own_status() -> None:
     active = FakeActiveRequest()
     active.queue.put_nowait(ApiError(Kind.OVERLOADED, "the queue is full"))
-    stream = EventStream(cast(ActiveRequest, active), chat(cast(ActiveRequest, active)), {}, OPENAI, keep_alive_s=600)
     with pytest.raises(ApiError, match="the queue is full"):
-        await stream.begin()
+        await stream_of(active).begin()
     assert active.is_closed
 
 

@@ -19,6 +19,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.gauntlet.flood import text_of
+from tests.gauntlet.secrets import KEY, PROMPT, hits, send_canaries
 from tests.server import corpus
 from tests.server.corpus import WIRE, Hostile, Wire
 from tests.server.rig import FAKE, Server, ask_async, serving, status_of
@@ -195,7 +196,8 @@ def test_odd_numbers_are_accepted_or_refused_by_name(plain_server: Server, path:
             continue
         answer = plain_server.post(path, data=corpus.body_with(path, name, value))
         row = f"{path} {name}={value[:40]}: {answer.status} {answer.body[:300]!r}"
-        assert answer.status == 200 or 400 <= answer.status < 500, row
+        is_number = value not in ("NaN", "Infinity", "[]", "{}", "true", "1e400")
+        assert 400 <= answer.status < 500 or (is_number and answer.status == 200), row
         num_taken += answer.status == 200
         if answer.status != 200:
             message = error_of(path, answer.json)["message"]
@@ -206,60 +208,13 @@ def test_odd_numbers_are_accepted_or_refused_by_name(plain_server: Server, path:
     assert "Traceback" not in plain_server.log
 
 
-@pytest.mark.parametrize("path", [corpus.CHAT, corpus.COMPLETIONS])
-def test_values_that_are_not_numbers_are_refused_in_every_number_field(plain_server: Server, path: str) -> None:
-    for name in corpus.NUMBERS[path]:
-        for value in ("NaN", "Infinity", "[]", "{}", "true", "1e400"):
-            assert plain_server.post(path, data=corpus.body_with(path, name, value)).status == 400, (name, value)
-
-
 # Privacy
-
-SECRET_KEY = "sk-canary-5f1d0e77"
-SECRET = "xylograph-canary"
 
 
 def test_prompts_answers_and_keys_are_not_in_logs_errors_or_metrics(tiny_model: Path) -> None:
-    with serving(str(tiny_model), *FAKE, "--api-key", SECRET_KEY, "--log-level", "debug", key=SECRET_KEY) as server:
-        say = [{"role": "user", "content": SECRET}]
-        wrong = {"authorization": f"Bearer {SECRET_KEY}x"}
-        requests: list[tuple[str, object, dict[str, str]]] = [
-            (corpus.CHAT, {"messages": say, "max_tokens": 2}, {}),
-            (corpus.CHAT, {"messages": say, "max_tokens": 2}, wrong),
-            (corpus.CHAT, {"messages": say, "max_tokens": 2, "user": SECRET, "metadata": {"a": SECRET}}, {}),
-            (corpus.CHAT, {"messages": say, "max_tokens": -1}, {}),
-            (corpus.CHAT, {"messages": say * 3000, "max_tokens": 2}, {}),
-            (corpus.CHAT, {"messages": [{"role": "user", "content": SECRET * 9000}], "max_tokens": 2}, {}),
-            (corpus.CHAT, {"messages": [{"role": "user", "content": SECRET * 200}], "max_tokens": 4096}, {}),
-            (corpus.CHAT, {"messages": SECRET, "max_tokens": 2}, {}),
-            (corpus.CHAT, {"messages": [SECRET], "max_tokens": 2}, {}),
-            (corpus.CHAT, {"messages": [{"role": "user", "content": {"text": SECRET}}], "max_tokens": 2}, {}),
-            (corpus.CHAT, {"messages": say, "max_tokens": 2, "tools": [SECRET]}, {}),
-            (corpus.COMPLETIONS, {"prompt": SECRET, "max_tokens": 2}, {}),
-            (corpus.COMPLETIONS, {"prompt": [1, SECRET], "max_tokens": 2}, {}),
-            (corpus.COMPLETIONS, {"prompt": [SECRET, 1], "max_tokens": 2}, {}),
-            (corpus.COMPLETIONS, {"prompt": {"text": SECRET}, "max_tokens": 2}, {}),
-            (corpus.MESSAGES, {"model": "tiny", "messages": say, "system": SECRET, "max_tokens": 2}, {}),
-            (corpus.MESSAGES, {"model": "tiny", "messages": say, "system": [SECRET], "max_tokens": 2}, {}),
-            (corpus.MESSAGES, {"model": "tiny", "messages": say, "max_tokens": -2}, {"x-api-key": SECRET_KEY}),
-            (corpus.COUNT, {"model": "tiny", "messages": say}, {}),
-            (corpus.EXPLAIN, {"prompt": SECRET, "cache_salt": "a b"}, {}),
-            (f"/v1/{SECRET}?key={SECRET_KEY}", {}, {}),
-        ]
-        outputs = []
-        for path, body, headers in requests:
-            answer = server.post(path, body, headers=headers)
-            if answer.status != 200 and SECRET not in path:
-                outputs.append(answer.body.decode())
-        broken = server.post(
-            corpus.CHAT, data=b'{"messages": [{"role": "user", "content": "' + SECRET.encode() + b'"}], "x"'
-        )
-        outputs += [broken.body.decode(), server.get("/metrics").body.decode(), str(server.stop()), server.log]
+    with serving(str(tiny_model), *FAKE, "--api-key", KEY, "--log-level", "debug", key=KEY) as server:
+        errors = send_canaries(server)
+        outputs = [*errors, server.get("/metrics").body.decode(), str(server.stop()), server.log]
     for text in outputs:
-        assert SECRET not in text
-        assert SECRET_KEY not in text
-
-
-def test_the_corpus_is_large_enough() -> None:
-    assert len(corpus.corpus()) + len(WIRE) + len(corpus.PATHS) >= 60
-    assert len({row.name for row in corpus.corpus()}) == len(corpus.corpus())
+        assert hits(text, (PROMPT, KEY)) == 0
+    assert hits(outputs[-1]) == 0

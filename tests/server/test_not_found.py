@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -79,74 +80,72 @@ def test_unserved_paths_of_other_servers_are_explained() -> None:
     assert not any(why_unserved(row.path) for row in ENDPOINTS)
 
 
-@pytest.fixture(scope="module")
-def server(plain_server: Server) -> Server:
-    return plain_server
+HI = [{"role": "user", "content": "Hi"}]
+NAMELESS = {"model": "", "messages": HI, "stream": False, "options": {"num_predict": 1}}
+NOT_STORED = "it is not served: this server does not store such objects"
+ONLY_POST = "GET is not allowed for this path: use POST"
+CLAUDE = "/v1/models/claude-sonnet-4-5"
+# What clients and newcomers send, and the status and parts of the answer, in the protocol of the client.
+ANSWERS: list[tuple[str, str, Any, int, tuple[str, ...]]] = [
+    (
+        "POST",
+        "/chat/completions",
+        {},
+        404,
+        ('{"error":{"message":', "did you mean POST /v1/chat/completions?", '"code":"unknown_url"'),
+    ),
+    ("POST", "/messages", {}, 404, ('{"type":"error","error":{"type":"not_found_error"',)),
+    ("POST", "/api/embed", {"model": "tiny", "input": "Hi"}, 404, ('{"error":"', "no embeddings")),
+    ("GET", "/api/nothing", None, 404, ('{"error":"', "/docs")),
+    ("GET", "/v1/models/", None, 404, ("there is nothing at '/v1/models/'; did you mean GET /v1/models?",)),
+    ("GET", "/v1/responses/resp_1", None, 404, (NOT_STORED,)),
+    ("GET", "/v1/responses/resp_1/input_items", None, 404, (NOT_STORED,)),
+    ("GET", "/v1/chat/completions/chatcmpl-1", None, 404, (NOT_STORED,)),
+    ("POST", "/v1/messages/batches", {}, 404, ('{"type":"error"', NOT_STORED)),
+    ("POST", "/v1/chat/completions", NAMELESS, 200, ()),
+    ("POST", "/v1/messages", NAMELESS | {"max_tokens": 1}, 200, ()),
+    ("POST", "/api/chat", NAMELESS, 200, ()),
+    ("GET", CLAUDE, None, 404, ('"code":"model_not_found"', "is not served here; /v1/messages uses tiny for it")),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"messages": HI, "max_tokens": -2},
+        400,
+        ('"max_tokens = -2 is not at least 1 or -1 (no limit)"',),
+    ),
+    ("GET", "/v1/chat/completions", None, 405, (ONLY_POST,)),
+    ("GET", "/api/chat", None, 405, (f'{{"error":"{ONLY_POST}"}}',)),
+    ("HEAD", "/", None, 200, ()),
+    ("HEAD", "/api/version", None, 200, ()),
+    ("HEAD", "/api/tags", None, 200, ()),
+]
 
 
-def test_each_protocol_gets_its_own_error_format(server: Server) -> None:
-    openai = server.post("/chat/completions", {})
-    assert openai.status == 404
-    assert openai.json["error"]["code"] == "unknown_url"
-    assert "did you mean POST /v1/chat/completions?" in openai.json["error"]["message"]
-    for anthropic in (server.post("/messages", {}), server.post("/nothing", {}, headers={"anthropic-version": "1"})):
-        assert (anthropic.status, anthropic.json["error"]["type"]) == (404, "not_found_error")
-    ollama = server.post("/api/embed", {"model": "tiny", "input": "Hi"})
-    assert ollama.status == 404
-    assert "no embeddings" in ollama.json["error"]
-    assert "/docs" in server.get("/api/nothing").json["error"]
+@pytest.mark.parametrize(("method", "path", "body", "status", "words"), ANSWERS, ids=lambda value: str(value)[:40])
+def test_an_answer(
+    plain_server: Server, method: str, path: str, body: Any, status: int, words: tuple[str, ...]
+) -> None:
+    answer = plain_server.ask(method, path, body)
+    assert answer.status == status
+    assert not [word for word in words if word not in answer.body.decode()], answer.body
 
 
-def test_what_a_newcomer_typed(server: Server) -> None:
-    listed = server.get("/v1/models/")
-    assert listed.status == 404
-    assert listed.json["error"]["message"] == "there is nothing at '/v1/models/'; did you mean GET /v1/models?"
-    for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/input_items", "/v1/chat/completions/chatcmpl-1"):
-        assert "it is not served: this server does not store such objects" in server.get(path).json["error"]["message"]
-    batches = server.post("/v1/messages/batches", {})
-    assert batches.json["type"] == "error"
-    assert "this server does not store such objects" in batches.json["error"]["message"]
-    hi = [{"role": "user", "content": "Hi"}]
-    for path, more in (("/v1/chat/completions", {}), ("/v1/messages", {"max_tokens": 1}), ("/api/chat", {})):
-        body = {"model": "", "messages": hi, "stream": False, "options": {"num_predict": 1}}
-        assert server.post(path, body | more).status == 200, path
-
-
-def test_a_model_of_anthropics_is_found_where_it_is_answered(server: Server) -> None:
-    found = server.get("/v1/models/claude-sonnet-4-5", headers={"anthropic-version": "2023-06-01"})
+def test_a_header_tells_the_protocol(plain_server: Server) -> None:
+    sent = {"anthropic-version": "2023-06-01"}
+    assert plain_server.post("/nothing", {}, headers=sent).json["error"]["type"] == "not_found_error"
+    found = plain_server.get(CLAUDE, headers=sent)
     assert (found.status, found.json["id"], found.json["alias_of"]) == (200, "claude-sonnet-4-5", "tiny")
-    other = server.get("/v1/models/claude-sonnet-4-5")
-    assert (other.status, other.json["error"]["code"]) == (404, "model_not_found")
-    assert other.json["error"]["message"].endswith("is not served here; /v1/messages uses tiny for it")
 
 
-def test_a_limit_that_is_none_names_the_way_to_have_none(server: Server) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": -2}
-    message = server.post("/v1/chat/completions", body).json["error"]["message"]
-    assert message == "max_tokens = -2 is not at least 1 or -1 (no limit)"
-
-
-def test_a_prompt_that_is_too_long_says_what_to_do(server: Server) -> None:
-    body = {"messages": [{"role": "user", "content": "word " * 5000}]}
-    message = server.post("/v1/chat/completions", body).json["error"]["message"]
-    assert re.fullmatch(
-        r"messages of \d+ tokens does not fit: this model's maximum context length is 4096 tokens, the answer included;"
-        r" shorten it, or serve a model with a longer context",
-        message,
-    ), message
-    body = {"messages": [{"role": "user", "content": "word " * 50000}]}
-    message = server.post("/v1/chat/completions", body).json["error"]["message"]
-    assert "250000 characters cannot fit the context of 4096 tokens: shorten it, or serve a model" in message
-
-
-def test_a_wrong_method_gets_the_allowed_ones(server: Server) -> None:
-    answer = server.get("/v1/chat/completions")
-    assert answer.status == 405
-    assert answer.json["error"]["message"] == "GET is not allowed for this path: use POST"
-    assert server.get("/api/chat").json == {"error": "GET is not allowed for this path: use POST"}
-
-
-def test_head_requests_of_clients_that_probe_the_server(server: Server) -> None:
-    assert server.ask("HEAD", "/").status == 200
-    assert server.ask("HEAD", "/api/version").status == 200
-    assert server.ask("HEAD", "/api/tags").status == 200
+def test_a_prompt_that_is_too_long_says_what_to_do(plain_server: Server) -> None:
+    for num_words, text in (
+        (
+            5000,
+            r"messages of \d+ tokens does not fit: this model's maximum context length is 4096 tokens, the answer"
+            r" included; shorten it, or serve a model with a longer context",
+        ),
+        (50_000, ".*250000 characters cannot fit the context of 4096 tokens: shorten it, or serve a model.*"),
+    ):
+        body = {"messages": [{"role": "user", "content": "word " * num_words}]}
+        message = plain_server.post("/v1/chat/completions", body).json["error"]["message"]
+        assert re.fullmatch(text, message), message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,9 +20,7 @@ from quire.server.catalog import API_VERSION, NEVER
 from quire.server.errors import ApiError, Kind
 from quire.server.models import ActiveRequest, InferenceRequest, Models
 from quire.server.protocols.ollama import (
-    GENERATE_UNSUPPORTED,
     IGNORED_OPTIONS,
-    NAMES,
     OLLAMA,
     ChatReply,
     GenerateReply,
@@ -32,9 +30,9 @@ from quire.server.protocols.ollama import (
     OllamaOptions,
     Reply,
     find_model,
-    keep_alive_s,
     parse_chat,
     parse_generate,
+    unloads,
 )
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
@@ -100,12 +98,8 @@ def test_answers_are_streamed_by_default() -> None:
     assert not chat_ask(stream=False).is_streaming
 
 
-@pytest.mark.parametrize(("kind", "ask"), [(OllamaChatRequest, chat_ask), (OllamaGenerateRequest, generate_ask)])
-def test_null_equals_an_absent_field(kind: type[msgspec.Struct], ask: Callable[..., InferenceRequest]) -> None:
-    optional = [name for name in kind.__struct_fields__ if name not in ("model", "messages", "prompt")]
-    assert len(optional) > 10
-    assert ask(**dict.fromkeys(optional)) == ask()
-    assert ask(options=dict.fromkeys(OllamaOptions.__struct_fields__)) == ask()
+def test_null_options_are_absent_options() -> None:
+    assert chat_ask(options=dict.fromkeys(OllamaOptions.__struct_fields__)) == chat_ask()
 
 
 def test_a_prompt_is_a_conversation_unless_it_is_raw() -> None:
@@ -231,44 +225,14 @@ def test_refusals_name_the_field(body: dict[str, Any], words: str) -> None:
         chat_ask(**body)
 
 
-@pytest.mark.parametrize("name", ["suffix", "template", "images"])
-def test_unsupported_fields_of_generate(name: str) -> None:
-    with pytest.raises(ApiError, match=f"{name} is not supported: {GENERATE_UNSUPPORTED[name].why}"):
-        generate_ask(**{name: ["aGk="] if name == "images" else "x"})
-    generate_ask(**{name: [] if name == "images" else ""})
-    with pytest.raises(InvalidRequest, match="context"):
-        generate_ask(context=[-1])
-
-
-@pytest.mark.parametrize("ask", [chat_ask, generate_ask])
-def test_fields_that_ask_for_a_shape_elsewhere_name_the_one_here(ask: Callable[..., Any]) -> None:
-    for name in ("structured_outputs", "response_format", "grammar", "guided_json", "regex"):
-        with pytest.raises(ApiError, match=f"^{name} is not supported: use format: json, or a JSON schema"):
-            ask(**{name: {"type": "json_object"} if name == "response_format" else "x"})
-    ask(response_format={"type": "text"}, grammar="", structured_outputs=None)
-
-
-def test_tables_name_fields_that_exist() -> None:
-    assert set(OllamaOptions.__struct_fields__) >= set(IGNORED_OPTIONS)
-    ours = {field.name for field in GenerationParams.__dataclass_fields__.values()}
-    assert set(NAMES) <= ours
-
-
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [
-        *((None, None), (0, 0.0), (300, 300.0), (-1, math.inf), (2.5, 2.5), ("0", 0.0), ("0s", 0.0), ("5m", 300.0)),
-        *(("1h30m", 5400.0), ("500ms", 0.5), ("-1", math.inf), ("-1m", math.inf), ("60", 60.0)),
-    ],
-)
-def test_keep_alive(given: str | float | None, seconds: float | None) -> None:
-    assert keep_alive_s(given) == seconds
-
-
-@pytest.mark.parametrize("given", ["", "m", "5x", "1h 30m", "five", "--1", "9" * 100, "1" * 40 + "s", "٣m"])
-def test_an_invalid_keep_alive(given: str) -> None:
-    with pytest.raises(InvalidRequest, match="keep_alive = "):
-        keep_alive_s(given)
+def test_a_keep_alive_of_0_unloads() -> None:
+    for zero in (0, 0.0, "0", "0s", "0h0.0m", ".0s"):
+        assert unloads(zero)
+    for other in (None, 300, -1, 2.5, "5m", "1h30m", "500ms", "-1", "-1m", "60", "0h1m", ".5s"):
+        assert not unloads(other)
+    for invalid in ("", "m", "5x", "1h 30m", "five", "--1", "9" * 100, "1" * 40 + "s", "٣m"):
+        with pytest.raises(InvalidRequest, match="keep_alive = "):
+            unloads(invalid)
 
 
 def test_a_model_is_found_with_the_default_tag_and_without() -> None:
@@ -419,7 +383,7 @@ def test_a_keep_alive_is_not_a_line() -> None:
 
 USER, ADMIN = "sk-user-00000001", "sk-admin-0000001"
 AS_ADMIN = {"authorization": f"Bearer {ADMIN}"}
-CHAT = {"model": "tiny", "messages": HELLO, "options": {"num_predict": 4}}
+CHAT = {"model": "tiny", "messages": HELLO, "options": {"num_predict": 4, "seed": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -441,11 +405,53 @@ def test_a_stream_is_lines_of_json(server: Server) -> None:
     assert whole.json["message"]["role"] == "assistant"
 
 
-def test_a_stream_that_fails_before_it_begins_has_a_status(server: Server) -> None:
-    long = [{"role": "user", "content": "word " * 9000}]
-    answer = server.post("/api/chat", CHAT | {"messages": long})
-    assert (answer.status, answer.headers["content-type"]) == (400, "application/json")
-    assert "maximum context length" in answer.json["error"]
+NO_KEY = {"authorization": ""}
+LONG = [{"role": "user", "content": "word " * 9000}]
+UNKNOWN = "is neither a known model name nor an org/name of the hub"
+PULLED = '{"status":"success"}'
+ANSWERS: list[tuple[str, str, Any, dict[str, str], int, str]] = [
+    (
+        "POST",
+        "/api/chat",
+        CHAT | {"messages": [{"role": "user", "content": "word " * 9000}]},
+        {},
+        400,
+        "maximum context",
+    ),
+    ("POST", "/api/show", {}, {}, 400, '{"error":"model is missing"}'),
+    ("POST", "/api/show", {"model": "x"}, {}, 404, '{"error":"'),
+    ("GET", "/api/version", None, {}, 200, f'{{"version":"{API_VERSION}"'),
+    ("POST", "/api/pull", {"model": "tiny"}, {}, 403, '{"error":"'),
+    ("POST", "/api/pull", {"model": "tiny:latest"}, AS_ADMIN, 200, PULLED + "\n"),
+    ("POST", "/api/pull", {"name": "tiny", "stream": False}, AS_ADMIN, 200, PULLED),
+    *(
+        ("POST", "/api/pull", {"model": name}, AS_ADMIN, 404, UNKNOWN)
+        for name in ("nothing", "/etc/passwd", "../tiny", "a/b/c", "./tiny.gguf", "a/../b")
+    ),
+    # The path decides on the format of an error.
+    ("GET", "/api/tags", None, NO_KEY, 401, '{"error":"no API key was sent'),
+    ("GET", "/api/nothing", None, NO_KEY, 401, '{"error":"no API key was sent'),
+    (
+        "POST",
+        "/api/chat",
+        {"model": "x", "messages": HELLO},
+        {"anthropic-version": "2023-06-01"},
+        404,
+        '{"error":"model \'x\' not found',
+    ),
+    ("GET", "/props?model=x", None, {}, 404, '"param":"model"'),
+    ("POST", "/apply-template", {"messages": []}, {}, 400, '"param":"messages"'),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "headers", "status", "words"), ANSWERS)
+def test_an_answer(
+    server: Server, method: str, path: str, body: Any, headers: dict[str, str], status: int, words: str
+) -> None:
+    answer = server.ask(method, path, body, headers=headers)
+    assert (answer.status, words in answer.body.decode()) == (status, True), answer
+    is_stream = path == "/api/pull" and status == 200 and "stream" not in body
+    assert answer.headers["content-type"] == ("application/x-ndjson" if is_stream else "application/json")
 
 
 def test_unsatisfied_fields_are_named(server: Server) -> None:
@@ -506,9 +512,6 @@ def test_the_catalog(server: Server) -> None:
         assert shown["model_info"][f"{family}.context_length"] > 0
         assert shown["capabilities"][:2] == ["completion", "tools"]
         assert "messages" in shown["template"]
-    assert server.post("/api/show", {}).json == {"error": "model is missing"}
-    assert server.post("/api/show", {"model": "x"}).status == 404
-    assert server.get("/api/version").json["version"] == API_VERSION
 
 
 def test_no_answer_names_a_path_of_this_machine(server: Server, tiny_model: Path) -> None:

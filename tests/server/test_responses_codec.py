@@ -22,14 +22,10 @@ from quire.errors import InvalidRequest, RequestFailed
 from quire.server.errors import ApiError, Kind, api_error, from_quire
 from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.protocols.responses import (
-    ACCEPTED,
     RESPONSES,
-    UNSUPPORTED,
     Reply,
     ResponsesRequest,
-    ResponseTools,
     parse_responses,
-    parse_tools,
     qualified_name,
 )
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
@@ -67,13 +63,6 @@ def refusal(error: pytest.ExceptionInfo[Exception]) -> tuple[str, str | None]:
 
 def test_every_field_of_the_sdk_is_known() -> None:
     assert (set(ResponseCreateParamsBase.__annotations__) | {"stream"}) - FIELDS == set()
-
-
-def test_a_body_of_nulls_equals_the_minimal_body() -> None:
-    nulls: dict[str, Any] = dict.fromkeys(FIELDS - {"input"})
-    assert ask_for(**nulls) == ask_for()
-    assert ask_for().params == GenerationParams()
-    assert conversation().messages == (Message(Role.USER, (Part("Hi"),)),)
 
 
 def test_request_fields() -> None:
@@ -185,14 +174,11 @@ TOOL_F, TOOL_G = Tool("f", "", {"type": "object"}, False), Tool("g", is_strict=F
     ids=str,
 )
 def test_tools(choice: Any, tools: tuple[Tool, ...], expected: ToolChoice) -> None:
-    assert parse_tools(body_of(tools=[F, G], tool_choice=choice)) == ResponseTools(tools, expected, (), ())
-
-
-def test_tools_in_detail() -> None:
-    strict = {**F, "description": "Does f.", "strict": True}
-    found = parse_tools(body_of(tools=[strict], parallel_tool_calls=False))
-    assert found.tools == (Tool("f", "Does f.", {"type": "object"}, True),)
-    assert found.choice == ToolChoice(is_parallel=False)
+    chat = conversation(tools=[F, G], tool_choice=choice)
+    assert (chat.tools, chat.tool_choice) == (tools, expected)
+    strict = conversation(tools=[{**F, "description": "Does f.", "strict": True}, G], parallel_tool_calls=False)
+    assert strict.tools == (Tool("f", "Does f.", {"type": "object"}, True), TOOL_G)
+    assert strict.tool_choice == ToolChoice(is_parallel=False)
 
 
 GROUP = {
@@ -205,12 +191,11 @@ PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", "synta
 
 
 def test_tools_in_a_namespace() -> None:
-    body = body_of(tools=[F, GROUP], tool_choice={"type": "function", "namespace": "agents", "name": "g"})
-    found = parse_tools(body)
+    found = conversation(tools=[F, GROUP], tool_choice={"type": "function", "namespace": "agents", "name": "g"})
     assert [tool.name for tool in found.tools] == ["f", "agents__f", "agents__g"]
     assert [tool.description for tool in found.tools] == ["", "Other agents.", "g!"]
     assert found.tools[2].schema_path == "tools[1].tools[1].parameters"
-    assert found.choice == ToolChoice(ToolMode.REQUIRED, "agents__g")
+    assert found.tool_choice == ToolChoice(ToolMode.REQUIRED, "agents__g")
     assert qualified_name("mcp__mail__", "send") == "mcp__mail__send"
     calls: list[Piece] = [CallStart(0, "c0", "agents__g"), CallArguments(0, "{}")]
     calls += [CallStart(1, "c1", "f"), CallArguments(1, "{}")]
@@ -229,10 +214,8 @@ def test_tools_in_a_namespace() -> None:
 
 
 def test_a_custom_tool_is_called_with_a_text() -> None:
-    body = body_of(tools=[PATCH])
-    found = parse_tools(body)
-    assert found.unenforced == ("tools[0].format",)
-    assert found.tools[0].parameters["required"] == ["input"]
+    assert ask_for(tools=[PATCH]).unenforced == ("tools[0].format",)
+    assert conversation(tools=[PATCH]).tools[0].parameters["required"] == ["input"]
     call: list[Piece] = [CallStart(0, "c0", "patch"), CallArguments(0, '{"input": "a\\n'), CallArguments(0, 'b"}')]
     events = stream([delta("<call>"), delta("", FinishReason.STOP)], {"<call>": call}, tools=[PATCH])
     (item,) = events[-1]["response"]["output"]
@@ -274,23 +257,6 @@ def test_answer_formats() -> None:
 
 
 # Refusals
-
-ASKED: dict[str, Any] = {"n": 2, "background": True, "context_management": [{"type": "compaction"}]}
-
-
-@pytest.mark.parametrize("field", UNSUPPORTED)
-def test_unsupported_fields_are_refused_by_name(field: str) -> None:
-    with pytest.raises(ApiError, match=f"^{field} is not supported") as error:
-        ask_for(**{field: ASKED.get(field, "x")})
-    assert (error.value.kind, error.value.param) == (Kind.INVALID, field)
-    for value in (None, *UNSUPPORTED[field].harmless):
-        assert ask_for(**{field: value}) == ask_for()
-
-
-@pytest.mark.parametrize("field", [*ACCEPTED, "user", "store", "safety_identifier"])
-def test_harmless_values_of_unsupported_fields_pass(field: str) -> None:
-    for value in ("x", True, {"a": "b"}, 7):
-        assert ask_for(**{field: value}) == ask_for()
 
 
 def message(**fields: Any) -> list[dict[str, Any]]:
@@ -375,20 +341,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing", "text.format.schema"),
     ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs['x'] is a list", "chat_template_kwargs['x']"),
     ({"service_tier": "gold"}, "service_tier = 'gold' is not", "service_tier"),
-]
-
-
-@pytest.mark.parametrize(("fields", "text", "param"), BAD, ids=lambda value: str(value)[:40])
-def test_a_bad_body_is_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
-    body = msgspec.convert({"input": "Hi", **fields}, ResponsesRequest)  # lone surrogates are not JSON
-    with pytest.raises((ApiError, InvalidRequest)) as error:
-        parse_responses(body)
-    message, found = refusal(error)
-    assert message.startswith(text)
-    assert found == param
-
-
-BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
         "tool_choice.type = 'web_search' is not supported: this server runs no tools. Use function or allowed_tools",
@@ -419,10 +371,11 @@ BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "text", "param"), BAD_TOOLS, ids=lambda value: str(value)[:40])
-def test_bad_tools_are_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
+@pytest.mark.parametrize(("fields", "text", "param"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_body_is_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
+    body = msgspec.convert({"input": "Hi", **fields}, ResponsesRequest)  # lone surrogates are not JSON
     with pytest.raises((ApiError, InvalidRequest)) as error:
-        parse_tools(body_of(**fields))
+        parse_responses(body)
     message, found = refusal(error)
     assert message.startswith(text)
     assert found == param

@@ -10,17 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine.generation import Usage
 from quire.server.app import ENDPOINTS
-from quire.server.protocols.openai_types import (
+from quire.server.protocols.openai import (
     AnswerHead,
     ChatAnswerMessage,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     ChatTokenLogprob,
-    CompletionUsage,
-    TopLogprob,
+    usage_body,
 )
+from quire.server.protocols.support import TopLogprob
 from quire.server.request_context import MAX_PART, in_parts
 from quire.server.tokenization import Tokens
 from tests.gauntlet.pairs import ADMIN, large_bodies
@@ -203,7 +204,7 @@ def test_an_answer_in_parts_is_the_same_json() -> None:
     tops = [TopLogprob(f"t{i}", -0.5 * i, [i]) for i in range(3)]
     scores = ChatLogprobs([ChatTokenLogprob("a", -1.0, [97], tops) for _ in range(3 * MAX_PART + 1)])
     choices = [ChatChoice(i, ChatAnswerMessage("a"), scores, "length") for i in range(2)]
-    usage = CompletionUsage(1, 2, 3)
+    usage = usage_body(Usage(1, 2, 0))
     head = AnswerHead(
         id="x", object="chat.completion", created=1, model="m", system_fingerprint="fp", service_tier="default"
     )

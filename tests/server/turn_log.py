@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.server.rig import hooked
+
 LOG = "QUIRE_TEST_TURNS"
 LOOP = "loop"  # much work on the event loop
 THREAD = "thread"  # in a thread of asyncio's pool, where keys take no turns
@@ -18,10 +20,8 @@ THREAD = "thread"  # in a thread of asyncio's pool, where keys take no turns
 
 def logging_turns(folder: Path) -> dict[str, str]:
     """The environment of such a server."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text("from tests.server.turn_log import install\n\ninstall()\n")
-    paths = [str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path), LOG: str(folder / "turns")}
+    code = "from tests.server.turn_log import install\n\ninstall()\n"
+    return hooked(folder, code, **{LOG: str(folder / "turns")})
 
 
 def read_turns(folder: Path) -> list[str]:

@@ -31,7 +31,6 @@ from quire.server.protocols.support import (
     Turn,
     Turns,
     Unsupported,
-    check_supported,
     decoded_arguments,
     described,
     encode_json,
@@ -42,8 +41,8 @@ from quire.server.protocols.support import (
     message_with_field,
     one_of,
     protocol_field_names,
+    refuse_unsupported,
     respond,
-    unsupported,
     unsupported_value,
     with_fields,
     with_unenforced,
@@ -71,7 +70,6 @@ from quire.text.stream import MAX_STOPS, CallStart, Piece, Thought, Words
 _CONVERSATIONS = "conversations are used unchanged"
 _SHAPE = "use output_config.format, which takes a JSON schema"
 _ONE_MODEL = "a request uses one model"
-_EMPTY: tuple[object, ...] = (None, "", [], {})  # values that request nothing in any field
 
 UNSUPPORTED = {
     "mcp_servers": Unsupported("tools are run by the client"),
@@ -84,24 +82,12 @@ UNSUPPORTED = {
     "inference_geo": Unsupported("the location of this server cannot be chosen", ("global",)),
     "speed": Unsupported("this server has a single speed", ("standard",)),
     "format": Unsupported(_SHAPE),
-    **{name: Unsupported(_SHAPE, ("text",) if name == "response_format" else ()) for name in SHAPE_FIELDS},
+    **{name: Unsupported(_SHAPE, harmless) for name, harmless in SHAPE_FIELDS.items()},
 }
 
 
-def refuse_unsupported(body: object) -> None:
-    """Raise ApiError for the first field that requests an unsupported feature. Names the member of an object."""
-    for name, row in UNSUPPORTED.items():
-        path, value = _requested(name, getattr(body, name))
-        is_whole = path in (name, f"{name}.type")  # harmless values are those of the field or of its `type`
-        check_supported(path, value, row if is_whole else Unsupported(row.why), shown=(str, int, float))
-
-
-def _requested(field: str, value: Any) -> tuple[str, Any]:
-    """The path and the value of the part that requests something: of an object, its `type` or its first member."""
-    parts = {field: value}
-    if isinstance(value, dict):
-        parts = {f"{field}.{key:.80}": value[key] for key in sorted(value, key=lambda key: key != "type")}
-    return next(((path, part) for path, part in parts.items() if part not in _EMPTY), (field, None))
+def check_fields(body: CountTokensRequest) -> None:
+    refuse_unsupported(body, UNSUPPORTED, shown=(str, int, float))
 
 
 ANTHROPIC_MODELS = "claude-"  # prefix of the names of Anthropic's own models
@@ -129,6 +115,7 @@ class ResultPart(Struct, frozen=True):
     tool_name: Annotated[str | None, described("Of a tool_reference: the deferred tool.")] = None
 
 
+@with_fields({}, {"signature": "quire signs nothing", "data": "of redacted_thinking, which has no readable text"})
 class Block(Struct, frozen=True):
     """A content block of any type. Not a union, so that an unsupported type is refused by name."""
 
@@ -138,8 +125,6 @@ class Block(Struct, frozen=True):
     text: str | None = None
     cache_control: CacheControl | None = None
     thinking: str | None = None
-    signature: Annotated[Any, described("Accepted, without effect: quire signs nothing.")] = None
-    data: Annotated[Any, described("Of redacted_thinking. Accepted, without effect.")] = None
     id: Annotated[str | None, described("Of a tool_use.")] = None
     name: Annotated[str | None, described("The name of the called tool.")] = None
     input: Annotated[dict[str, Any] | None, described("The arguments of the call.")] = None
@@ -339,6 +324,7 @@ DEFAULT_TRIGGER_TOKENS = 100_000
 
 T = TypeVar("T")
 CountTokens = Callable[[ChatRequest], Awaitable[int]]
+Clear = Callable[[Sequence[Message], ContextEdit], tuple[list[Message], int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,14 +336,14 @@ class Edited:
 
 def ignored_edits(body: CountTokensRequest) -> tuple[str, ...]:
     edits = _edits(body.context_management)
-    return tuple(f"{path}.{edit.type}" for path, edit in edits if edit.type not in (CLEAR_THINKING, CLEAR_TOOL_USES))
+    return tuple(f"{path}.{edit.type}" for path, edit in edits if edit.type not in EDITS)
 
 
 async def apply(management: ContextManagement | None, chat: ChatRequest, count: CountTokens) -> Edited:
     """Check all edits, then apply them. Returns the edited conversation and the applied edits."""
     edits: dict[str, ContextEdit] = {}
     for path, edit in _edits(management):
-        if edit.type in (CLEAR_THINKING, CLEAR_TOOL_USES):
+        if edit.type in EDITS:
             _check(edit, path)
         if edit.type in edits:  # each edit tokenises the whole conversation
             raise _wrong(f"{path}.type", edit.type, "used twice")
@@ -369,13 +355,11 @@ async def apply(management: ContextManagement | None, chat: ChatRequest, count: 
 
 
 async def _apply(edit: ContextEdit, done: Edited, count: CountTokens) -> Edited:
-    chat = done.chat
-    if edit.type == CLEAR_THINKING:
-        messages, num_cleared = clear_thinking(chat.messages, edit)
-    elif edit.type == CLEAR_TOOL_USES:
-        messages, num_cleared = clear_tool_uses(chat.messages, edit)
-    else:
+    if edit.type not in EDITS:
         return done
+    chat = done.chat
+    clear, kind = EDITS[edit.type]
+    messages, num_cleared = clear(chat.messages, edit)
     if not num_cleared:
         return done
     num_before = await count(chat)
@@ -385,7 +369,6 @@ async def _apply(edit: ContextEdit, done: Edited, count: CountTokens) -> Edited:
     num_tokens = max(0, num_before - await count(cleared))
     if edit.clear_at_least is not None and num_tokens < edit.clear_at_least.value:
         return done
-    kind = ClearedThinking if edit.type == CLEAR_THINKING else ClearedToolUses
     original = num_before if done.num_original_tokens is None else done.num_original_tokens
     return Edited(cleared, (*done.applied, kind(num_cleared, num_tokens)), original)
 
@@ -426,6 +409,13 @@ def clear_tool_uses(messages: Sequence[Message], edit: ContextEdit) -> tuple[lis
             message = replace(message, tool_calls=tuple(map(without_input, message.tool_calls)))
         found.append(message)
     return found, len(cleared)
+
+
+# Type of an edit -> what makes it, and how it is reported.
+EDITS: dict[str, tuple[Clear, Callable[[int, int], AppliedEdit]]] = {
+    CLEAR_THINKING: (clear_thinking, ClearedThinking),
+    CLEAR_TOOL_USES: (clear_tool_uses, ClearedToolUses),
+}
 
 
 def _all_but_last(found: Sequence[T], keep: Amount | None, default: int) -> set[T]:
@@ -481,7 +471,7 @@ _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 
 
 def to_inference_request(body: MessagesRequest) -> InferenceRequest:
-    refuse_unsupported(body)
+    check_fields(body)
     chat, breakpoints, ignored = conversation(body)
     has_budget = body.thinking is not None and body.thinking.budget_tokens is not None
     request = InferenceRequest(
@@ -558,12 +548,7 @@ def shows_thoughts(body: CountTokensRequest) -> bool:
 
 
 def _wants_thought(body: CountTokensRequest) -> bool | None:
-    if body.thinking is None:
-        return None
-    if body.thinking.type not in _THINKING:
-        text = f"thinking.type = {body.thinking.type!r:.80} is not one of {', '.join(_THINKING)}"
-        raise unsupported("thinking.type", text)
-    return _THINKING[body.thinking.type]
+    return None if body.thinking is None else _THINKING[one_of("thinking.type", body.thinking.type, _THINKING)]
 
 
 def _tools(
@@ -573,13 +558,10 @@ def _tools(
 
     `references`: names of deferred tools that tool results have referenced.
     """
-    found = body.tools or ()
-    if len(found) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(found)} entries, more than {MAX_TOOLS}")
     choice = _choice(body)
     tools: list[Tool] = []
     ignored: list[str] = []
-    for i, tool in enumerate(found):
+    for i, tool in enumerate(body.tools or ()):
         is_forced = tool.name is not None and tool.name == choice.name
         if tool.type not in (None, "custom"):
             if is_forced:
@@ -715,32 +697,27 @@ def _params(body: MessagesRequest) -> GenerationParams:
         )
 
 
-# 503 for a server that starts or stops: the SDK retries 503 and 529, and proxies know only 503.
-_TYPES: dict[Kind, tuple[int, str]] = {
-    Kind.INVALID: (400, "invalid_request_error"),
-    Kind.TOO_LONG: (400, "invalid_request_error"),
-    Kind.AUTHENTICATION: (401, "authentication_error"),
-    Kind.PERMISSION: (403, "permission_error"),
-    Kind.NOT_FOUND: (404, "not_found_error"),
-    Kind.NO_MODEL: (404, "not_found_error"),
-    Kind.METHOD: (405, "invalid_request_error"),
-    Kind.TIMEOUT: (408, "timeout_error"),
-    Kind.TOO_LARGE: (413, "request_too_large"),
-    Kind.RATE_LIMITED: (429, "rate_limit_error"),
-    Kind.OVERLOADED: (529, "overloaded_error"),
-    Kind.UNAVAILABLE: (503, "overloaded_error"),
-    Kind.FAILED: (500, "api_error"),
-    Kind.DIED: (500, "api_error"),
-    Kind.CANCELLED: (499, "api_error"),
+_TYPES = {
+    Kind.INVALID: "invalid_request_error",
+    Kind.TOO_LONG: "invalid_request_error",
+    Kind.AUTHENTICATION: "authentication_error",
+    Kind.PERMISSION: "permission_error",
+    Kind.NOT_FOUND: "not_found_error",
+    Kind.NO_MODEL: "not_found_error",
+    Kind.METHOD: "invalid_request_error",
+    Kind.TIMEOUT: "timeout_error",
+    Kind.TOO_LARGE: "request_too_large",
+    Kind.RATE_LIMITED: "rate_limit_error",
+    Kind.OVERLOADED: "overloaded_error",
+    Kind.UNAVAILABLE: "overloaded_error",
+    Kind.FAILED: "api_error",
+    Kind.DIED: "api_error",
+    Kind.CANCELLED: "api_error",
 }
 
 
-def _status(error: ApiError) -> int:
-    return _TYPES[error.kind][0]
-
-
 def _body(error: ApiError, request_id: str) -> bytes:
-    detail = {"type": _TYPES[error.kind][1], "message": _message(error)}
+    detail = {"type": _TYPES[error.kind], "message": _message(error)}
     return encode_json({"type": "error", "error": detail, "request_id": request_id})
 
 
@@ -755,7 +732,7 @@ def _message(error: ApiError) -> str:
     return text
 
 
-ANTHROPIC = Dialect("anthropic", _status, _body, _event)
+ANTHROPIC = Dialect("anthropic", _body, _event, overloaded=529, lost=500)
 
 
 async def messages(context: RequestContext) -> Response:
@@ -769,7 +746,7 @@ async def messages(context: RequestContext) -> Response:
 async def count_tokens(context: RequestContext) -> Response:
     """Count the input tokens that `messages` would report for the same conversation: the sum of the three kinds."""
     body = await context.body(CountTokensRequest)
-    refuse_unsupported(body)
+    check_fields(body)
     await context.parse(grammar_of, body)  # raises for a body that `messages` would refuse
     found = await context.parse(conversation, body)
     context.note_ignored(found.ignored)

@@ -7,7 +7,6 @@ messages that name the field and the value. An error is one string and a status.
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from abc import abstractmethod
@@ -25,6 +24,7 @@ from quire.engine.generation import MAX_LOGPROBS, MAX_TEMPERATURE, Delta, Genera
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.models import ActiveRequest, InferenceRequest, Model, Models, ModelService, Prompt, priority_of
+from quire.server.protocols.openai import FunctionDefinition
 from quire.server.protocols.support import (
     SHAPE_FIELDS,
     AnswerEncoder,
@@ -32,6 +32,7 @@ from quire.server.protocols.support import (
     Event,
     Item,
     Sample,
+    TopLogprob,
     Unsupported,
     decoded_arguments,
     described,
@@ -46,6 +47,7 @@ from quire.server.protocols.support import (
     refuse_unsupported,
     respond,
     token_text,
+    top_logprob,
     unsupported_value,
     with_fields,
     with_unenforced,
@@ -69,12 +71,12 @@ from quire.text.stream import MAX_STOPS, CallStart, Thought, Words
 _SHAPE = "use format: json, or a JSON schema"
 _SAMPLER = "quire does not have this sampler"
 
-IMAGES = {"images": Unsupported("only text input is supported", ([],))}
+IMAGES = {"images": Unsupported("only text input is supported")}
 UNSUPPORTED = {name: Unsupported(_SHAPE, harmless) for name, harmless in SHAPE_FIELDS.items()}
 GENERATE_UNSUPPORTED = {
     **IMAGES,
-    "suffix": Unsupported("the models generate at the end of the prompt only", ("",)),
-    "template": Unsupported("a request cannot bring its own template; the model's is used", ("",)),
+    "suffix": Unsupported("the models generate at the end of the prompt only"),
+    "template": Unsupported("a request cannot bring its own template; the model's is used"),
 }
 UNSUPPORTED_OPTIONS = {
     "mirostat": Unsupported(_SAMPLER, (0,)),
@@ -103,6 +105,12 @@ IGNORED_OPTIONS = {
     "vocab_only": _OLD,
     "embedding_only": _OLD,
     "penalize_newline": _OLD,
+}
+
+
+ACCEPTED = {
+    "truncate": "a prompt that is too long is refused",
+    "shift": "an answer ends when the context is full",
 }
 
 
@@ -153,16 +161,16 @@ class OllamaOptions(Struct, kw_only=True):
     )
 
 
+@with_fields({}, {"index": "calls are in order"})
 class OllamaCalledFunction(Struct, kw_only=True):
     name: str
     arguments: Annotated[dict[str, Any] | None, described("An object, not a JSON string.")] = None
-    index: int | None = None
 
 
+@with_fields({}, {"type": "all calls are of functions"})
 class OllamaToolCall(Struct, kw_only=True):
     function: OllamaCalledFunction
     id: str | None = None
-    type: str | None = None
 
 
 @with_fields(IMAGES)
@@ -177,18 +185,12 @@ class OllamaMessage(Struct, kw_only=True):
     tool_call_id: Annotated[str | None, described("In a tool's message: the call it answers.")] = None
 
 
-class OllamaFunction(Struct, kw_only=True):
-    name: Annotated[str, described(pattern="^[A-Za-z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, described("A JSON schema of an object.")] = None
-
-
 class OllamaTool(Struct, kw_only=True):
-    function: OllamaFunction
+    function: FunctionDefinition
     type: Annotated[str, described(enum=["function"])] = "function"
 
 
-@with_fields(UNSUPPORTED)
+@with_fields(UNSUPPORTED, ACCEPTED)
 class OllamaBody(Struct, kw_only=True):
     """Fields that chat and generate share."""
 
@@ -200,12 +202,6 @@ class OllamaBody(Struct, kw_only=True):
     think: Annotated[
         bool | str | None, described(f"Whether to think first, or how much: {', '.join(THINK_LEVELS)}.")
     ] = None
-    truncate: Annotated[bool | None, described("Accepted, without effect: a prompt that is too long is refused.")] = (
-        None
-    )
-    shift: Annotated[bool | None, described("Accepted, without effect: an answer ends when the context is full.")] = (
-        None
-    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, described(minimum=0, maximum=MAX_LOGPROBS)] = None
     # quire's own
@@ -233,10 +229,10 @@ class OllamaGenerateRequest(OllamaBody, kw_only=True):
     ] = None
 
 
+@with_fields({}, {"verbose": "an answer is always the same"})
 class ShowRequest(Struct, kw_only=True):
     model: str | None = None
     name: Annotated[str | None, described("The older form of model.")] = None
-    verbose: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
 # Answers
@@ -244,17 +240,8 @@ class ShowRequest(Struct, kw_only=True):
 DoneReason = Literal["stop", "length", "load", "unload"]
 
 
-class OllamaAlternative(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class OllamaLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[OllamaAlternative] | UnsetType = UNSET
+class OllamaLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob] | UnsetType = UNSET
 
 
 class AnswerFunction(Struct):
@@ -369,9 +356,7 @@ NAMES = {
     },
 }
 _EFFORTS = {level: level for level in THINK_LEVELS} | {"max": "high"}  # templates have three levels
-_UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|ms|s|m|h)", re.ASCII)
-_DURATION = re.compile(rf"-?(?:{_PART.pattern})+", re.ASCII)
+_DURATION = re.compile(r"-?(?:\d+|(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|ms|s|m|h))+)", re.ASCII)
 _MAX_DURATION_CHARS = 32
 
 
@@ -430,23 +415,19 @@ def unmet(body: OllamaBody, service: ModelService, *, is_raw: bool = False) -> l
     return found
 
 
-def keep_alive_s(value: str | float | None) -> float | None:
-    """Parse seconds or a Go duration such as "5m" or "1h30m". Negative: no limit."""
-    if value is None or isinstance(value, int | float):
-        return math.inf if value is not None and value < 0 else value
-    if value.removeprefix("-").isdecimal() and len(value) <= _MAX_DURATION_CHARS:
-        value += "s"  # a number as a string
-    if len(value) > _MAX_DURATION_CHARS or not _DURATION.fullmatch(value):
-        raise InvalidRequest(f"keep_alive = {value!r:.80} is neither seconds nor a duration like 5m or 1h30m")
-    if value.startswith("-"):
-        return math.inf
-    return sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(value))
+def unloads(keep_alive: str | float | None) -> bool:
+    """Whether `keep_alive`, seconds or a Go duration such as "5m" or "1h30m", is 0. Refuses other texts."""
+    if not isinstance(keep_alive, str):
+        return keep_alive == 0
+    if len(keep_alive) > _MAX_DURATION_CHARS or not _DURATION.fullmatch(keep_alive):
+        raise InvalidRequest(f"keep_alive = {keep_alive!r:.80} is neither seconds nor a duration like 5m or 1h30m")
+    return re.search("[1-9]", keep_alive) is None
 
 
 def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
     options = body.options or OllamaOptions()
     _refuse_unsupported(options, "options.")
-    keep_alive_s(body.keep_alive)  # checked, though only an empty prompt uses it
+    unloads(body.keep_alive)  # checked, though only an empty prompt uses it
     with protocol_field_names(NAMES):
         request = InferenceRequest(
             model=body.model,
@@ -474,7 +455,7 @@ def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:
         found.append("options.repeat_last_n")
     if body.keep_alive is not None:
         found.append("keep_alive")
-    found += [name for name in ("truncate", "shift") if getattr(body, name)]
+    found += [name for name in ACCEPTED if getattr(body, name)]
     if body.top_logprobs and not body.logprobs:
         found.append("top_logprobs")
     return found
@@ -527,8 +508,6 @@ def _thinking(body: OllamaBody) -> dict[str, Any]:
 
 
 def _tools(tools: Sequence[OllamaTool]) -> tuple[Tool, ...]:
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(tools)} entries, more than {MAX_TOOLS}")
     for i, tool in enumerate(tools):
         if tool.type != "function":
             raise unsupported_value(f"tools[{i}].type", tool.type, "tools are functions that the client calls")
@@ -537,7 +516,7 @@ def _tools(tools: Sequence[OllamaTool]) -> tuple[Tool, ...]:
             tool.function.name,
             tool.function.description or "",
             tool.function.parameters or {},
-            is_strict=False,
+            is_strict=bool(tool.function.strict),
             path=f"tools[{i}]",
             schema_path=f"tools[{i}].function.parameters",
         )
@@ -605,32 +584,6 @@ def _message(message: OllamaMessage, path: str, calls: _OpenCalls) -> Message:
     return Message(role, parts)
 
 
-# 503 for a full queue, as in Ollama; 429 for a key that has reached its limit.
-_STATUS = {
-    Kind.INVALID: 400,
-    Kind.TOO_LONG: 400,
-    Kind.AUTHENTICATION: 401,
-    Kind.PERMISSION: 403,
-    Kind.NOT_FOUND: 404,
-    Kind.NO_MODEL: 404,
-    Kind.METHOD: 405,
-    Kind.TIMEOUT: 408,
-    Kind.TOO_LARGE: 413,
-    Kind.RATE_LIMITED: 429,
-    Kind.OVERLOADED: 503,
-    Kind.UNAVAILABLE: 503,
-    Kind.FAILED: 500,
-    Kind.DIED: 500,
-    Kind.CANCELLED: 499,
-}
-
-
-def _status(error: ApiError) -> int:
-    if error.kind is Kind.DIED and error.may_retry:
-        return 503
-    return _STATUS[error.kind]
-
-
 def _body(error: ApiError, _request_id: str) -> bytes:
     return encode_json({"error": message_with_field(error)})
 
@@ -640,7 +593,7 @@ def _event(error: ApiError, request_id: str) -> bytes:
 
 
 # Readers of JSON lines skip a space; most fail on an empty line.
-OLLAMA = Dialect("ollama", _status, _body, _event, stream_type="application/x-ndjson", keep_alive=b" ")
+OLLAMA = Dialect("ollama", _body, _event, overloaded=503, stream_type="application/x-ndjson", keep_alive=b" ")
 
 
 _TIME = "<time>"
@@ -673,7 +626,7 @@ async def generate(context: RequestContext) -> Response:
 async def _load_or_unload(context: RequestContext, body: OllamaBody, model: Model, reply: type[Reply]) -> Response:
     """Load or unload the model, as a request without a prompt does."""
     done = reply.answer({}, model=body.model, created_at=rfc3339(time.time()), done=True, done_reason="load")
-    if keep_alive_s(body.keep_alive) == 0:
+    if unloads(body.keep_alive):
         if not context.key.is_admin:
             why = f"the key {context.key.name!r} is not an admin key"
             text = f"keep_alive = 0 without a prompt unloads the model: {why}"
@@ -816,7 +769,7 @@ def _logprobs(entries: Iterable[TokenLogprob]) -> list[OllamaLogprob]:
             token_text(entry),
             finite(entry.logprob),
             list(entry.data),
-            [OllamaAlternative(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top] or UNSET,
+            [top_logprob(top) for top in entry.top] or UNSET,
         )
         for entry in entries
     ]

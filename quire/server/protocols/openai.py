@@ -1,28 +1,43 @@
-"""OpenAI's chat and plain completions: parsing, encoding and errors.
+"""OpenAI's chat and plain completions, with fields of vLLM, SGLang, llama.cpp and TGI.
+
+/openapi.json is made from the types. Every optional field may be null: SDKs send null for unset fields. Bounds in types
+are for the schema only. They are checked where the values are used, with messages that name the field and the value. A
+field that quire does not support needs one row of a table; see `quire/server/protocols/support.py`.
 
 Clients act on the status of an error. `type` and `code` are OpenAI's own strings where OpenAI defines one.
 """
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
-from quire.core.values import Priority, check_tokens
-from quire.engine.generation import MAX_LOGPROBS, Delta, GenerationOutput, GenerationParams, TokenLogprob, Usage
+from quire.core.values import MAX_TOKEN_ID, MIN_PENALTY, Priority, check_tokens
+from quire.engine.generation import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOP_IDS,
+    MAX_TEMPERATURE,
+    Delta,
+    GenerationOutput,
+    GenerationParams,
+    TokenLogprob,
+    Usage,
+)
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.models import (
     MAX_BREAKPOINTS,
+    MAX_NAME_CHARS,
     MAX_PROMPTS,
     ActiveRequest,
     Breakpoint,
@@ -31,53 +46,19 @@ from quire.server.models import (
     ThinkingField,
     priority_of,
 )
-from quire.server.protocols.openai_types import (
-    ACCEPTED_OF_OTHERS,
-    BUDGETS,
-    CHAT_UNSUPPORTED,
-    COMPLETION_UNSUPPORTED,
-    DEFAULT_COMPLETION_TOKENS,
-    OLD_MESSAGE_FIELDS,
-    REFUSED,
-    RETENTIONS_S,
-    SERVICE_TIERS,
-    TTLS_S,
-    AnswerToolCall,
-    ChatAnswerMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionRequest,
-    ChatLogprobs,
-    ChatMessage,
-    ChatTokenLogprob,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    CompletionTokensDetails,
-    CompletionUsage,
-    ContentPart,
-    FunctionCall,
-    GenerationBody,
-    MessageToolCall,
-    NamedToolChoice,
-    PromptCacheOptions,
-    PromptTokensDetails,
-    ResponseFormat,
-    StreamOptions,
-    StructuredOutputs,
-    ToolDefinition,
-    TopLogprob,
-)
 from quire.server.protocols.support import (
     AnswerEncoder,
+    CacheView,
     Event,
     Item,
     Sample,
+    TopLogprob,
     Turn,
     Turns,
     Unsupported,
     check_supported,
+    decoded_arguments,
+    described,
     encode_json,
     finish_reason,
     finite,
@@ -88,12 +69,15 @@ from quire.server.protocols.support import (
     refuse_unsupported,
     respond,
     token_text,
+    top_logprob,
     unsupported,
     unsupported_value,
+    with_fields,
     with_unenforced,
 )
 from quire.server.request_context import RequestContext
 from quire.text.grammar import (
+    MAX_LISTED_TOKENS,
     Grammar,
     choice_grammar,
     gbnf_to_lark,
@@ -106,6 +90,8 @@ from quire.text.grammar import (
 )
 from quire.text.messages import (
     MAX_CALL_ID_CHARS,
+    MAX_MESSAGES,
+    MAX_TOOL_NAME_CHARS,
     MAX_TOOLS,
     ChatRequest,
     Message,
@@ -119,8 +105,502 @@ from quire.text.messages import (
     check_messages,
     check_parts,
 )
-from quire.text.stream import CallStart, PlainAnswer, Thought, Words
+from quire.text.stream import MAX_STOPS, CallStart, PlainAnswer, Thought, Words
 from quire.text.tokenizer import Detokenizer, Tokenizer
+
+_SAMPLERS = "the samplers are temperature, top_k, top_p, min_p, penalties and logit_bias"
+_THOUGHTS = "reasoning is streamed separately, in reasoning_content"
+_LOGPROBS = "use logprobs and top_logprobs"
+_NO_CODE = "a request cannot contain code"
+_NO_LORA = "adapters are not supported: use the name of a served model"
+
+# Fields of all bodies.
+REFUSED = {
+    "prompt_logprobs": Unsupported("in completions, echo with logprobs returns them"),
+    "bad_words": Unsupported("logit_bias can exclude tokens"),
+    "use_beam_search": Unsupported("every answer is sampled", (False,)),
+    "truncate_prompt_tokens": Unsupported("a prompt that is too long is refused"),
+    # Samplers of llama.cpp and related servers, with the value that disables each.
+    "typical_p": Unsupported(_SAMPLERS, (1,)),
+    "tfs_z": Unsupported(_SAMPLERS, (1,)),
+    "top_a": Unsupported(_SAMPLERS, (0,)),
+    "top_n_sigma": Unsupported(_SAMPLERS, (0, -1)),
+    "mirostat": Unsupported(_SAMPLERS, (0,)),
+    "mirostat_mode": Unsupported(_SAMPLERS, (0,)),
+    "dynatemp_range": Unsupported(_SAMPLERS, (0,)),
+    "dry_multiplier": Unsupported(_SAMPLERS, (0,)),
+    "xtc_probability": Unsupported(_SAMPLERS, (0,)),
+    "min_keep": Unsupported(_SAMPLERS, (0, 1)),
+    "samplers": Unsupported("the order of the samplers is fixed"),
+    "do_sample": Unsupported("temperature = 0 selects the most probable token", (True,)),
+    "watermarking": Unsupported("answers have no watermark", (False,)),
+    # Other ways to select or end answers.
+    "length_penalty": Unsupported("every answer is sampled", (1,)),
+    "early_stopping": Unsupported("every answer is sampled", (False,)),
+    "stop_regex": Unsupported("stop supports strings only"),
+    "repetition_detection": Unsupported("use max_tokens"),
+    "t_max_predict_ms": Unsupported("use max_tokens", (0,)),
+    "n_indent": Unsupported("use structured_outputs.regex", (0,)),
+    "n_cmpl": Unsupported("use n", (1,)),
+    "guided_whitespace_pattern": Unsupported("JSON is written with one space after comma and colon"),
+    # Reasoning.
+    "separate_reasoning": Unsupported(_THOUGHTS, (True,)),
+    "stream_reasoning": Unsupported(_THOUGHTS, (True,)),
+    "include_reasoning": Unsupported(_THOUGHTS, (True,)),
+    "reasoning_format": Unsupported(_THOUGHTS, ("auto", "deepseek")),
+    "parse_tool_calls": Unsupported("tool calls are always parsed", (True,)),
+    # Further contents of a response.
+    "n_probs": Unsupported(_LOGPROBS, (0,)),
+    "post_sampling_probs": Unsupported(_LOGPROBS, (False,)),
+    "logprob_token_ids": Unsupported(_LOGPROBS),
+    "return_tokens_as_token_ids": Unsupported("use return_token_ids, in completions", (False,)),
+    "return_tokens": Unsupported("use return_token_ids, in completions", (False,)),
+    "return_prompt_text": Unsupported("use echo, in completions", (False,)),
+    "return_hidden_states": Unsupported("only text and log probabilities are returned", (False,)),
+    "return_routed_experts": Unsupported("only text and log probabilities are returned", (False,)),
+    "response_fields": Unsupported("a response has all its fields"),
+    # The computation itself.
+    "custom_logit_processor": Unsupported(_NO_CODE),
+    "custom_params": Unsupported(_NO_CODE),
+    "logits_processors": Unsupported(_NO_CODE),
+    "vllm_xargs": Unsupported("these are arguments of vLLM extensions"),
+    "lora": Unsupported(_NO_LORA),
+    "lora_path": Unsupported(_NO_LORA),
+    "input_ids": Unsupported("send token ids as prompt, in completions"),
+    "session_params": Unsupported("requests are not stored: send the whole conversation"),
+    "kv_transfer_params": Unsupported("prefill and decode run in one process"),
+}
+
+# How many tokens to think.
+BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget", "reasoning_budget")
+
+Budget = Annotated[int, described("0: do not think. Others: no effect, max_tokens bounds thought and answer together.")]
+
+ACCEPTED_OF_OTHERS = {
+    "mirostat_tau": "it is a setting of mirostat",
+    "mirostat_eta": "it is a setting of mirostat",
+    "dynatemp_exponent": "it is a setting of dynatemp_range",
+    "dry_base": "it is a setting of dry_multiplier",
+    "dry_allowed_length": "it is a setting of dry_multiplier",
+    "dry_penalty_last_n": "it is a setting of dry_multiplier",
+    "dry_sequence_breakers": "it is a setting of dry_multiplier",
+    "xtc_threshold": "it is a setting of xtc_probability",
+    "truncation_side": "it is a setting of truncate_prompt_tokens",
+    "n_keep": "no token of a prompt is discarded",
+    "n_discard": "no token of a prompt is discarded",
+    "cache_prompt": "the cache changes no answer",
+    "n_cache_reuse": "the cache changes no answer",
+    "id_slot": "quire has no fixed slots",
+    "spaces_between_special_tokens": "text is decoded without extra spaces",
+    "guided_decoding_backend": "there is only one backend",
+    "mm_processor_kwargs": "images are not supported",
+    "media_io_kwargs": "images are not supported",
+    "timings_per_token": "see /metrics",
+    "return_progress": "a silent stream gets keep-alive comments",
+    "sse_ping_interval": "--keep-alive-interval sets it",
+    "stream_interval": "each chunk is sent as soon as it has text",
+    "rid": "use the header x-request-id",
+    "request_id": "use the header x-request-id",
+    "session_id": "requests are not stored",
+}
+
+
+# Fields that only one of chat and completions supports.
+CHAT_UNSUPPORTED = {
+    "functions": Unsupported("it is the older form of tools"),
+    "function_call": Unsupported("it is the older form of tool_choice and tool_calls", ("none", "auto")),
+    "modalities": Unsupported("this server answers in text only", (["text"],)),
+    "audio": Unsupported("this server answers in text only"),
+    "web_search_options": Unsupported("this server does not search the web", empty=()),
+    "moderation": Unsupported("this server has no moderation model", empty=()),
+    "documents": Unsupported("put them into messages"),
+    "chat_template": Unsupported("a request cannot bring its own template; the model's is used"),
+    "echo": Unsupported("only completions repeat the prompt", (False,)),
+    "add_special_tokens": Unsupported("the chat template adds them", (False,)),
+    "return_token_ids": Unsupported("only completions return them", (False,)),
+}
+OLD_MESSAGE_FIELDS = ("function_call", "audio")  # of a message
+COMPLETION_UNSUPPORTED = {
+    "suffix": Unsupported("the models generate at the end of the prompt only"),
+    "best_of": Unsupported("answers are not ranked: use n", (1,)),
+    "add_special_tokens": Unsupported("a prompt of token ids is used unchanged", (True,)),
+}
+
+ACCEPTED = {
+    "safety_identifier": "requests are not stored",
+    "store": "requests are not stored",
+    "metadata": "requests are not stored",
+}
+
+
+DEFAULT_COMPLETION_TOKENS = 16  # default of OpenAI's /v1/completions; chat has no such default
+SERVICE_TIERS = {
+    "auto": None,
+    "default": None,
+    "scale": None,  # OpenAI's purchased capacity
+    "flex": Priority.LOW,
+    "priority": Priority.HIGH,
+    "fast": Priority.HIGH,
+}
+TTLS_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
+RETENTIONS_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
+
+
+Ttl = Annotated[str, described(enum=list(TTLS_S))]
+Penalty = Annotated[float, described(minimum=-2, maximum=2)]
+TokenCount = Annotated[int, described(minimum=-1, maximum=MAX_TOKEN_ID)]  # -1: no limit, as in llama.cpp
+Alternatives = Annotated[int, described(minimum=0, maximum=MAX_LOGPROBS)]
+
+
+# Requests
+
+
+@with_fields({}, {"include_obfuscation": "chunks are not padded"})
+class StreamOptions(Struct, kw_only=True):
+    include_usage: Annotated[bool | None, described("Add a last chunk with the usage.")] = None
+
+
+class PromptCacheOptions(Struct, kw_only=True):
+    mode: Annotated[str, described(enum=["implicit", "explicit"])] | None = (
+        None  # explicit: keep only what breakpoints mark
+    )
+    ttl: Ttl | None = None
+
+
+class JsonSchemaFormat(Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: Annotated[
+        bool | None,
+        described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+    ] = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: Annotated[str, described(enum=["text", "json_object", "json_schema"])]
+    json_schema: JsonSchemaFormat | None = None
+    schema: Annotated[
+        dict[str, Any] | None,
+        described("The schema, with either type, as in llama.cpp and Together."),
+    ] = None
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """vLLM's constraint on the answer. Exactly one field is set."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: Annotated[str | None, described("In llguidance's dialect of Lark, or in GBNF.")] = None
+    json_object: bool | None = None
+    strict: Annotated[
+        bool | None,
+        described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+    ] = None
+
+
+@with_fields(REFUSED, ACCEPTED_OF_OTHERS | ACCEPTED)
+class GenerationBody(Struct, kw_only=True):
+    """Fields of all OpenAI bodies. `FIELDS` in `quire/server/routes.py` describes them."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, described(minimum=1, maximum=MAX_SAMPLES)] | None = None
+    max_tokens: TokenCount | None = None
+    n_predict: TokenCount | None = None  # llama.cpp's max_tokens
+    min_tokens: Annotated[int, described(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
+    temperature: Annotated[float, described(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, described(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, described(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None  # 0 or -1: all tokens
+    min_p: Annotated[float, described(minimum=0, maximum=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, described(minimum=MIN_PENALTY, maximum=100)] | None = None
+    repeat_penalty: Annotated[float, described(minimum=MIN_PENALTY, maximum=100)] | None = None  # llama.cpp's
+    repeat_last_n: Annotated[int, described(minimum=-1)] | None = None  # llama.cpp's
+    logit_bias: Annotated[dict[str, float], described(maxProperties=MAX_BIASES)] | None = None
+    seed: Annotated[int, described(minimum=-(2**63), maximum=2**64 - 1)] | None = None
+    stop: str | Annotated[list[str], described(maxItems=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], described(maxItems=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    thinking_budget: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
+    thinking_token_budget: Budget | None = None
+    reasoning_budget: Budget | None = None
+    user: Annotated[Any, described("Accepted, without effect: requests are not stored.")] = None
+    service_tier: Annotated[str, described(enum=list(SERVICE_TIERS))] | None = None
+    priority: str | int | None = None  # overrides service_tier
+    prompt_cache_key: Annotated[str, described(minLength=1, maxLength=MAX_NAME_CHARS)] | None = None
+    prompt_cache_retention: Annotated[str, described(enum=list(RETENTIONS_S))] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    cache_salt: str | None = None
+    cache: bool | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    allowed_token_ids: Annotated[list[int], described(minItems=1, maxItems=MAX_LISTED_TOKENS)] | None = None
+
+
+class PromptCacheBreakpoint(Struct, kw_only=True):
+    mode: str | None = None
+    ttl: Ttl | None = None
+
+
+class ContentPart(Struct, kw_only=True):
+    type: Annotated[str, described(enum=["text", "refusal"])]
+    text: str | None = None
+    refusal: str | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class Prediction(Struct, kw_only=True):
+    type: Annotated[str, described(enum=["content"])]
+    content: str | list[ContentPart]
+
+
+class CalledFunction(Struct, kw_only=True):
+    name: str
+    arguments: Annotated[str, described("A JSON object, as text.")] = ""
+
+
+class MessageToolCall(Struct, kw_only=True):
+    id: str
+    type: Annotated[str, described(enum=["function"])] = "function"
+    function: CalledFunction | None = None
+
+
+@with_fields({name: CHAT_UNSUPPORTED[name] for name in OLD_MESSAGE_FIELDS})
+class ChatMessage(Struct, kw_only=True):
+    role: Annotated[str, described(enum=["system", "developer", "user", "assistant", "tool"])]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: Annotated[str | None, described("The assistant's reasoning before its answer.")] = None
+    tool_calls: Annotated[list[MessageToolCall] | None, described("The assistant's tool calls.")] = None
+    tool_call_id: Annotated[str | None, described("In a tool's message: the call it answers.")] = None
+
+
+class FunctionDefinition(Struct, kw_only=True):
+    name: Annotated[str, described(pattern=f"^[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$")]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, described("A JSON schema of an object.")] = None
+    strict: Annotated[
+        bool | None,
+        described("Refuse keywords that cannot be enforced, instead of listing them in x-quire-unenforced."),
+    ] = None
+
+
+class ToolDefinition(Struct, kw_only=True):
+    type: Annotated[str, described(enum=["function"])]
+    function: FunctionDefinition | None = None
+
+
+class FunctionName(Struct, kw_only=True):
+    name: str
+
+
+class ToolName(Struct, kw_only=True):
+    type: Annotated[str, described(enum=["function"])] = "function"
+    function: FunctionName
+
+
+class AllowedTools(Struct, kw_only=True):
+    mode: Annotated[str, described(enum=["auto", "required"])]
+    tools: list[ToolName]
+
+
+class NamedToolChoice(Struct, kw_only=True):
+    type: Annotated[str, described(enum=["function", "allowed_tools"])]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class ConversationBody(GenerationBody, kw_only=True):
+    """Fields of chat completions and responses."""
+
+    top_logprobs: Alternatives | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, described("Arguments of the chat template: strings, numbers, true, false.")
+    ] = None
+    parallel_tool_calls: bool | None = None
+    enable_thinking: Annotated[
+        bool | None, described("Whether to reason before the answer, if the template supports the choice.")
+    ] = None
+
+
+@with_fields(CHAT_UNSUPPORTED, {"verbosity": "a hint"})
+class ChatCompletionRequest(ConversationBody, kw_only=True):
+    messages: Annotated[list[ChatMessage], described(minItems=1, maxItems=MAX_MESSAGES)]
+    max_completion_tokens: TokenCount | None = None  # overrides max_tokens
+    logprobs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool | None, described("Continue the last message, an assistant's, instead of answering it.")
+    ] = None
+
+    tools: Annotated[list[ToolDefinition], described(maxItems=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[str, described(enum=["none", "auto", "required"])] | NamedToolChoice | None = None
+    reasoning_effort: Annotated[
+        str | None,
+        described("none: no reasoning, if the template supports it. Others: a hint to the template."),
+    ] = None
+    prediction: Annotated[
+        Prediction | None,
+        described("Text that the answer is expected to contain. It only speeds up the answer."),
+    ] = None
+
+
+@with_fields(COMPLETION_UNSUPPORTED)
+class CompletionRequest(GenerationBody, kw_only=True):
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        described(f"A text, token ids, or up to {MAX_PROMPTS} of both kinds. max_tokens is 16 unless given."),
+    ]
+    logprobs: Alternatives | None = None
+    echo: Annotated[bool | None, described("Begin the answer with the prompt.")] = None
+    return_token_ids: Annotated[bool | None, described("Also return the token ids of the answer, as in vLLM.")] = None
+
+
+# Answers
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class CompletionUsage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class AnswerHead(Struct, kw_only=True):
+    """The fields that every chunk of an answer repeats."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+    created: Annotated[int, described("Unix time in seconds.")]
+    model: str
+    system_fingerprint: str | None  # null until the digest of large files is known
+    service_tier: str
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class FunctionCall(Struct):
+    name: str
+    arguments: str  # JSON, unless the answer was cut off
+
+
+class AnswerToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ChatAnswerMessage(Struct):
+    content: str | None  # null: only tool calls
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatAnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | UnsetType = UNSET  # the stop string that ended it, as in vLLM
+
+
+class ChatCompletion(AnswerHead, kw_only=True):
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    cache: CacheView | UnsetType = UNSET
+
+
+class CompletionLogprobs(Struct):
+    """Four lists of equal length. With echo, the log probability of the prompt's first token is null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]  # the chosen token is always among them
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # for return_token_ids
+
+
+class Completion(AnswerHead, kw_only=True):
+    """The whole answer, or one chunk of a stream."""
+
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    cache: CacheView | UnsetType = UNSET
+
+
+class Model(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "quire"
+    root: Annotated[str, described("The model this name stands for.")]
+    max_model_len: Annotated[int, described("Tokens of prompt and answer together, at most. 0: unknown.")]
+    state: Annotated[str, described("unloaded, loading, ready, unloading or failed.")] = "ready"
+    num_bytes: Annotated[int, described("Bytes of weights and KV cache; of the weights only if not loaded.")] = 0
+    is_pinned: bool = False
+    alias_of: Annotated[str | None, described("The first name of the same model.")] = None
+    type: Literal["model"] = "model"  # this and the next two for Anthropic's client
+    display_name: str
+    created_at: str
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+    has_more: bool = False  # this and the next two for Anthropic's client
+    first_id: str
+    last_id: str
+
+
+# Tools
 
 _FORMATS = ("text", "json_object", "json_schema")
 
@@ -128,8 +608,6 @@ _FORMATS = ("text", "json_object", "json_schema")
 def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoice, tuple[str, ...]]:
     """Return the functions, the tool choice, and the names of left-out tools, which OpenAI's server would run."""
     found = body.tools or ()
-    if len(found) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(found)} entries, more than {MAX_TOOLS}")
     for i, tool in enumerate(found):
         if tool.type == "custom":
             text = f"tools[{i}].type = 'custom' is not supported in chat completions: /v1/responses takes custom tools"
@@ -389,21 +867,19 @@ def _ignored(body: GenerationBody) -> Iterator[str]:
             yield name
 
 
-def thinking_fields(
-    body: GenerationBody, wants: bool | None, effort_field: str, effort: str | None
-) -> tuple[ThinkingField, ...]:
+def thinking_fields(body: ConversationBody, effort_field: str, effort: str | None) -> tuple[ThinkingField, ...]:
     """The fields of the body that set whether, or how much, to think."""
     found = [] if effort is None else [ThinkingField(effort_field, False if effort == "none" else None)]
-    if wants is not None:
-        found.append(ThinkingField("enable_thinking", wants))
+    if body.enable_thinking is not None:
+        found.append(ThinkingField("enable_thinking", body.enable_thinking))
     found += [ThinkingField(name, False) for name in BUDGETS if getattr(body, name) == 0]
     return tuple(found)
 
 
-def wants_thought(body: GenerationBody, wants: bool | None, effort: str | None) -> bool | None:
+def wants_thought(body: ConversationBody, effort: str | None) -> bool | None:
     """Whether to think. A budget of 0 tokens switches it off."""
     has_no_budget = any(getattr(body, name) == 0 for name in BUDGETS)
-    return False if effort == "none" or has_no_budget else wants
+    return False if effort == "none" or has_no_budget else body.enable_thinking
 
 
 def cache_ttl_s(body: GenerationBody) -> float:
@@ -456,10 +932,8 @@ class ChunkEncoder(AnswerEncoder):
         self.n = request.params.n
         self._num_open = self.n * len(request.prompts)
         self._include_usage = bool(options.include_usage)
-        self._has_running_usage = bool(options.continuous_usage_stats)  # in every chunk
         self._has_ids = isinstance(body, CompletionRequest) and bool(body.return_token_ids)  # also without text
-        self.has_frames = not self._has_running_usage and not self._has_ids
-        self._num_tokens = 0  # of all choices, so far
+        self.has_frames = not self._has_ids
         self._held: Event | None = None
         # Only the choice differs between chunks: the rest is encoded once.
         self._head = self.head(self.chunk_kind)
@@ -499,10 +973,6 @@ class ChunkEncoder(AnswerEncoder):
     def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
         events: list[bytes] = []
         for prompt, delta in batch:
-            self._num_tokens += len(delta.token_ids)
-            if self._has_running_usage:
-                running = _running(self.active.usage, self._num_tokens)
-                self._after = b'],"usage":' + encode_json(running) + b"}\n\n"
             index = prompt * self.n + delta.index
             has_content = bool(delta.text or delta.logprobs or (self._has_ids and delta.token_ids))
             if not has_content and delta.finish_reason is None:
@@ -531,17 +1001,14 @@ class ChunkEncoder(AnswerEncoder):
         return chunks
 
     def finish(self) -> bytes:
-        usage, events = self.active.usage, [DONE]
-        cache: Event = {} if self.cache is UNSET else {"cache": self.cache}
-        running: Event = {}
-        if self._has_running_usage:
-            running["usage"] = _running(usage, usage.completion_tokens)
+        events = [DONE]
+        more: Event = {} if self.cache is UNSET else {"cache": self.cache}
         if self._include_usage:
-            in_all = usage_body(usage, self.active.num_thought_tokens)
-            events.insert(0, self._event([], {"usage": in_all} | cache))
-            cache, running = {}, {"usage": None} | running
+            usage = usage_body(self.active.usage, self.active.num_thought_tokens)
+            events.insert(0, self._event([], {"usage": usage} | more))
+            more = {"usage": None}
         if self._held is not None:
-            events.insert(0, self._event([self._held], running | cache))
+            events.insert(0, self._event([self._held], more))
         return b"".join(events)
 
     def _event(self, choices: list[Event], more: Event) -> bytes:
@@ -562,48 +1029,31 @@ def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
     )
 
 
-def _running(usage: Usage, num_tokens: int) -> CompletionUsage:
-    return CompletionUsage(usage.prompt_tokens, num_tokens, usage.prompt_tokens + num_tokens)
-
-
-class _Row(NamedTuple):
-    status: int
-    type: str
-    code: str | None = None
-
-
-_ROWS = {
-    Kind.INVALID: _Row(400, "invalid_request_error"),
-    Kind.TOO_LONG: _Row(400, "invalid_request_error", "context_length_exceeded"),
-    Kind.AUTHENTICATION: _Row(401, "invalid_request_error", "invalid_api_key"),
-    Kind.PERMISSION: _Row(403, "permission_error", "permission_denied"),
-    Kind.NOT_FOUND: _Row(404, "invalid_request_error", "unknown_url"),
-    Kind.NO_MODEL: _Row(404, "invalid_request_error", "model_not_found"),
-    Kind.METHOD: _Row(405, "invalid_request_error", "method_not_supported"),
-    Kind.TOO_LARGE: _Row(413, "invalid_request_error", "request_too_large"),
-    Kind.TIMEOUT: _Row(408, "invalid_request_error", "request_timeout"),
-    Kind.RATE_LIMITED: _Row(429, "rate_limit_error", "rate_limit_exceeded"),
-    # 429 as well: every client backs off. The code distinguishes a full server from a key that reached its limit.
-    Kind.OVERLOADED: _Row(429, "rate_limit_error", "server_overloaded"),
-    Kind.UNAVAILABLE: _Row(503, "server_error", "service_unavailable"),
-    Kind.FAILED: _Row(500, "server_error"),
-    Kind.DIED: _Row(500, "server_error", "engine_died"),
-    # 499 is what gRPC maps CANCELLED to. Clients do not retry it; they would retry 409 and any 5xx.
-    Kind.CANCELLED: _Row(499, "request_cancelled", "request_cancelled"),
+_TYPES: dict[Kind, tuple[str, str | None]] = {  # type and code
+    Kind.INVALID: ("invalid_request_error", None),
+    Kind.TOO_LONG: ("invalid_request_error", "context_length_exceeded"),
+    Kind.AUTHENTICATION: ("invalid_request_error", "invalid_api_key"),
+    Kind.PERMISSION: ("permission_error", "permission_denied"),
+    Kind.NOT_FOUND: ("invalid_request_error", "unknown_url"),
+    Kind.NO_MODEL: ("invalid_request_error", "model_not_found"),
+    Kind.METHOD: ("invalid_request_error", "method_not_supported"),
+    Kind.TOO_LARGE: ("invalid_request_error", "request_too_large"),
+    Kind.TIMEOUT: ("invalid_request_error", "request_timeout"),
+    Kind.RATE_LIMITED: ("rate_limit_error", "rate_limit_exceeded"),
+    # The code distinguishes a full server from a key that reached its limit: both are 429, and every client backs off.
+    Kind.OVERLOADED: ("rate_limit_error", "server_overloaded"),
+    Kind.UNAVAILABLE: ("server_error", "service_unavailable"),
+    Kind.FAILED: ("server_error", None),
+    Kind.DIED: ("server_error", "engine_died"),
+    Kind.CANCELLED: ("request_cancelled", "request_cancelled"),
 }
 _CODES = ("unsupported_parameter", "unsupported_value", "request_not_found")  # reasons that are also codes
 
 
-def _status(error: ApiError) -> int:
-    if error.kind is Kind.DIED and error.may_retry:
-        return 503
-    return _ROWS[error.kind].status
-
-
 def error_body(error: ApiError) -> dict[str, Any]:
-    row = _ROWS[error.kind]
-    code = error.reason if error.reason in _CODES else row.code
-    return {"message": error.message, "type": row.type, "param": error.param, "code": code}
+    kind, code = _TYPES[error.kind]
+    code = error.reason if error.reason in _CODES else code
+    return {"message": error.message, "type": kind, "param": error.param, "code": code}
 
 
 def _body(error: ApiError, _request_id: str) -> bytes:
@@ -614,7 +1064,7 @@ def _event(error: ApiError, request_id: str) -> bytes:
     return b"data: " + _body(error, request_id) + b"\n\n"
 
 
-OPENAI = Dialect("openai", _status, _body, _event)
+OPENAI = Dialect("openai", _body, _event)
 
 
 _NAMES = NAMES | {"logprobs": "top_logprobs", "prompt": "messages"}
@@ -648,7 +1098,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
             shape_of(body),
             breakpoints=turns.breakpoints,
             ignored=ignored,
-            thinking=thinking_fields(body, body.enable_thinking, "reasoning_effort", body.reasoning_effort),
+            thinking=thinking_fields(body, "reasoning_effort", body.reasoning_effort),
             n=_or(body.n, 1),
             logprobs=_logprobs(body),
             prediction=_prediction(body),
@@ -667,7 +1117,7 @@ def conversation_of(body: ChatCompletionRequest, turns: ChatTurns | None = None)
         body.chat_template_kwargs or {},
         tools,
         choice,
-        wants_thought=wants_thought(body, body.enable_thinking, body.reasoning_effort),
+        wants_thought=wants_thought(body, body.reasoning_effort),
         reasoning_effort=body.reasoning_effort,
     )
     return chat, ignored
@@ -687,18 +1137,13 @@ def _logprobs(body: ChatCompletionRequest) -> int | None:
 
 
 def _prediction(body: ChatCompletionRequest) -> str:
-    prediction = body.prediction
-    if prediction is None:
+    if body.prediction is None:
         return ""
-    if prediction.type != "content":
-        raise InvalidRequest(f"prediction.type = {prediction.type!r:.80} is not content")
-    if isinstance(prediction.content, str):
-        return prediction.content
-    for number, part in enumerate(prediction.content):
-        if part.type != "text" or part.text is None:
-            problem = f"only parts with type 'text' and a text are supported, and the type is {part.type!r:.80}"
-            raise InvalidRequest(f"prediction.content[{number}]: {problem}")
-    return "".join(part.text or "" for part in prediction.content)
+    one_of("prediction.type", body.prediction.type, ("content",))
+    turns = ChatTurns()
+    turn = turns.add(Turn(Role.ASSISTANT))
+    turns.fill(body.prediction.content, "prediction.content")
+    return "".join(part.text for part in turn.parts)
 
 
 class PartTurns(Turns):
@@ -713,8 +1158,7 @@ class PartTurns(Turns):
         super().__init__()
         self._ttl_s = ttl_s
 
-    def part(self, text: str, path: str) -> Part:
-        del path
+    def part(self, text: str, _path: str) -> Part:
         return Part(text)
 
     def fill(self, content: str | Sequence[ContentPart] | None, path: str) -> None:
@@ -800,14 +1244,13 @@ class ChatEncoder(ChunkEncoder):
     def grow(self, item: Item, text: str) -> list[Event]:
         return [self.chunk(item.sample, _delta(item, text))]
 
-    def logprobs(self, entries: Sequence[TokenLogprob], index: int) -> ChatLogprobs:
-        del index
+    def logprobs(self, entries: Sequence[TokenLogprob], _index: int) -> ChatLogprobs:
         return ChatLogprobs([chat_logprob(entry) for entry in entries])
 
     def reason(self, sample: Sample) -> str:
         """tool_calls if the last call is complete. An answer that a stop string cut off in a call keeps its reason."""
         reason, calls = finish_reason(sample.last), sample.calls
-        return "tool_calls" if reason == "stop" and calls and _is_json(calls[-1].text) else reason
+        return "tool_calls" if reason == "stop" and calls and decoded_arguments(calls[-1].text) is not None else reason
 
     def whole(self) -> ChatCompletion:
         choices: list[ChatChoice] = []
@@ -840,18 +1283,8 @@ def _answer_message(sample: Sample) -> ChatAnswerMessage:
     return ChatAnswerMessage(content, reasoning_content=thought or UNSET, tool_calls=calls or UNSET)
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except RecursionError:
-        return text.endswith("}")
-    except ValueError:
-        return False
-    return True
-
-
 def chat_logprob(entry: TokenLogprob) -> ChatTokenLogprob:
-    tops = [TopLogprob(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top]
+    tops = [top_logprob(top) for top in entry.top]
     return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), tops)
 
 
@@ -867,9 +1300,6 @@ async def completions(context: RequestContext) -> Response:
 def parse_completion(body: CompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
     refuse_unsupported(body, COMPLETION_UNSUPPORTED)
-    if body.best_of not in (None, 1, body.n or 1):
-        why = "only 1 and n are, because answers are not ranked"
-        raise unsupported("best_of", f"best_of = {body.best_of} is not supported: {why}")
     scores_prompt = bool(body.echo) and body.logprobs is not None
     if scores_prompt and body.stream:
         raise unsupported("echo", "echo with logprobs is not supported in a stream")
@@ -989,9 +1419,14 @@ class CompletionEncoder(ChunkEncoder):
         choices: list[CompletionChoice] = []
         for sample, one in self.read():
             echo, output = self._echo(sample.index), self.outputs[sample.index // self.n]
-            logprobs = None if one.logprobs is None else self.logprobs(one.logprobs, sample.index)
-            if logprobs is not None and output.prompt_logprobs is not None:
-                logprobs = _joined(_prompt_logprobs(output, echo, self._tokenizer), logprobs)
+            logprobs: CompletionLogprobs | None = None
+            if one.logprobs is not None and output.prompt_logprobs is not None:
+                entries = (*_prompt_entries(output, echo, self._tokenizer), *one.logprobs)
+                logprobs = self.logprobs(entries, sample.index)
+                # The first token has no context to be predicted from.
+                logprobs.token_logprobs[0] = logprobs.top_logprobs[0] = None
+            elif one.logprobs is not None:
+                logprobs = self.logprobs(one.logprobs, sample.index)
             text, reason = echo.text + one.text, self.reason(sample)
             ids = list(one.token_ids) if self._has_ids else UNSET
             choices.append(CompletionChoice(sample.index, text, logprobs, reason, one.stop or UNSET, ids))
@@ -999,7 +1434,8 @@ class CompletionEncoder(ChunkEncoder):
         return Completion(**self.head(self.kind), choices=choices, usage=usage, cache=self.cache)
 
 
-def _prompt_logprobs(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer) -> CompletionLogprobs:
+def _prompt_entries(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer) -> list[TokenLogprob]:
+    """The tokens of the prompt. As for those of the answer, offsets are relative to the answer's first character."""
     ids = output.prompt_token_ids
     entries: list[TokenLogprob] = []
     offsets = token_offsets(echo, ids, tokenizer)
@@ -1007,10 +1443,8 @@ def _prompt_logprobs(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer)
         if entry is None:
             data = tokenizer.token_bytes(token_id)
             entry = TokenLogprob(token_id, data.decode("utf-8", "replace"), data, 0.0, 0)
-        entries.append(replace(entry, offset=offset))
-    found = _old_logprobs(entries, 0)
-    found.token_logprobs[0] = found.top_logprobs[0] = None  # the first token has no context to be predicted from
-    return found
+        entries.append(replace(entry, offset=offset - len(echo.text)))
+    return entries
 
 
 def _old_logprobs(entries: Sequence[TokenLogprob], start: int) -> CompletionLogprobs:
@@ -1023,15 +1457,6 @@ def _old_logprobs(entries: Sequence[TokenLogprob], start: int) -> CompletionLogp
         token_logprobs=[finite(entry.logprob) for entry in entries],
         top_logprobs=[_alternatives(entry) for entry in entries],
         text_offset=[start + entry.offset for entry in entries],
-    )
-
-
-def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        first.tokens + second.tokens,
-        first.token_logprobs + second.token_logprobs,
-        first.top_logprobs + second.top_logprobs,
-        first.text_offset + second.text_offset,
     )
 
 

@@ -27,8 +27,13 @@ from quire.server.protocols.openai import (
     NAMES,
     OPENAI,
     TIERS,
+    ChatTokenLogprob,
+    ContentPart,
+    ConversationBody,
+    JsonSchemaFormat,
     PartTurns,
     Shape,
+    TokenCount,
     cache_ttl_s,
     call_id_of,
     chat_logprob,
@@ -41,14 +46,6 @@ from quire.server.protocols.openai import (
     thinking_fields,
     unknown_format,
     wants_thought,
-)
-from quire.server.protocols.openai_types import (
-    Alternatives,
-    ChatTokenLogprob,
-    ContentPart,
-    GenerationBody,
-    JsonSchemaFormat,
-    TokenCount,
 )
 from quire.server.protocols.support import (
     AnswerEncoder,
@@ -95,8 +92,8 @@ UNSUPPORTED = {
     "conversation": Unsupported(_STORES),
     "prompt": Unsupported("there are no stored prompts: send instructions and input"),
     "background": Unsupported("a response is generated while the client waits", (False,)),
-    "context_management": Unsupported("a conversation is never shortened", ([],)),
-    "moderation": Unsupported("this server has no moderation model"),
+    "context_management": Unsupported("a conversation is never shortened"),
+    "moderation": Unsupported("this server has no moderation model", empty=()),
     "n": Unsupported("a response has one answer", (1,)),
     "response_format": Unsupported("use text.format", ({"type": "text"},)),
 }
@@ -107,16 +104,21 @@ ACCEPTED = {
     "max_tool_calls": "it limits calls that the server runs, and quire runs none",
     "truncation": "a conversation that is too long is refused",
 }
+LABELS = {  # of items
+    "id": "items are not stored",
+    "status": "items are not stored",
+    "phase": "items are not stored",
+    "encrypted_content": "quire encrypts nothing",
+}
 LOGPROBS = "message.output_text.logprobs"  # in `include`; other values are for tools and stores that quire lacks
 
 
 # Requests
 
 
+@with_fields({}, {"annotations": "an answer sent back has them", "logprobs": "an answer sent back has them"})
 class InputPart(ContentPart, kw_only=True):
     type: Annotated[str, described(enum=["input_text", "output_text", "refusal", "reasoning_text", "summary_text"])]
-    annotations: Annotated[Any, described("Accepted, without effect.")] = None
-    logprobs: Annotated[Any, described("Accepted, without effect.")] = None
 
 
 ITEMS = (
@@ -124,6 +126,7 @@ ITEMS = (
 )  # fmt: skip
 
 
+@with_fields({}, LABELS)
 class InputItem(Struct, kw_only=True):
     """A message, reasoning, a tool call or its output. Items of earlier responses are accepted unchanged."""
 
@@ -137,10 +140,6 @@ class InputItem(Struct, kw_only=True):
     arguments: str | None = None
     input: Annotated[str | None, described("Of a custom_tool_call: the text.")] = None
     output: str | list[InputPart] | None = None
-    id: Annotated[Any, described("Accepted, without effect.")] = None
-    status: Annotated[Any, described("Accepted, without effect.")] = None
-    phase: Annotated[Any, described("Accepted, without effect.")] = None
-    encrypted_content: Annotated[Any, described("Accepted, without effect: quire encrypts nothing.")] = None
 
 
 class FunctionTool(Struct, kw_only=True):
@@ -182,35 +181,32 @@ class TextConfig(Struct, kw_only=True):
     verbosity: Annotated[Any, described("Accepted, without effect: a hint.")] = None
 
 
+@with_fields(
+    {},
+    {
+        "summary": "the reasoning itself is returned",
+        "generate_summary": "the reasoning itself is returned",
+        "context": "the template decides which reasoning it keeps",
+        "mode": "there is only one",
+    },
+)
 class ReasoningConfig(Struct, kw_only=True):
     effort: Annotated[
         str | None,
         described("none: no reasoning, if the template supports it. Others: a hint to the template."),
     ] = None
-    summary: Annotated[Any, described("Accepted, without effect: the reasoning itself is returned.")] = None
-    generate_summary: Annotated[Any, described("Accepted, without effect.")] = None
-    context: Annotated[Any, described("Accepted, without effect.")] = None
-    mode: Annotated[Any, described("Accepted, without effect.")] = None
 
 
 @with_fields(UNSUPPORTED, ACCEPTED)
-class ResponsesRequest(GenerationBody, kw_only=True):
+class ResponsesRequest(ConversationBody, kw_only=True):
     input: str | Annotated[list[InputItem], described(minItems=1, maxItems=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None  # overrides max_tokens
     tools: Annotated[list[ToolParam], described(maxItems=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, described(enum=["none", "auto", "required"])] | ToolChoiceBody | None = None
-    parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     include: Annotated[
         list[str] | None, described(f"`{LOGPROBS}` adds log probabilities; other values have no effect.")
-    ] = None
-    top_logprobs: Alternatives | None = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, described("Arguments of the chat template: strings, numbers, true, false.")
-    ] = None
-    enable_thinking: Annotated[
-        bool | None, described("Whether to reason before the answer, if the template supports the choice.")
     ] = None
     metadata: Annotated[dict[str, str] | None, described("Returned in the response.")] = None
     reasoning: ReasoningConfig | None = None
@@ -233,39 +229,36 @@ class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
     text: str
 
 
-class OutputMessage(Struct, frozen=True, kw_only=True, tag="message"):
+class OutputItem(Struct, frozen=True, kw_only=True):
     id: str
     status: ItemStatus
+
+
+class OutputMessage(OutputItem, frozen=True, kw_only=True, tag="message"):
     role: Literal["assistant"] = "assistant"
     content: tuple[OutputText, ...] = ()
 
 
-class ReasoningItem(Struct, frozen=True, kw_only=True, tag="reasoning"):
-    id: str
-    status: ItemStatus
+class ReasoningItem(OutputItem, frozen=True, kw_only=True, tag="reasoning"):
     summary: tuple[()] = ()  # there is no summary: content is the reasoning itself
     content: tuple[ReasoningText, ...] = ()
 
 
-class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
-    id: str
-    status: ItemStatus
+class FunctionCallItem(OutputItem, frozen=True, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     arguments: str = ""
     namespace: str | UnsetType = UNSET  # if the client defined the tool in a namespace
 
 
-class CustomToolCallItem(Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
-    id: str
-    status: ItemStatus
+class CustomToolCallItem(OutputItem, frozen=True, kw_only=True, tag="custom_tool_call"):
     call_id: str
     name: str
     input: str = ""
     namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
+AnyItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -310,7 +303,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     max_tool_calls: None = None
     metadata: dict[str, str]
     model: str
-    output: tuple[OutputItem, ...] = ()
+    output: tuple[AnyItem, ...] = ()
     parallel_tool_calls: bool
     previous_response_id: None = None
     prompt_cache_key: str | None
@@ -337,13 +330,6 @@ CUSTOM: Mapping[str, Any] = {
 }
 
 
-class ResponseTools(NamedTuple):
-    tools: tuple[Tool, ...]
-    choice: ToolChoice
-    ignored: tuple[str, ...]  # tools that OpenAI's server would run
-    unenforced: tuple[str, ...]  # formats of custom tools
-
-
 def qualified_name(namespace: str | None, name: str) -> str:
     """The name by which the model calls a tool in a namespace."""
     if not namespace:
@@ -363,16 +349,6 @@ class ClientTool(NamedTuple):
     def is_run(self) -> bool:
         """Whether the client runs it, not OpenAI's server."""
         return self.tool.type in ("function", "custom")
-
-
-def parse_tools(body: ResponsesRequest) -> ResponseTools:
-    rows = list(_rows(body.tools or ()))
-    if len(rows) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(rows)} entries, more than {MAX_TOOLS}")
-    tools = tuple(_tool(row) for row in rows if row.is_run)
-    ignored = tuple(f"{row.path}.{row.tool.type}" for row in rows if not row.is_run)
-    unenforced = tuple(f"{row.path}.format" for row in rows if row.tool.type == "custom" and _is_grammar(row.tool))
-    return ResponseTools(tools, _choice(body), ignored, unenforced)
 
 
 def client_tools(body: ResponsesRequest) -> dict[str, ClientTool]:
@@ -402,7 +378,7 @@ def _tool(row: ClientTool) -> Tool:
 
 
 def _is_grammar(tool: FunctionTool) -> bool:
-    return isinstance(tool.format, dict) and tool.format.get("type") != "text"
+    return tool.type == "custom" and isinstance(tool.format, dict) and tool.format.get("type") != "text"
 
 
 def _choice(body: ResponsesRequest) -> ToolChoice:
@@ -454,14 +430,14 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
     with protocol_field_names(names_of(body, _NAMES)):
         conversation = _Conversation(cache_ttl_s(body))
         conversation.add_all(body)
-        tools, choice, ignored, unenforced = parse_tools(body)
+        tools = list(_rows(body.tools or ()))
         effort = None if body.reasoning is None else body.reasoning.effort
         chat = ChatRequest(
             conversation.messages(),
             template_args=body.chat_template_kwargs or {},
-            tools=tools,
-            tool_choice=choice,
-            wants_thought=wants_thought(body, body.enable_thinking, effort),
+            tools=tuple(_tool(row) for row in tools if row.is_run),
+            tool_choice=_choice(body),
+            wants_thought=wants_thought(body, effort),
             reasoning_effort=effort,
         )
         shape, other = _text_shape(body), shape_of(body)
@@ -472,9 +448,9 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
             (chat,),
             shape or other,
             breakpoints=conversation.breakpoints,
-            ignored=ignored,
-            unenforced=unenforced,
-            thinking=thinking_fields(body, body.enable_thinking, "reasoning.effort", effort),
+            ignored=[f"{row.path}.{row.tool.type}" for row in tools if not row.is_run],
+            unenforced=tuple(f"{row.path}.format" for row in tools if _is_grammar(row.tool)),
+            thinking=thinking_fields(body, "reasoning.effort", effort),
             logprobs=_logprobs(body),
         )
 
@@ -571,16 +547,16 @@ def _checked(text: str, path: str) -> str:
 
 
 def _text_shape(body: ResponsesRequest) -> Shape | None:
-    form = None if body.text is None else body.text.format
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return "text.format", json_object_grammar
-    if form.type != "json_schema":
-        raise unknown_format("text.format.type", form.type)
-    if form.schema is None:
-        raise InvalidRequest("text.format.schema is missing")
-    return "text.format.schema", partial(json_schema_grammar, form.schema, strict=bool(form.strict))
+    match None if body.text is None else body.text.format:
+        case None | TextFormat(type="text"):
+            return None
+        case TextFormat(type="json_object"):
+            return "text.format", json_object_grammar
+        case TextFormat(type="json_schema", schema=schema, strict=strict):
+            path = "text.format.schema"
+            return path, partial(json_schema_grammar, given(schema, path), strict=bool(strict))
+        case TextFormat(type=other):
+            raise unknown_format("text.format.type", other)
 
 
 _NUMBER = 1 << 62  # placeholder for the number of an event; no real event reaches it
@@ -604,7 +580,7 @@ class Reply(AnswerEncoder):
         super().__init__(active)
         self._echoed = _echoed_fields(active, body)
         self._tools = client_tools(body)
-        self._done: list[OutputItem] = []
+        self._done: list[AnyItem] = []
         self._status: Literal["completed", "incomplete"] = "completed"
         self._num_events = 0
         self._held: tuple[ChatTokenLogprob, ...] = ()  # of tokens whose text has not arrived yet
@@ -708,7 +684,7 @@ class Reply(AnswerEncoder):
     def _client_tool(self, call: CallStart) -> ClientTool:
         return self._tools.get(call.name) or ClientTool(FunctionTool(name=call.name), "")
 
-    def _item(self, item: Item, status: ItemStatus) -> OutputItem:
+    def _item(self, item: Item, status: ItemStatus) -> AnyItem:
         fields: dict[str, Any] = {"id": self._id(item), "status": status}
         if not isinstance(item.first, CallStart):
             fields["content"] = () if status == "in_progress" else (_part(item),)

@@ -44,15 +44,22 @@ T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 
+EMPTY: tuple[Any, ...] = (None, "", [], {})  # values that request nothing in nearly all fields
+
+
 class Unsupported(NamedTuple):
     """A row of a table of refused fields."""
 
     why: str
-    harmless: tuple[Any, ...] = ()  # values that request nothing, in addition to null
+    harmless: tuple[Any, ...] = ()  # values that request nothing, in addition to empty ones
+    empty: tuple[Any, ...] = EMPTY
 
     def allows(self, value: Any) -> bool:
-        """Whether the value requests nothing. A boolean never equals a number here."""
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.harmless)
+        """Whether the value, or every member of an object, requests nothing. A boolean never equals a number here."""
+        if isinstance(value, dict) and value and all(member in self.empty for member in value.values()):
+            return True
+        known = (*self.empty, *self.harmless)
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known)
 
 
 def refuse_unsupported(
@@ -126,17 +133,17 @@ def described(description: str | None = None, **schema: Any) -> Meta:
     return Meta(description=description, extra_json_schema=schema or None)
 
 
-SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # field -> values that request nothing
+SHAPE_FIELDS: dict[str, tuple[Any, ...]] = {  # field -> values that request nothing, in addition to empty ones
     "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
+    "structured_outputs": (),
     "json_schema": (),
-    "regex": ("",),
-    "grammar": ("",),
-    "ebnf": ("",),
+    "regex": (),
+    "grammar": (),
+    "ebnf": (),
     "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
 }
 
 
@@ -325,13 +332,6 @@ _WHY = {
 _LOADED = {Level.DEVICE: "in memory", Level.HOST: "loaded from host memory", Level.DISK: "loaded from disk"}
 
 
-class StoppedText(msgspec.Struct):
-    """The caller's own prompt around `stopped_at`, at most 40 characters on each side."""
-
-    before: str
-    after: str
-
-
 class CacheView(msgspec.Struct):
     matched_tokens: Annotated[int, Meta(description="Tokens of the prompt that come from the cache.")]
     matched_blocks: Annotated[int, Meta(description="Full blocks among them.")]
@@ -346,7 +346,7 @@ class CacheView(msgspec.Struct):
     ]
     message: str
     stopped_text: Annotated[
-        StoppedText | None,
+        Excerpt | None,
         Meta(description="The text of this prompt before and from `stopped_at`; null: complete or off."),
     ] = None
     kv_tokens: Annotated[
@@ -376,7 +376,7 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
         stopped_at=None if is_complete else explanation.stopped_at,
         reason=explanation.reason.value,
         message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text) + ".",
-        stopped_text=None if stopped_text is None else StoppedText(stopped_text.before, stopped_text.after),
+        stopped_text=stopped_text,
         kv_tokens=explanation.num_kv_tokens or None,
         source=None if explanation.source is None else explanation.source.value,
         loaded_tokens=explanation.num_loaded_tokens,
@@ -405,6 +405,14 @@ def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
 
 
 LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
 MARK = "<text>"
 Event = dict[str, Any]
 encode_json = msgspec.json.Encoder().encode
@@ -460,16 +468,14 @@ class AnswerEncoder(EventEncoder):
         self.samples: dict[int, Sample] = {}
         self.outputs: list[GenerationOutput] = []  # since `collect`
 
-    def start(self, item: Item) -> list[Event]:
-        del item
+    def start(self, _item: Item) -> list[Event]:
         return []
 
     @abstractmethod
     def grow(self, item: Item, text: str) -> list[Event]:
         """The events of a text that continues an item."""
 
-    def end(self, item: Item) -> list[Event]:
-        del item
+    def end(self, _item: Item) -> list[Event]:
         return []
 
     @abstractmethod
@@ -641,3 +647,7 @@ def token_text(entry: TokenLogprob) -> str:
 
 def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
+
+
+def top_logprob(entry: TokenLogprob) -> TopLogprob:
+    return TopLogprob(token_text(entry), finite(entry.logprob), list(entry.data))

@@ -61,7 +61,3 @@ def edit() -> object:
 
 def error() -> object:
     return checks.expect_no_model(aider(checks.QUESTION, "--chat-mode", "ask", model=checks.NO_MODEL))[-200:]
-
-
-if __name__ == "__main__":
-    checks.run("aider", {check.__name__: check for check in (chat, edit, error)})

@@ -11,8 +11,6 @@ import checks
 import forcing
 
 CODEX = Path(os.environ["QUIRE_ENVIRONMENT"]) / "node_modules" / ".bin" / "codex"
-TIMEOUT_S = 3600  # a first prompt of 8,000 to 12,000 tokens takes minutes on a CPU, more on a busy one
-WORD = "heron-1729"  # only the tool can find it
 CONFIG = """
 model = "{model}"
 model_provider = "quire"
@@ -23,19 +21,12 @@ base_url = "{url}/v1"
 wire_api = "responses"
 stream_idle_timeout_ms = {timeout_ms}
 """
-# A schema bounds the answer: a small model may not stop.
-SHORT = {
-    "type": "object",
-    "properties": {"answer": {"type": "string", "maxLength": 40}},
-    "required": ["answer"],
-    "additionalProperties": False,
-}
 
 
 def codex(url: str, prompt: str, *options: str, model: str = checks.MODEL) -> subprocess.CompletedProcess[str]:
     home = checks.FOLDER / ".codex"
     home.mkdir(exist_ok=True)
-    (home / "config.toml").write_text(CONFIG.format(url=url, model=model, timeout_ms=TIMEOUT_S * 1000))
+    (home / "config.toml").write_text(CONFIG.format(url=url, model=model, timeout_ms=forcing.TIMEOUT_S * 1000))
     return subprocess.run(
         [str(CODEX), "exec", "--skip-git-repo-check", *options, prompt],
         cwd=checks.FOLDER,
@@ -43,41 +34,31 @@ def codex(url: str, prompt: str, *options: str, model: str = checks.MODEL) -> su
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=forcing.TIMEOUT_S,
         check=False,
     )
 
 
-def answer_of(done: subprocess.CompletedProcess[str]) -> str:
+def answered(url: str, prompt: str) -> str:
+    path = checks.FOLDER / "schema.json"
+    path.write_text(json.dumps(forcing.SHORT))
+    done = codex(url, prompt, "--output-schema", str(path))
     checks.expect(done.returncode == 0, (done.returncode, done.stdout[-300:], done.stderr[-600:]))
     found = json.loads(done.stdout)
     checks.expect(isinstance(found["answer"], str), found)
     return str(found["answer"])
 
 
-def shaped() -> tuple[str, str]:
-    path = checks.FOLDER / "schema.json"
-    path.write_text(json.dumps(SHORT))
-    return "--output-schema", str(path)
-
-
 def chat() -> object:
-    with forcing.proxy(checks.URL, None) as (url, passed):
-        text = answer_of(codex(url, checks.QUESTION, *shaped()))
-    checks.expect([one.status for one in passed] == [200], passed)
-    return f"{text}; ignored: {passed[0].ignored}"
+    return forcing.chat(lambda url: answered(url, checks.QUESTION))
 
 
 def tool() -> object:
     """A turn with the shell tool: the model calls it, Codex runs it and sends its output back."""
-    (checks.FOLDER / "word.txt").write_text(WORD)
-    with forcing.proxy(checks.URL, forcing.Forced("exec_command", {"cmd": "cat word.txt"})) as (url, passed):
-        text = answer_of(codex(url, "Read the word in word.txt.", *shaped()))
-    checks.expect([one.status for one in passed] == [200, 200], passed)
-    checks.expect([one.is_forced for one in passed] == [True, False], passed)
-    result = passed[1].body["input"][-1]
-    checks.expect(result["type"] == "function_call_output" and WORD in result["output"], result)
-    return f"called, run and answered: {text}"
+    text, body = forcing.tool(forcing.Forced("exec_command", {"cmd": "cat word.txt"}), answered)
+    result = body["input"][-1]
+    checks.expect(result["type"] == "function_call_output" and forcing.WORD in result["output"], result)
+    return text
 
 
 def error() -> object:
@@ -85,7 +66,3 @@ def error() -> object:
     output = done.stdout + done.stderr
     checks.expect(done.returncode != 0, output[-300:])
     return checks.expect_no_model(output)[-150:]
-
-
-if __name__ == "__main__":
-    checks.run("Codex", {check.__name__: check for check in (chat, tool, error)})

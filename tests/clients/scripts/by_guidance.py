@@ -45,7 +45,3 @@ def error() -> object:
     return checks.expect_refusal(
         Exception, lambda: asked(model(name=checks.NO_MODEL), checks.QUESTION, gen("text", max_tokens=4))
     )
-
-
-if __name__ == "__main__":
-    checks.run("guidance", {check.__name__: check for check in (chat, schema, grammar, error)})

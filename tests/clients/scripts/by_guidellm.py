@@ -48,7 +48,3 @@ def completions() -> object:
 
 def responses() -> object:
     return benchmark("/v1/responses")
-
-
-if __name__ == "__main__":
-    checks.run("guidellm", {check.__name__: check for check in (chat, completions, responses)})

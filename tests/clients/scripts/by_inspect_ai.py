@@ -12,7 +12,8 @@ from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, GenerateConfig, ResponseSchema, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate, use_tools
-from inspect_ai.tool import ToolFunction, tool
+from inspect_ai.tool import ToolFunction
+from inspect_ai.tool import tool as as_tool
 from inspect_ai.util import JSONSchema
 
 CONFIG: dict[str, Any] = {"temperature": 0, "max_tokens": 64, "max_retries": 0}
@@ -54,7 +55,7 @@ def get_weather() -> Any:
     return execute
 
 
-WEATHER = tool(get_weather)
+WEATHER = as_tool(get_weather)
 
 
 def chat() -> object:
@@ -69,7 +70,7 @@ def chat() -> object:
     return f"an evaluation: accuracy {scores[0]} by chat completions, {scores[1]} by messages"
 
 
-def tool_turn() -> object:
+def tool() -> object:
     one = model()
     choice = ToolFunction("get_weather")
     config = GenerateConfig(**CONFIG, parallel_tool_calls=False)
@@ -93,10 +94,4 @@ def error() -> object:
 
 
 def usage() -> object:
-    counts = [ask(model(), checks.LONG).usage.input_tokens_cache_read or 0 for _ in range(2)]
-    return checks.expect_cached(*counts)
-
-
-if __name__ == "__main__":
-    found = {"chat": chat, "tool": tool_turn, "schema": schema, "error": error, "usage": usage}
-    checks.run("inspect-ai", found)
+    return checks.expect_cached(lambda: ask(model(), checks.LONG).usage.input_tokens_cache_read or 0)

@@ -49,12 +49,7 @@ def error() -> object:
 
 
 def usage() -> object:
-    counts: list[int] = []
-    for _ in range(2):
-        _, raw = BY_SCHEMA.chat.completions.create_with_completion(response_model=Capital, **given(checks.LONG))
-        counts.append(raw.usage.prompt_tokens_details.cached_tokens)
-    return checks.expect_cached(*counts)
-
-
-if __name__ == "__main__":
-    checks.run("instructor", {check.__name__: check for check in (tool, schema, stream, error, usage)})
+    ask = BY_SCHEMA.chat.completions.create_with_completion
+    return checks.expect_cached(
+        lambda: ask(response_model=Capital, **given(checks.LONG))[1].usage.prompt_tokens_details.cached_tokens
+    )

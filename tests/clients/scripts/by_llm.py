@@ -16,6 +16,13 @@ def get_weather(city: str) -> str:
     "The weather of a city."
     return f"sunny in {city}"
 """
+COMMON = {"api_base": f"{checks.URL}/v1", "supports_schema": True, "supports_tools": True}
+ROWS = (
+    {"model_id": "quire", "model_name": checks.MODEL, **COMMON},
+    {"model_id": "quire-responses", "model_name": checks.MODEL, "responses": True, **COMMON},
+    {"model_id": "nothing", "model_name": checks.NO_MODEL, **COMMON},
+)
+(checks.FOLDER / "extra-openai-models.yaml").write_text(json.dumps(ROWS))  # JSON is valid YAML
 
 
 def llm(*options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -72,24 +79,8 @@ def error() -> object:
 
 
 def usage() -> object:
-    counts: list[int] = []
-    for _ in range(2):
-        told = ask(checks.LONG, "--no-stream", "-u").stderr
-        found = re.search(r'"cached_tokens": (\d+)', told)
-        counts.append(int(found[1]) if found else 0)
-    return checks.expect_cached(*counts)
+    def num_cached() -> int:
+        found = re.search(r'"cached_tokens": (\d+)', ask(checks.LONG, "--no-stream", "-u").stderr)
+        return int(found[1]) if found else 0
 
-
-def configure() -> None:
-    common = {"api_base": f"{checks.URL}/v1", "supports_schema": True, "supports_tools": True}
-    rows = [
-        {"model_id": "quire", "model_name": checks.MODEL, **common},
-        {"model_id": "quire-responses", "model_name": checks.MODEL, "responses": True, **common},
-        {"model_id": "nothing", "model_name": checks.NO_MODEL, **common},
-    ]
-    (checks.FOLDER / "extra-openai-models.yaml").write_text(json.dumps(rows))  # JSON is valid YAML
-
-
-if __name__ == "__main__":
-    configure()
-    checks.run("llm", {check.__name__: check for check in (models, chat, stream, tool, schema, error, usage)})
+    return checks.expect_cached(num_cached)

@@ -40,6 +40,10 @@ GENERATE = COMMON | {
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
 }
 
+(checks.FOLDER / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+for one in (CHOICE, GENERATE):
+    (checks.FOLDER / f"{one['task']}.yaml").write_text(json.dumps(one))  # JSON is valid YAML
+
 
 def evaluate(task: str) -> dict[str, Any]:
     """Run a task and return its results and samples."""
@@ -71,10 +75,3 @@ def generate() -> object:
     checks.expect(checks.ANSWER in texts[0], texts)
     checks.expect(not any("." in text or "\n" in text for text in texts), texts)
     return f"{len(texts)} answers, the first{texts[0]}"
-
-
-if __name__ == "__main__":
-    (checks.FOLDER / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    for task in (CHOICE, GENERATE):
-        (checks.FOLDER / f"{task['task']}.yaml").write_text(json.dumps(task))  # JSON is valid YAML
-    checks.run("lm-eval", {check.__name__: check for check in (loglikelihood, generate)})

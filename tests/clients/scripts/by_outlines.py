@@ -39,7 +39,3 @@ def schema() -> object:
 
 def error() -> object:
     return checks.expect_refusal(Exception, lambda: model(checks.NO_MODEL)(checks.QUESTION, **SETTINGS))
-
-
-if __name__ == "__main__":
-    checks.run("outlines", {check.__name__: check for check in (chat, stream, schema, error)})

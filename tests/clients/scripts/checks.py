@@ -1,11 +1,12 @@
 """The checks that every client runs. Standard library only, because it runs in the clients' environments.
 
-A client script defines functions named as in `CHECKS`, or as in its row in tests/clients/table.py, and calls `run`,
-which prints one line of JSON per check for the runner.
+A client script defines functions named as in `CHECKS`, or as in its row in tests/clients/table.py. `run` calls them and
+prints one line of JSON per check for the runner.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -32,6 +33,10 @@ CITY_SCHEMA: dict[str, Any] = {
     "properties": {"city": {"type": "string", "maxLength": 24}},
     "required": ["city"],
     "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather of a city.", "parameters": CITY_SCHEMA},
 }
 CAPITAL_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -98,18 +103,19 @@ def expect_no_model(message: str) -> str:
     return message
 
 
-def expect_cached(num_first: int, num_second: int) -> str:
+def expect_cached(ask: Callable[[], int]) -> str:
+    """Ask twice for the number of cached tokens of the same prompt."""
+    num_first, num_second = ask(), ask()
     expect(num_second >= 32 and num_second > num_first, (num_first, num_second))
     return f"{num_first}, then {num_second} tokens cached"
 
 
-def run(client: str, checks: Mapping[str, Callable[[], object]]) -> None:
-    """Run all checks in order. A failure does not skip the others."""
-    wanted = os.environ.get("QUIRE_CHECKS", "").split() or CHECKS
-    assert tuple(checks) == tuple(wanted), f"{client} runs {tuple(checks)}"
-    for name, check in checks.items():
+def run(script: str) -> None:
+    """Run the checks of a script in order: functions of these names. A failure does not skip the others."""
+    module = importlib.import_module(script)
+    for name in os.environ.get("QUIRE_CHECKS", "").split() or CHECKS:
         try:
-            detail, is_well = str(check()), True
+            detail, is_well = str(getattr(module, name)()), True
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             detail, is_well = f"{type(error).__name__}: {error}", False

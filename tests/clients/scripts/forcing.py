@@ -1,21 +1,36 @@
-"""A proxy that forces a small model to call an agent's tool exactly once. Standard library only.
+"""Turns of agents, through a proxy that forces a small model to call an agent's tool exactly once.
 
 The first request that offers the tool gets a `tool_choice` that names it, and a tool schema with a single value, so
 that the grammar determines the call. Every other request gets the choice `none`, because the model would call tools
-endlessly. Nothing else in a request is changed.
+endlessly. Nothing else in a request is changed. With QUIRE_RECORD, the unchanged requests are written into that folder:
+`trim.py` makes golden bodies of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, NamedTuple
 
-TIMEOUT_S = 3600.0
+import checks
+
+TIMEOUT_S = 3600  # a first prompt of 8,000 to 12,000 tokens takes minutes on a CPU, more on a busy one
+# A schema bounds the answer: a small model may not stop, and Claude Code retries a truncated answer.
+SHORT = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "maxLength": 40}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+WORD = "heron-1729"  # only the tool can find it
+RECORDED = os.environ.get("QUIRE_RECORD")
 
 
 class Passed(NamedTuple):
@@ -66,6 +81,9 @@ def proxy(url: str, forced: Forced | None) -> Iterator[tuple[str, list[Passed]]]
         def pass_on(self) -> None:
             data = self.rfile.read(int(self.headers.get("content-length") or 0))
             body: dict[str, Any] = json.loads(data) if data.startswith(b"{") else {}
+            if RECORDED is not None:
+                row = {"method": self.command, "path": self.path, "headers": dict(self.headers), "body": body}
+                Path(RECORDED, f"{time.time_ns()}.json").write_text(json.dumps(row))
             is_forced = force(self.path, body, forced)
             upstream = HTTPConnection(host, int(port), timeout=TIMEOUT_S)
             kept = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "content-length", "connection")}
@@ -100,3 +118,21 @@ def proxy(url: str, forced: Forced | None) -> Iterator[tuple[str, list[Passed]]]
     finally:
         server.shutdown()
         server.server_close()
+
+
+def chat(answer: Callable[[str], str]) -> str:
+    """A turn without a tool. `answer` runs the agent with this URL."""
+    with proxy(checks.URL, None) as (url, passed):
+        text = answer(url)
+    checks.expect([one.status for one in passed] == [200], passed)
+    return f"{text}; ignored: {passed[0].ignored}"
+
+
+def tool(forced: Forced, answer: Callable[[str, str], str]) -> tuple[str, dict[str, Any]]:
+    """A turn in which the model calls the tool, and the agent runs it and sends its result. Returns that request."""
+    (checks.FOLDER / "word.txt").write_text(WORD)
+    with proxy(checks.URL, forced) as (url, passed):
+        text = answer(url, "Read the word in word.txt.")
+    checks.expect([one.status for one in passed] == [200, 200], passed)
+    checks.expect([one.is_forced for one in passed] == [True, False], passed)
+    return f"called, run and answered: {text}", passed[1].body
