@@ -738,7 +738,7 @@ class LocalModel:
         self.llm = llm
         self.name = name
         self.max_model_len = llm.max_model_len
-        self.has_template = llm.text.template.exists
+        self.has_template = llm.text.template.source is not None
 
     def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage:
         """Pass the answer to `take` until all samples have ended.

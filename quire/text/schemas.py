@@ -10,7 +10,6 @@ Objects that list `properties` without `additionalProperties` are closed, so tha
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections import Counter
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote
 
 from quire.errors import InvalidRequest
 from quire.text.patterns import hold_pattern
@@ -36,11 +35,9 @@ MAX_COUNT = 2**31 - 1  # of minLength and similar keywords
 MAX_MULTIPLE = 10_000  # of a multipleOf without its decimal point: its automaton has as many states
 MAX_SHARED_MULTIPLE = 500  # if a schema has several: the compiler multiplies their states
 MAX_SHOWN_CHARS = 80
-MAX_ADDRESS_CHARS = 2_000  # of an $id or a $ref
-MAX_ADDRESS_STEPS = 32  # slashes of an address: joining two addresses takes time per slash
 
 WHOLE = "$"  # reported as the path if only the type of the schema is enforced
-_NOWHERE = "nowhere:"  # replaces addresses that are too long; never resolved
+_IDS = ("$id", "id")  # the second of draft 4
 _BRANCHES = ("anyOf", "oneOf")
 _PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # apply to the same value
 _SAME_VALUE = (*_PARTS, *_BRANCHES)
@@ -95,15 +92,15 @@ class Place(NamedTuple):
 
     schema: Any
     path: str  # as in errors and headers: properties.email, anyOf[1]
-    base: str  # the base address of its references
+    is_foreign: bool = False  # inside of a schema with its own `$id`, from which references start
 
     def child(self, *keys: str | int) -> Place:
-        schema, path, base = self
+        schema, path, is_foreign = self
         for key in keys:
             schema = schema[key]
             path = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}" if path else key
-            base = _base(schema, base)
-        return Place(schema, path, base)
+            is_foreign |= isinstance(schema, Mapping) and any(isinstance(schema.get(name), str) for name in _IDS)
+        return Place(schema, path, is_foreign)
 
     def at(self, keyword: str) -> str:
         return f"{self.path}.{keyword}" if self.path else keyword
@@ -128,61 +125,37 @@ class Place(NamedTuple):
 
 
 class References:
-    """Resolves references within a schema: pointers, anchors and ids. Fetches nothing."""
+    """Resolves references by pointer, within a schema. Fetches nothing.
+
+    Anchors, and references of schemas that have an `$id`, are not resolved.
+    """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self.root = Place(root, "", _base(root, ""))
-        self._found: dict[tuple[str, str], Place | None] = {}
-        self._documents: dict[str, Place] = {"": self.root, self.root.base: self.root}
-        self._anchors: dict[str, Place] = {}
-        self._has_old_ids = False  # ids of drafts 4 to 7 that are not resolved
-        self._is_scanned = False  # a schema without references needs no scan
+        self.root = Place(root, "")
+        self._found: dict[str, Place | None] = {}
 
-    def _scan(self) -> None:
-        self._is_scanned = True
-        level = [self.root]
-        while level:  # level by level, so that depth needs no stack
-            for place in level:
-                self._note(place)
-            level = [child for place in level for child in _children(place)]
-
-    def find(self, reference: str, base: str) -> Place | None:
-        key = (reference, base)
-        if not self._is_scanned:
-            self._scan()
-        if key not in self._found:
-            self._found[key] = self._find(*_joined(base, reference))
-        return self._found[key]
-
-    def is_dangling(self, reference: str, base: str) -> bool:
-        """Whether a reference that was not found names a part of this schema, and not another document."""
-        address = _joined(base, reference)[0]
-        return address in self._documents and address != _NOWHERE and not self._has_old_ids
-
-    def _find(self, address: str, fragment: str) -> Place | None:
-        if address == _NOWHERE:
+    def find(self, place: Place) -> Place | None:
+        """The target of a schema's reference, if it has one that can be resolved."""
+        pointer = place.schema.get("$ref")
+        if place.is_foreign or not _is_pointer(pointer):
             return None
-        if fragment and not fragment.startswith("/"):
-            return self._anchors.get(f"{address}#{fragment}")
-        place = self._documents.get(address)
+        if pointer not in self._found:
+            self._found[pointer] = self._find(pointer)
+        return self._found[pointer]
+
+    def _find(self, pointer: str) -> Place | None:
+        place = self.root
         try:
-            for step in fragment.split("/")[1:] if place is not None else ():
-                assert place is not None
+            for step in pointer.split("/")[1:]:
                 name = unquote(step).replace("~1", "/").replace("~0", "~")
                 place = place.child(_index(name) if isinstance(place.schema, list) else name)
         except (LookupError, TypeError, ValueError):
             return None
         return place
 
-    def _note(self, place: Place) -> None:
-        if not isinstance(place.schema, Mapping):
-            return
-        if isinstance(place.schema.get("$id"), str):
-            self._documents.setdefault(place.base, place)
-        self._has_old_ids |= isinstance(place.schema.get("id"), str) or str(place.schema.get("$id")).startswith("#")
-        for keyword in ("$anchor", "$dynamicAnchor"):
-            if isinstance(anchor := place.schema.get(keyword), str):
-                self._anchors.setdefault(f"{place.base}#{anchor}", place)
+
+def _is_pointer(reference: object) -> bool:
+    return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
 
 
 def _index(name: str) -> int:
@@ -190,38 +163,6 @@ def _index(name: str) -> int:
     if not (name.isascii() and name.isdigit()):
         raise ValueError
     return int(name)
-
-
-def _base(schema: Any, base: str) -> str:
-    address = schema.get("$id") if isinstance(schema, Mapping) else None
-    return _joined(base, address)[0] if isinstance(address, str) else base
-
-
-@functools.lru_cache(maxsize=4096)
-def _joined(base: str, reference: str) -> tuple[str, str]:
-    """An address and its fragment; _NOWHERE if it is invalid or too long."""
-    if base == _NOWHERE or _is_long(reference) or _is_long(base):
-        return _NOWHERE, ""
-    if reference.startswith("#"):  # urljoin drops the base if it is a URN
-        return base, reference[1:]
-    try:
-        address, fragment = urldefrag(urljoin(base, reference))
-    except ValueError:
-        return _NOWHERE, ""
-    return (_NOWHERE, "") if _is_long(address) else (address, fragment)
-
-
-def _is_long(address: str) -> bool:
-    return len(address) > MAX_ADDRESS_CHARS or address.partition("#")[0].count("/") > MAX_ADDRESS_STEPS
-
-
-def _children(place: Place) -> list[Place]:
-    if isinstance(place.schema, Mapping):
-        values = ("const", "enum", "default", "examples")  # contain values, not schemas
-        return [place.child(str(name)) for name in place.schema if name not in values]
-    if isinstance(place.schema, list):
-        return [place.child(i) for i in range(len(place.schema))]
-    return []
 
 
 # Mistakes
@@ -254,10 +195,10 @@ def check_mistakes(schema: Mapping[str, Any]) -> None:
 
 
 def _target(place: Place, references: References, ending: set[str]) -> Place | None:
-    """The schema that `$ref` names; None: it is outside of this schema. Raises SchemaProblem."""
-    first = references.find(place.schema["$ref"], place.base)
+    """The schema that `$ref` names; None: it is not resolved. Raises SchemaProblem."""
+    first = references.find(place)
     if first is None:
-        if references.is_dangling(place.schema["$ref"], place.base):
+        if _is_pointer(place.schema["$ref"]) and not place.is_foreign:
             raise SchemaProblem(place.at("$ref"), f"= {_shown(place.schema['$ref'])} is not in this schema")
         return None
     passed: set[str] = set()
@@ -266,8 +207,7 @@ def _target(place: Place, references: References, ending: set[str]) -> Place | N
         if one.path in passed:
             raise SchemaProblem(place.at("$ref"), f"= {_shown(place.schema['$ref'])} leads back to itself")
         passed.add(one.path)
-        reference = one.schema.get("$ref")
-        one = references.find(reference, one.base) if isinstance(reference, str) else None
+        one = references.find(one)
     ending |= passed
     return first
 
@@ -389,7 +329,7 @@ class _Holder:
         if isinstance(place.schema, bool):
             return place.schema
         if not outer and _is_reference(place.schema):
-            target = self.references.find(place.schema["$ref"], place.base)
+            target = self.references.find(place)
             if target is not None:
                 return self.defined(target, is_closed=outer is not None)
         enclosing = self.shared
@@ -501,7 +441,7 @@ class _Holder:
             if keyword not in place.schema or place.schema[keyword] is None:
                 continue
             if keyword == "$ref":
-                target = self.references.find(place.schema["$ref"], place.base)
+                target = self.references.find(place)
                 found += [] if target is None else [target]
             else:
                 found += place.inner(keyword)
@@ -517,7 +457,7 @@ class _Holder:
         for _ in range(8):
             if not _is_reference(place.schema):
                 break
-            found = self.references.find(place.schema["$ref"], place.base)
+            found = self.references.find(place)
             if found is None:
                 break
             place = found
@@ -668,11 +608,10 @@ def _format(draft: _Draft, keyword: str, value: str) -> None:
     if value in NUMBER_FORMATS:
         low, high = NUMBER_FORMATS[value]
         draft.extra += [{"minimum": low, "maximum": high}] if "number" in draft.kinds else []
-    elif value not in FORMATS and value not in NATIVE_FORMATS:
+    elif value not in FORMATS:
         draft.drop(keyword, f"{json.dumps(value)[:40]} is not a format this server knows")
     elif "string" in draft.kinds:  # it applies to strings only
-        draft.out |= {keyword: value} if value in NATIVE_FORMATS else {}
-        draft.extra += [draft.holder.format(value)] if value in FORMATS else []
+        draft.extra.append(draft.holder.format(value))
 
 
 def _schema(draft: _Draft, keyword: str, value: Any) -> None:
@@ -743,7 +682,7 @@ def _names_pattern(schema: Any) -> str | None:
     """A schema of strings as a single pattern, or None."""
     if schema is False:
         return r"^[^\x{0}-\x{10FFFF}]$"
-    given = dict(Place(schema, "", "").given()) if isinstance(schema, Mapping) else {}
+    given = dict(Place(schema, "").given()) if isinstance(schema, Mapping) else {}
     given.pop("type", None)
     values = [given["const"]] if "const" in given else given.get("enum")
     if values is not None and len(given) == 1:
@@ -819,10 +758,10 @@ def _if(draft: _Draft, keyword: str, _value: Any) -> None:
         draft.drop(keyword, "the compiler has no conditions")
 
 
-def _ref(draft: _Draft, keyword: str, value: str) -> None:
-    target = draft.holder.references.find(value, draft.place.base)
+def _ref(draft: _Draft, keyword: str, _value: str) -> None:
+    target = draft.holder.references.find(draft.place)
     if target is None:
-        draft.drop(keyword, "it is not in this schema, and nothing is fetched")
+        draft.drop(keyword, "it is not a pointer within this schema, and nothing is fetched")
     else:
         draft.out |= draft.holder.defined(target, is_closed=False)
 
@@ -862,9 +801,8 @@ def _limit_properties(draft: _Draft, *, is_whole: bool) -> None:
             draft.drop("maxProperties", _LIMITED_SIZES)
 
 
-# Formats of `format`. These are enforced by the compiler itself.
-NATIVE_FORMATS = frozenset(("duration", "email", "ipv4", "ipv6", "uuid", "uri"))
-
+# Formats of `format`, as patterns: the compiler knows some of them, but its dates have a February 29 in every year, and
+# its e-mail addresses have mailboxes and labels of any length.
 _SHORT_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _LEAP_DAY = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
 _DATE = (
@@ -883,16 +821,31 @@ _LABEL = (
     r"[A-Za-z0-9](?:[A-Za-z0-9]|{m}[A-Za-z0-9](?:{m}{{0,59}}[A-Za-z0-9])?|{m}-[A-Za-z0-9](?:{m}{{0,58}}[A-Za-z0-9])?)?"
 )
 _LABEL = _LABEL.format(m="[A-Za-z0-9-]")
-# Enforced by patterns, because the compiler's own date allows February 29 in every year, and its e-mail addresses have
-# mailboxes and labels of any length.
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_GROUP = r"[0-9a-fA-F]{1,4}"
+_HALVES = "|".join(rf"(?:{_GROUP}:){{{n}}}(?::{_GROUP}){{1,{7 - n}}}" for n in range(1, 7))
+_DAYS = "(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+_HOURS = "(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_URI_CHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;={more}-]|%[0-9A-Fa-f]{{2}})"
+_SEGMENT, _QUERY = _URI_CHAR.format(more=":@"), _URI_CHAR.format(more=":@/?")
+_AUTHORITY = rf"(?:{_URI_CHAR.format(more=':')}*@)?{_URI_CHAR.format(more='')}*(?::[0-9]*)?"
 FORMATS: Mapping[str, str] = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[tT]{_TIME}$",
-    "email": rf"^[^@]{{1,64}}@(?:\[.*|{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*)$",
+    "duration": rf"^P(?:[0-9]+W|{_DAYS}(?:T{_HOURS})?|T{_HOURS})$",
+    "email": rf"^(?=[^@]{{1,64}}@){_ATOM}(?:\.{_ATOM})*@{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*$",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
+    "ipv6": rf"^(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,7}}:|{_HALVES}|:(?:(?::{_GROUP}){{1,7}}|:))$",
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
+    "uri": (
+        rf"^[A-Za-z][A-Za-z0-9+.-]*:(?://{_AUTHORITY}(?:/{_SEGMENT}*)*|/?(?:{_SEGMENT}+(?:/{_SEGMENT}*)*)?)"
+        rf"(?:\?{_QUERY}*)?(?:#{_QUERY}*)?$"
+    ),
+    "uuid": "^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
 }
 MAX_LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254}
 # Integer formats of OpenAPI. int64 is missing because its bounds exceed those of the compiler.

@@ -279,27 +279,17 @@ MAX_SCHEMAS = 10_000  # of one call: references may expand to many
 Schema = Any  # a held schema: a boolean or a dict
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs"}
 _ARRAY_KEYS = {"type", "items", "minItems", "maxItems"}
-_TEXT_KEYS = {"type", "pattern", "minLength", "maxLength", "format", "allOf", "$ref", "anyOf"}
+_TEXT_KEYS = {"type", "pattern", "minLength", "maxLength", "allOf", "$ref", "anyOf"}
+# The only type of values to which a keyword applies.
+_KIND_OF = {
+    **dict.fromkeys(("pattern", "minLength", "maxLength"), "string"),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), "array"),
+    **dict.fromkeys(("properties", "required", "additionalProperties", "patternProperties"), "object"),
+}
 _REFERENCE = re.compile(r'"#/\$defs/([^"]+)"')
 _LAST_LINE = f"\n{END_OF_VALUE}\n"
 _SIMPLE = re.compile(r"[^'\\\x00-\x1F]*")  # text that needs no escapes in single quotes
 _NAME_TEXT = r"/[A-Za-z0-9_.-]+/"
-
-_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
-_GROUP = r"[0-9a-fA-F]{1,4}"
-_HALVES = "|".join(rf"({_GROUP}:){{{n}}}(:{_GROUP}){{1,{7 - n}}}" for n in range(1, 7))
-_DAYS = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
-_HOURS = "([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
-# The formats that the compiler enforces in JSON strings, as expressions of plain text.
-_FORMATS: Mapping[str, str] = {
-    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "ipv4": _IPV4,
-    "ipv6": rf"({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{1,7}}:|{_HALVES}|:((:{_GROUP}){{1,7}}|:)",
-    "email": r"[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]+(\.[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]+)*@[A-Za-z0-9.-]+",
-    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:\/?#@!$&'()*+,;=%\[\]-]+",
-    "duration": rf"P([0-9]+W|{_DAYS}(T{_HOURS})?|T{_HOURS})",
-}
 
 
 class NotWritable(Exception):
@@ -567,7 +557,8 @@ class CallWriter:
             return [parts[0]]
         if isinstance(types := schema.get("type"), list) and len(types) > 1:
             return [
-                {**{key: value for key, value in schema.items() if _is_for(key, one)}, "type": one} for one in types
+                {**{key: value for key, value in schema.items() if _KIND_OF.get(key, one) == one}, "type": one}
+                for one in types
             ]
         return None
 
@@ -582,8 +573,6 @@ class CallWriter:
         parts: list[str] = []
         if "pattern" in schema:
             parts.append(lark_regex(schema["pattern"][1:-1]))
-        if "format" in schema:
-            parts.append(f"/{_FORMATS[schema['format']]}/")
         if "minLength" in schema or "maxLength" in schema:
             parts.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
         for part in (*schema.get("allOf", ()), *([{"$ref": schema["$ref"]}] if "$ref" in schema else ())):
@@ -605,16 +594,6 @@ class CallWriter:
             new = [self._root.get("$defs", {}).get(name, True) for name in sorted(names)]
             needed |= dict(zip(sorted(names), new, strict=True))
         return lark_json({**schema, "$defs": needed} if needed else schema)
-
-
-def _is_for(keyword: str, kind: str) -> bool:
-    """Whether a keyword applies to values of this type."""
-    texts, arrays = ("pattern", "minLength", "maxLength", "format"), ("items", "prefixItems", "minItems", "maxItems")
-    objects = ("properties", "required", "additionalProperties", "patternProperties")
-    for keywords, own in ((texts, ("string",)), (arrays, ("array",)), (objects, ("object",))):
-        if keyword in keywords:
-            return kind in own
-    return True
 
 
 def _listed(schema: Schema) -> list[object] | None:

@@ -229,7 +229,7 @@ def test_continuing_the_last_message(chatml: ChatTemplate) -> None:
 
 def test_no_template(gguf_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(None, gguf_tokenizer)
-    assert not template.exists
+    assert template.source is None
     with pytest.raises(TemplateError, match=r"no chat template.*raw completion"):
         template.encode(ChatRequest(CONVERSATIONS[0]))
     with pytest.raises(TemplateError, match="no chat template"):
@@ -265,9 +265,7 @@ HI = _say(Role.USER, "Hi")
     [
         ({"messages": []}, "messages has 0 entries, not 1 to 2048"),
         ({"messages": [HI] * 2049}, "messages has 2049 entries"),
-        ({"messages": [HI, HI, HI, _say("root", "x")]}, r"messages\[3\]\.role = 'root' is not one of"),  # type: ignore[arg-type]
         ({"messages": [_say(Role.USER, "ok", "\ud800")]}, r"messages\[0\]\.parts\[1\]\.text has a lone surrogate"),
-        ({"messages": [_say(Role.USER, 5)]}, r"messages\[0\]\.parts\[0\]\.text is a int"),  # type: ignore[arg-type]
         ({"messages": [_say(Role.USER, "x", name="")]}, r"messages\[0\]\.name has 0 characters"),
         ({"messages": [HI], "continue_last": True}, "exclude each other"),
         ({"messages": [HI], "continue_last": True, "add_generation_prompt": False}, r"messages\[0\]\.role = 'user'"),

@@ -13,11 +13,9 @@ import pytest
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text import tokenizer as encoder
 from quire.text import vocab_spec
-from quire.text import vocab_spec as gguf_vocab
-from quire.text import vocab_spec as tokenizer_bounds
 from quire.text.chat_template import ChatTemplate
 from quire.text.messages import ChatRequest, Message, Part, Role
-from quire.text.tokenizer import MAX_DECODED_BYTES, MAX_GROWN, Tokenizer
+from quire.text.tokenizer import MAX_DECODED_BYTES, Tokenizer
 from quire.text.vocab_spec import PRE_TOKENIZERS
 from tests.text.vocabularies import TEXTS, byte_level_gguf, byte_level_json, sentencepiece_gguf
 from tests.waiting import eventually
@@ -196,56 +194,23 @@ def test_a_child_without_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
         tokenizer.close()
 
 
-def test_a_text_that_may_grow_beyond_the_context_is_refused_before_it_is_encoded() -> None:
-    tokenizer = opened(normalized(replace("z", "z" * 8)))
-    tokenizer.close()  # encoding would fail
-    with pytest.raises(
-        ContextTooLong, match="501 characters, which this tokenizer may make 8 times as many: more than 4"
-    ):
-        tokenizer.encode("x" * 501, max_chars=1000)
-    with pytest.raises(ContextTooLong):
-        tokenizer.encode_plain("x" * 501, max_chars=1000)
-    with pytest.raises(ContextTooLong):
-        tokenizer.encode_marked("x" * 501, "\U000f0000", max_chars=1000)
-    with pytest.raises(InvalidRequest, match="was closed"):
-        tokenizer.encode("x" * 500, max_chars=1000)
-    assert MAX_GROWN >= tokenizer_bounds.INLINE_GROWTH  # no limit for real tokenizers but that of the context
-
-
 @pytest.mark.parametrize(
-    ("form", "char", "size"),
-    [("NFKC", "\ufdfa", 33), ("NFKD", "\ufdfa", 33), ("NFC", "\U0001d160", 12), ("NFD", "\U0001d160", 12)],
+    ("parts", "is_inline"),
+    [
+        ([{"type": "NFC"}], True),
+        ([{"type": "NFKC"}], False),  # it may make 18 characters of one
+        ([{"type": "NFC"}, replace("z", "zz")], True),
+        ([replace("z", "z" * 3)], False),
+        ([{"type": "NFC"}, {"type": "NFD"}], False),
+    ],
 )
-def test_a_text_that_its_normal_form_lengthens_beyond_the_context_is_refused(form: str, char: str, size: int) -> None:
-    tokenizer = opened(normalized({"type": form}))
-    most = 4000 // size
-    assert tokenizer.is_inline
-    assert tokenizer.encode(char * most, max_chars=1000)
-    tokenizer._encoder.encode = _unreachable  # type: ignore[method-assign, assignment]
-    message = (
-        rf"text has {most + 1} characters, and {(most + 1) * size} bytes in Unicode normal form {form}: more than 4"
-    )
-    with pytest.raises(ContextTooLong, match=message):
-        tokenizer.encode(char * (most + 1), max_chars=1000)
-    with pytest.raises(ContextTooLong):
-        tokenizer.encode_marked("x" + char * (most + 1), "\U000f0000", max_chars=1000)
-
-
-def test_a_normal_form_refuses_no_text_that_it_does_not_lengthen() -> None:
-    tokenizer = opened(normalized({"type": "NFKC"}))
-    for char in ("x", "\u4e2d", "\U0001f389"):
-        assert tokenizer.encode(char * 3000, max_chars=3000)
-
-
-@pytest.mark.parametrize("first", [replace("a", "\ufdfa"), {"type": "ByteLevel"}])
-def test_a_normal_form_of_characters_that_a_part_writes_is_counted(first: dict[str, Any]) -> None:
-    """They are not in the text of the request, so that its length in the form says nothing."""
-    spec = byte_level_json()
-    spec["pre_tokenizer"] = None
-    normalized(first, {"type": "NFKC"})(spec)
-    assert tokenizer_bounds.find_bounds(spec).growth >= 18
-    normalized({"type": "NFKC"}, replace("a", "\u2581"))(spec)
-    assert tokenizer_bounds.find_bounds(spec).growth == 1
+def test_a_tokenizer_that_lengthens_texts_runs_in_a_child(parts: list[dict[str, Any]], is_inline: bool) -> None:
+    tokenizer = opened(normalized(*parts))
+    assert tokenizer.is_inline is is_inline
+    assert tokenizer.encode("a" * 4000, max_chars=4000)
+    with pytest.raises(ContextTooLong, match="text has 4001 characters, more than the 4000 that can fit"):
+        tokenizer.encode("a" * 4001, max_chars=4000)
+    tokenizer.close()
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -285,7 +250,7 @@ def test_pieces_that_can_be_split_in_many_ways_are_refused(monkeypatch: pytest.M
     with pytest.raises(ModelFileError, match=r"can be split in too many ways .* or 40000000 characters of them"):
         opened_with(600)
     assert opened_with(40).encode("a" * 39)
-    monkeypatch.setattr(gguf_vocab, "MAX_MERGES", 600)
+    monkeypatch.setattr(vocab_spec, "MAX_MERGES", 600)
     with pytest.raises(ModelFileError, match="too many ways for a SentencePiece model: more than 600 merges"):
         opened_with(40)
 

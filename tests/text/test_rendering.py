@@ -61,7 +61,7 @@ def good() -> Iterator[Renderer]:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_an_error(name: str) -> None:
     with closing(Renderer(HOSTILE[name])) as renderer, pytest.raises(TemplateError) as caught:
-        renderer.check(HELLO)
+        renderer.render(HELLO)
     assert "did not finish within 60 s" not in str(caught.value)  # ended by its own limits, not by the timeout
 
 
@@ -204,11 +204,6 @@ def test_renders_of_several_threads_are_serialized(good: Renderer) -> None:
     assert sorted(texts) == sorted(f"<user>{number}" for number in range(8) for _ in range(10))
 
 
-def test_long_conversations_pass_the_pipe(good: Renderer) -> None:
-    text = 'ä🎉\n"' * 200_000
-    assert good.render({"messages": [{"role": "user", "content": text}]}) == "<user>" + text
-
-
 def test_too_long_an_answer_is_refused(good: Renderer) -> None:
     with pytest.raises(TemplateError, match="longer than 4194304 characters"):
         good.render({"messages": [{"role": "user", "content": "x" * 4_200_000}]})
@@ -219,7 +214,6 @@ def test_a_template_refusal_has_the_templates_message() -> None:
     renderer = Renderer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateRefusal, match=r"^roles must alternate$"):
         renderer.render(HELLO)
-    assert renderer.check(HELLO) == ""  # the template works, it only refuses the trial
     renderer.close()
 
 

@@ -9,14 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
-from urllib.parse import urljoin
 
 import jsonschema_rs
 import llguidance
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.text import schemas
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool
 from quire.text.patterns import MAX_NESTING, hold_pattern
@@ -256,8 +254,9 @@ ROWS: dict[str, Row] = {
     "a reference with siblings": Row({"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": INT}}, [3], [4, "a"]),
     "a tree": Row(TREE, [{}, {"kids": [{"kids": []}]}], [{"kids": [1]}]),
     "the root": Row(obj({"next": {"$ref": "#"}}), [{"next": {"next": {}}}], [{"next": 1}]),
-    "an anchor": Row({"$ref": "#x", "$defs": {"a": {"$anchor": "x", **INT}}}, [1], ["a"]),
-    "an id": Row({"$id": "http://a.b/c", "$ref": "d", "$defs": {"d": {"$id": "d", **INT}}}, [1], ["a"]),
+    "an anchor": Row({"$ref": "#x", "$defs": {"a": {"$anchor": "x", **INT}}}, [1], [], ("$ref",)),
+    "an id": Row({"$id": "http://a.b/c", "$ref": "d", "$defs": {"d": {"$id": "d", **INT}}}, [1], [], ("$ref",)),
+    "a pointer below the id of the root": Row({"$id": "x", "$ref": "#/$defs/d", "$defs": {"d": INT}}, [1], ["a"]),
     "a pointer with escapes": Row({"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": INT}}, [1], ["a"]),
     "a remote reference": Row(obj({"a": {"$ref": "https://x.org/s"}}), [{"a": 1}], [[]], ("properties.a.$ref",)),
     "a dynamic reference": Row({"$dynamicRef": "#x"}, [1], [], ("$dynamicRef",)),
@@ -499,25 +498,9 @@ def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) ->
             hold_schema(schema, strict=True)
 
 
-def test_a_long_address_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_chars = 0
-
-    def counting(base: str, url: str) -> str:
-        nonlocal num_chars
-        num_chars += len(base) + len(url)
-        return urljoin(base, url)
-
-    monkeypatch.setattr(schemas, "urljoin", counting)
-    users = {f"a{i}": {"$ref": "x"} for i in range(1500)}
-    held = hold_schema({"$id": "http://a/" + "b/" * 12_000, "properties": users})
-    assert {one.path for one in held.unenforced} == {f"properties.{name}.$ref" for name in users}
-    hold_schema({"$id": "http://a/b/", "properties": {f"a{i}": {"$ref": "c" * 3000} for i in range(20)}})
-    hold_schema({"$id": "http://a/b/" + "c" * 1000, "properties": users})
-    assert num_chars < 5000
-
-
-def test_references_below_a_long_address_do_not_resolve_to_the_outer_schema() -> None:
-    inner = {"$id": "http://a/" + "b/" * 50, "$defs": {"d0": {"type": "string"}}, "properties": {"x": defined(0)}}
+@pytest.mark.parametrize("name", ["$id", "id"])
+def test_references_below_an_id_do_not_resolve_to_the_outer_schema(name: str) -> None:
+    inner = {name: "http://a/b", "$defs": {"d0": {"type": "string"}}, "properties": {"x": defined(0)}}
     held = hold_schema({"$defs": {"d0": {"type": "integer"}}, "properties": {"in": inner, "out": defined(0)}})
     assert [one.path for one in held.unenforced] == ["properties.in.properties.x.$ref"]
     assert not allows(compiled(held.schema), '{"out": "a"}')
@@ -634,8 +617,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"$ref": "#/definitions/A"}}}, 'properties.a.$ref = "#/definitions/A" is not in this schema'),
     ({"$ref": "#/anyOf/-1", "anyOf": [{}]}, '$ref = "#/anyOf/-1" is not in this schema'),
     ({"$ref": "#/anyOf/ 0", "anyOf": [{}]}, '$ref = "#/anyOf/ 0" is not in this schema'),
-    ({"$ref": "#nowhere"}, '$ref = "#nowhere" is not in this schema'),
-    ({"$id": "http://a/b", "$ref": "b#/x"}, '$ref = "b#/x" is not in this schema'),
+    ({"$id": "http://a/b", "$ref": "#/x"}, '$ref = "#/x" is not in this schema'),
     ({"$ref": "#/title", "title": "t"}, 'title = "t" is not a schema'),
     ({"$ref": "#"}, '$ref = "#" leads back to itself'),
     (
@@ -688,17 +670,14 @@ ODD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a dynamic reference": ({"$dynamicRef": "#x"}, ("$dynamicRef",)),
     "an anchor of draft 7": ({"$ref": "#a", "definitions": {"a": {"$id": "#a", "type": "string"}}}, ("$ref",)),
     "ids of draft 4": ({"$ref": "#a", "definitions": {"a": {"id": "#a", "type": "string"}}}, ("$ref",)),
-    "an address that is too long": (
-        {"$id": "http://a/" + "b/" * 100, "$ref": "#/$defs/a", "$defs": {"a": ADDRESS}},
-        ("$ref",),
-    ),
+    "an anchor that does not exist": ({"$ref": "#nowhere"}, ("$ref",)),
     "recursion with content": (
         {"type": "object", "properties": {"next": {"$ref": "#"}, "kids": {"items": {"$ref": "#"}}}},
         (),
     ),
     "a reference within a part with a URN": (
-        {"$ref": "urn:a:b", "$defs": {"c": {"$id": "urn:a:b", "$defs": {"d": ADDRESS}, "$ref": "#/$defs/d"}}},
-        (),
+        {"$ref": "#/$defs/c", "$defs": {"c": {"$id": "urn:a:b", "$defs": {"d": ADDRESS}, "$ref": "#/$defs/d"}}},
+        ("$defs.c.$ref",),
     ),
     "a look-around": ({"type": "string", "pattern": "a(?!b)"}, ("pattern",)),
     "another dialect": ({"type": "string", "pattern": "(?i)^a++$"}, ("pattern",)),
