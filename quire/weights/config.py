@@ -47,9 +47,6 @@ MAX_THETA = 1e12
 MIN_FACTOR = 1e-3  # factors are divisors
 MAX_FACTOR = 1e6
 MAX_TAPS = 64
-MAX_STATE_HEADS = 4096
-MAX_STATE_HEAD_SIZE = 1024
-MAX_SIZE = 1 << 20
 MAX_PLE_SIZE = 8192
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
@@ -288,7 +285,7 @@ def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
         attends = [one == "full_attention" for one in _layer_types(fields, num_layers, kind)]
     elif family.recurrence is Recurrence.DELTA_NET:
         name = "full_attention_interval"
-        every = fields.whole(name, 1, MAX_SIZE)
+        every = fields.whole(name, 1, MAX_FFN_SIZE)
         attends = [(i + 1) % every == 0 for i in range(num_layers)]
     else:
         name = "full_attn_idxs"
@@ -302,19 +299,19 @@ def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
 
 def read_delta_net(fields: Fields, value_size: int | None = None) -> DeltaNetSpec:
     """Read the sizes of a delta net. `value_size`: of all value heads together, in files of llama.cpp."""
-    num_key_heads = fields.whole("linear_num_key_heads", 1, MAX_STATE_HEADS)
-    num_heads = fields.whole("linear_num_value_heads", 1, MAX_STATE_HEADS)
+    num_key_heads = fields.whole("linear_num_key_heads", 1, MAX_HEADS)
+    num_heads = fields.whole("linear_num_value_heads", 1, MAX_HEADS)
     is_multiple = num_heads % num_key_heads == 0
     fields.require(is_multiple, "linear_num_value_heads", f"not a multiple of {num_key_heads} key heads")
     if value_size is None:
-        head_size = fields.whole("linear_value_head_dim", 1, MAX_STATE_HEAD_SIZE)
+        head_size = fields.whole("linear_value_head_dim", 1, MAX_HEAD_SIZE)
     else:
         fields.require(value_size % num_heads == 0, "ssm.inner_size", f"not a multiple of {num_heads} heads")
         head_size = value_size // num_heads
     return DeltaNetSpec(
         num_key_heads=num_key_heads,
         num_value_heads=num_heads,
-        key_head_size=fields.whole("linear_key_head_dim", 1, MAX_STATE_HEAD_SIZE),
+        key_head_size=fields.whole("linear_key_head_dim", 1, MAX_HEAD_SIZE),
         value_head_size=head_size,
         num_taps=fields.whole("linear_conv_kernel_dim", 2, MAX_TAPS),
         is_tiled=value_size is not None and num_heads != num_key_heads,
@@ -336,7 +333,7 @@ def _lfm2_ffn_size(fields: Fields, given: int) -> int:
     if not fields.flag("block_auto_adjust_ff_dim", False):
         return given
     size = 2 * given // 3
-    multiple = fields.whole("block_multiple_of", 1, MAX_SIZE)
+    multiple = fields.whole("block_multiple_of", 1, MAX_FFN_SIZE)
     if fields.get("block_ffn_dim_multiplier") is not None:
         size = int(fields.real("block_ffn_dim_multiplier", 0, 1e3, above_low=True) * size)
         size = -(-size // multiple) * multiple
@@ -429,9 +426,7 @@ def refuse_quantized(config: Fields) -> None:
     """
     if has_packed_experts(config):
         return
-    inner = config.get("text_config")
-    nested = Fields(config.source, inner, "text_config.") if isinstance(inner, dict) else Fields(config.source, {})
-    for fields in (config, nested):
+    for fields in (config, config.find_table("text_config")):
         if value := fields.get("quantization"):
             value = value.get("bits") if isinstance(value, dict) else value
             raise UnsupportedModel(
@@ -823,10 +818,7 @@ def _refuse_gemma4_settings(fields: Fields) -> None:
 def _full_layers(fields: Fields, num_layers: int) -> list[bool]:
     if "layer_types" not in fields:
         return [(i + 1) % FULL_EVERY == 0 for i in range(num_layers - 1)] + [True]
-    types = fields.listed("layer_types", num_layers, "names")
-    for one in types:
-        is_known = one in ("sliding_attention", "full_attention")
-        fields.support(is_known, f"{fields.prefix}layer_types has {show(one)}: not supported")
+    types = _layer_types(fields, num_layers, "sliding_attention")
     return [one == "full_attention" for one in types[:-1]] + [True]  # transformers forces the last
 
 

@@ -107,6 +107,11 @@ class Fields:
         self.require(isinstance(value, dict), name, "not an object")
         return Fields(self.source, value, f"{self.prefix}{name}.")
 
+    def find_table(self, name: str) -> Fields:
+        """Return a nested mapping, empty if the field is missing or something else."""
+        value = self.get(name)
+        return Fields(self.source, value if isinstance(value, dict) else {}, f"{self.prefix}{name}.")
+
     def listed(self, name: str, length: int, what: str) -> list[Any]:
         """Return a list of exactly `length` items, which are not checked."""
         value = self.get(name)

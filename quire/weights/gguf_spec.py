@@ -18,7 +18,6 @@ from quire.weights.config import (
     MAX_LAYERS,
     MAX_MULTIPLIER,
     MAX_PLE_SIZE,
-    MAX_SIZE,
     MAX_THETA,
     MIN_FACTOR,
     MIN_THETA,
@@ -242,7 +241,7 @@ def _sizes(fields: Fields, by_layer: Mapping[str, Any], name: str, num_layers: i
     listed = value if isinstance(value, list) else [value] * num_layers
     fields.require(len(listed) == num_layers, name, f"not a list of {num_layers} numbers")
     items = fields.items(name, listed)
-    return [items.whole(item, 1, MAX_SIZE) for item in items.values]
+    return [items.whole(item, 1, MAX_FFN_SIZE) for item in items.values]
 
 
 def _gemma4_rope(fields: Fields, read_floats: ReadFloats, head_size: int) -> RopeSpec:
@@ -363,7 +362,7 @@ def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[Recurren
     if family.recurrence is Recurrence.NONE:
         return [None] * num_layers
     if family.recurrence is Recurrence.DELTA_NET:
-        net = read_delta_net(fields, fields.whole("ssm.inner_size", 1, MAX_SIZE))
+        net = read_delta_net(fields, fields.whole("ssm.inner_size", 1, MAX_FFN_SIZE))
         return [net if one else None for one in _delta_layers(fields, num_layers)]
     conv, counts = read_short_conv(fields), fields.get("kv_heads_by_layer")
     if counts is None:  # a single number: all layers attend
@@ -376,7 +375,7 @@ def _delta_layers(fields: Fields, num_layers: int) -> list[bool]:
     if "attention.recurrent_layers" in fields:
         found = fields.flags("attention.recurrent_layers", num_layers)
     else:
-        every = fields.whole("full_attention_interval", 1, MAX_SIZE, 4)
+        every = fields.whole("full_attention_interval", 1, MAX_FFN_SIZE, 4)
         found = [(i + 1) % every != 0 for i in range(num_layers)]
     fields.require(not all(found), "full_attention_interval", "no layer attends")
     return found

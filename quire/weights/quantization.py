@@ -62,7 +62,6 @@ class Quantization:
     method: Method
     schemes: tuple[WeightScheme, ...]  # a matrix has one of them
     zero_offset: int = 0  # added to stored zero points
-    has_kv_scales: bool = False  # files contain scales of keys and values, which are not used
 
 
 def read_quantization(config: Fields) -> Quantization | None:
@@ -70,7 +69,7 @@ def read_quantization(config: Fields) -> Quantization | None:
 
     Multimodal models may say so beside their language model's sizes.
     """
-    holder = config if config.get(FIELD) else _nested(config)
+    holder = config if config.get(FIELD) else config.find_table("text_config")
     if not holder.get(FIELD):
         return None
     fields = holder.table(FIELD)
@@ -81,11 +80,6 @@ def read_quantization(config: Fields) -> Quantization | None:
         f"with it, but with {', '.join(_METHODS)}; use another file, the original model or a GGUF of it",
     )
     return _METHODS[method](fields)
-
-
-def _nested(config: Fields) -> Fields:
-    inner = config.get("text_config")
-    return Fields(config.source, inner if isinstance(inner, dict) else {}, f"{config.prefix}text_config.")
 
 
 def _refuse_unless(is_known: bool, fields: Fields, name: str, known: str) -> None:
@@ -141,7 +135,7 @@ def _read_compressed(fields: Fields) -> Quantization:
     fields.require(is_right, "config_groups", f"not an object of 1 to {MAX_CONFIG_GROUPS} groups")
     schemes = [_compressed_scheme(groups.table(name)) for name in groups.values]
     known = tuple(dict.fromkeys(one for one in schemes if one is not None))
-    return Quantization(Method.COMPRESSED, known, has_kv_scales=fields.get("kv_cache_scheme") is not None)
+    return Quantization(Method.COMPRESSED, known)
 
 
 def _check_format(fields: Fields) -> None:
@@ -276,10 +270,11 @@ _PART_ENDINGS = (
     ".weight_packed", ".weight_shape", ".weight_scale", "_scale_inv", ".weight_zero_point", ".weight_g_idx",
     ".qweight", ".qzeros", ".scales", ".g_idx",
 )  # fmt: skip
-# Scales of activations, which keep 16 bits here.
-_UNUSED_ENDINGS = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point")
-KV_SCALES = "scales of the KV cache"
-_KV_ENDINGS = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+# Scales of activations, and of keys and values, which keep 16 bits here.
+_UNUSED_ENDINGS = (
+    ".input_scale", ".activation_scale", ".output_scale", ".input_zero_point",
+    ".k_scale", ".v_scale", ".q_scale", ".prob_scale",
+)  # fmt: skip
 
 
 class FileTensor(NamedTuple):
@@ -316,10 +311,6 @@ def is_part(name: str, dtype: object) -> bool:
 
 def is_unused(name: str) -> bool:
     return name.endswith(_UNUSED_ENDINGS)
-
-
-def is_kv_scale(name: str) -> bool:
-    return name.endswith(_KV_ENDINGS)
 
 
 # Finding matrices

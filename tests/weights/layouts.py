@@ -7,7 +7,6 @@ own definition gives the stored codes.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,19 @@ from numpy.typing import NDArray
 
 from quire.weights.checkpoint import TensorType
 from quire.weights.gguf import BLOCKS, FILE_TYPES
-from tests.weights.makers import EXPERTS, VOCAB, Tensor, llama_keys, make_gguf, moe_keys, set_scales
+from tests.weights.makers import (
+    EXPERTS,
+    VOCAB,
+    Stored,
+    Tensor,
+    llama_keys,
+    make_gguf,
+    mixed_safetensors,
+    moe_keys,
+    set_scales,
+)
 
 Floats = NDArray[np.float32]
-
-
-class Stored(NamedTuple):
-    dtype: str
-    array: NDArray[Any]  # bfloat16 and FP8 as their bits
 
 
 @dataclass(slots=True)
@@ -322,18 +326,6 @@ LAYOUTS: dict[str, Layout] = {
 
 
 # Folders
-
-
-def mixed_safetensors(tensors: Mapping[str, Stored]) -> bytes:
-    """Return a safetensors file of tensors of several types."""
-    header, body = {}, bytearray()
-    for name, (dtype, array) in tensors.items():
-        data = array.tobytes()
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(body), len(body) + len(data)]}
-        body += data
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    return struct.pack("<Q", len(head)) + head + bytes(body)
 
 
 def is_quantized(name: str) -> bool:

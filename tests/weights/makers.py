@@ -244,16 +244,25 @@ def llama_arrays(seed: int = 0) -> dict[str, NDArray[np.float32]]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def safetensors_bytes(arrays: Mapping[str, NDArray[Any]], dtype: str = "F32") -> bytes:
+class Stored(NamedTuple):
+    dtype: str
+    array: NDArray[Any]  # bfloat16 and FP8 as their bits
+
+
+def mixed_safetensors(tensors: Mapping[str, Stored]) -> bytes:
     """Write safetensors by hand, so that bfloat16 and invalid data are possible."""
-    header, body = {}, b""
-    for name, array in arrays.items():
+    header, body = {}, bytearray()
+    for name, (dtype, array) in tensors.items():
         data = array.tobytes()
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(body), len(body) + len(data)]}
         body += data
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    return struct.pack("<Q", len(head)) + head + body
+    return struct.pack("<Q", len(head)) + head + bytes(body)
+
+
+def safetensors_bytes(arrays: Mapping[str, NDArray[Any]], dtype: str = "F32") -> bytes:
+    return mixed_safetensors({name: Stored(dtype, array) for name, array in arrays.items()})
 
 
 def write_folder(

@@ -146,6 +146,51 @@ def make_fp8(**changes: Any) -> Any:
     return make
 
 
+def package(name: str) -> Any:
+    return pytest.importorskip(f"compressed_tensors.{name}")
+
+
+def scheme_of(settings: dict[str, Any]) -> Any:
+    return package("quantization").QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
+
+
+def compressor_of(settings: dict[str, Any]) -> Any:
+    return package("compressors").BaseCompressor.get_value_from_registry(settings["format"])
+
+
+def parameters(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
+    """Scales and zero points of a matrix, computed by the package."""
+    rows, columns = weight.shape
+    if args.strategy == "block":
+        blocks = weight.view(rows // 32, 32, columns // 32, 32).permute(0, 2, 1, 3).flatten(2)
+    elif args.strategy == "tensor":
+        blocks = weight.view(1, -1)
+    else:
+        blocks = weight.view(rows, -1, args.group_size or columns)
+    helpers = package("quantization.utils.helpers")
+    scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    return {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+
+
+def make_compressed(settings: dict[str, Any]) -> Any:
+    def make(weight: Tensor) -> Made:
+        scheme, compressor = scheme_of(settings), compressor_of(settings)
+        packed = compressor.compress(parameters(weight, scheme.weights), scheme)
+        return Made(packed, compressor.decompress(packed, scheme)["weight"].float())
+
+    return make
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "w4 g32": packed_config(4, 32),
+    "w4 g32 asymmetric": packed_config(4, 32, symmetric=False),
+    "w4 channel asymmetric": packed_config(4, -1, symmetric=False),
+    "w8 g32": packed_config(8, 32),
+    "w8 g32 asymmetric": packed_config(8, 32, symmetric=False),
+    "fp8 channel": float_config("channel"),
+    "fp8 tensor": float_config("tensor"),
+    "fp8 block": float_config("block", block_structure=[32, 32]),
+}
 GPTQ, ROUND = ("gptqmodel",), ("auto_round", "auto_round_extension")
 LIBRARIES: dict[str, Library] = {
     "autoawq": Library(("awq",), awq_config(GROUP), make_awq),
@@ -186,6 +231,10 @@ LIBRARIES: dict[str, Library] = {
         fp8_config(weight_block_size=[32, 32], scale_fmt="ue8m0"),
         make_fp8(weight_block_size=(32, 32), scale_fmt="ue8m0"),
     ),
+    **{
+        f"compressed-tensors {name}": Library(("compressed_tensors",), settings, make_compressed(settings))
+        for name, settings in CONFIGS.items()
+    },
 }  # fmt: skip
 
 
@@ -254,68 +303,6 @@ def test_transformers_reads_the_written_layout() -> None:
     codes = tensors["weight"].view(torch.float8_e4m3fn)
     found = fp8.Fp8Dequantize(None)._dequantize_one(codes, tensors["weight_scale_inv"], output_dtype=torch.float32)
     torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-6)
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "w4 g32": packed_config(4, 32),
-    "w4 g32 asymmetric": packed_config(4, 32, symmetric=False),
-    "w4 channel asymmetric": packed_config(4, -1, symmetric=False),
-    "w8 g32": packed_config(8, 32),
-    "w8 g32 asymmetric": packed_config(8, 32, symmetric=False),
-    "fp8 channel": float_config("channel"),
-    "fp8 tensor": float_config("tensor"),
-    "fp8 block": float_config("block", block_structure=[32, 32]),
-}
-
-
-def package(name: str) -> Any:
-    return pytest.importorskip(f"compressed_tensors.{name}")
-
-
-def scheme_of(settings: dict[str, Any]) -> Any:
-    return package("quantization").QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
-
-
-def compressor_of(settings: dict[str, Any]) -> Any:
-    return package("compressors").BaseCompressor.get_value_from_registry(settings["format"])
-
-
-def parameters(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
-    """Scales and zero points of a matrix, computed by the package."""
-    rows, columns = weight.shape
-    if args.strategy == "block":
-        blocks = weight.view(rows // 32, 32, columns // 32, 32).permute(0, 2, 1, 3).flatten(2)
-    elif args.strategy == "tensor":
-        blocks = weight.view(1, -1)
-    else:
-        blocks = weight.view(rows, -1, args.group_size or columns)
-    helpers = package("quantization.utils.helpers")
-    scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
-    return {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_files_of_the_package_are_read_as_it_reads_them(name: str, tmp_path: Path) -> None:
-    settings = CONFIGS[name]
-    scheme, compressor = scheme_of(settings), compressor_of(settings)
-    tensors: dict[str, torch.Tensor] = {}
-    expected: dict[str, torch.Tensor] = {}
-    for key, array in llama_arrays().items():
-        weight = torch.from_numpy(array)
-        if not key.endswith("proj.weight"):
-            tensors[key] = weight
-            continue
-        packed = compressor.compress(parameters(weight, scheme.weights), scheme)
-        tensors |= {f"{key.removesuffix('weight')}{part}": one.contiguous() for part, one in packed.items()}
-        expected[key] = compressor.decompress(packed, scheme)["weight"].float()
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config(quantization_config=settings)))
-    checkpoint = open_checkpoint(tmp_path)
-    check_tensors(checkpoint)
-    assert expected
-    for key, values in expected.items():
-        found = torch.from_numpy(to_float32(checkpoint.read(own_name(key))))
-        torch.testing.assert_close(found, values, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "w4a16-asym", "w8a16"])

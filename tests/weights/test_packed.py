@@ -22,7 +22,6 @@ from tests.weights.layouts import (
     FP8_VALUES,
     LAYOUTS,
     Layout,
-    Stored,
     awq,
     awq_config,
     compressed,
@@ -39,6 +38,7 @@ from tests.weights.layouts import (
 from tests.weights.makers import (
     EXPERTS,
     HIDDEN,
+    Stored,
     config,
     llama_arrays,
     make_gguf,

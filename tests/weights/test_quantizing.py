@@ -22,15 +22,8 @@ from quire.weights.quantizing import quantize_folder, round_asymmetric, round_fp
 from quire.weights.tensors import check_tensors
 from tests.backends.torch.rig import Rig
 from tests.cli.runs import quire
-from tests.weights.layouts import LAYOUTS, Layout, Stored, write_quantized, write_tensors
-from tests.weights.makers import (
-    config,
-    llama_arrays,
-    moe_arrays,
-    moe_config,
-    tiny_gguf,
-    write_folder,
-)
+from tests.weights.layouts import LAYOUTS, Layout, write_quantized, write_tensors
+from tests.weights.makers import Stored, config, llama_arrays, moe_arrays, moe_config, tiny_gguf, write_folder
 from tests.weights.plain_folder import read_all, write_plain_folder
 
 # Root mean square of the error, relative to that of the weights, for normal weights in groups of 32: bounds.

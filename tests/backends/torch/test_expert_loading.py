@@ -36,15 +36,13 @@ from tests.selection import mostly_nightly
 from tests.weights.layouts import (
     LAYOUTS,
     Layout,
-    Stored,
     fp8,
     fp8_config,
-    mixed_safetensors,
     quantize_arrays,
     write_expert_quants,
     write_quantized,
 )
-from tests.weights.makers import EXPERTS, LAYERS, moe_arrays, moe_config, write_folder
+from tests.weights.makers import EXPERTS, LAYERS, Stored, mixed_safetensors, moe_arrays, moe_config, write_folder
 
 # E hidden size, F width of an expert
 
