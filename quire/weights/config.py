@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,66 +169,52 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
 
 
 def _layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerSpec, ...]:
-    ropes, is_gemma, scale = _ropes(fields, family, shape), family.is_gemma, float(shape.head_size) ** -0.5
-    if is_gemma:
+    scale = float(shape.head_size) ** -0.5
+    if family.is_gemma:
         scale = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) ** -0.5
     elif family.has_multipliers:
         scale = read_multiplier(fields, family, "attention_multiplier")
-    activation = family.activation or _activation(fields, "hidden_activation" if is_gemma else "hidden_act")
+    return read_layers(fields, family, shape, _ropes(fields, family, shape), scale)
+
+
+def read_layers(
+    fields: Fields, family: Family, shape: Shape, ropes: tuple[RopeSpec, RopeSpec | None], scale: float
+) -> tuple[LayerSpec, ...]:
+    """Read the layers of a family whose layers differ in mixer, window, rope and MLP only.
+
+    `ropes`: of the layers with full attention, and of those with a window if it differs.
+    """
+    activation = family.activation or _activation(fields, "hidden_activation" if family.is_gemma else "hidden_act")
     dense = MlpSpec(shape.ffn_size, activation, has_bias=_bias(fields, family.mlp_bias))
-    experts = _experts(fields, family, shape.num_layers, activation)
+    experts = read_experts(fields, family, shape.num_layers, activation)
     is_routed = _routed_layers(fields, family, shape.num_layers)
+    windows = _windows(fields, family, shape.num_layers)
+    has_rope = _has_rope(fields, family, shape.num_layers)
+    recurrent = _recurrent(fields, family, shape.num_layers)
     attention = AttentionSpec(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         scale=scale,
         rope=None,
-        softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
+        softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
         qk_norm=family.qk_norm,
-        query_scaling=read_query_scaling(fields.table("rope_parameters"), family),
+        query_scaling=_query_scaling(fields, family),
         has_qkv_bias=_bias(fields, family.qkv_bias),
         has_output_bias=_bias(fields, family.output_bias),
         has_sinks=family.has_sinks,
         has_gate=family.has_gate,
     )
-    return make_layers(
-        family,
-        attention,
-        ropes,
-        _windows(fields, family, shape.num_layers),
-        _has_rope(fields, family, shape.num_layers),
-        _recurrent(fields, family, shape.num_layers),
-        [experts if experts and routed else dense for routed in is_routed],
-        read_multiplier(fields, family, "residual_multiplier"),
-    )
-
-
-def make_layers(
-    family: Family,
-    attention: AttentionSpec,
-    ropes: tuple[RopeSpec, RopeSpec | None],
-    windows: Sequence[int],
-    has_rope: Sequence[bool],
-    recurrent: Sequence[RecurrentSpec | None],
-    mlps: Sequence[MlpSpec | ExpertsSpec],
-    residual_scale: float,
-) -> tuple[LayerSpec, ...]:
-    """Make the layers of a family whose layers differ in mixer, window, rope and MLP only. Lists have one entry each.
-
-    `ropes`: of the layers with full attention, and of those with a window if it differs.
-    """
-    by_window = [ropes[1] if window and ropes[1] else ropes[0] for window in windows]
-    layer_ropes = [rope if has_one else None for rope, has_one in zip(by_window, has_rope, strict=True)]
+    layer_ropes = [(ropes[1] if window and ropes[1] else ropes[0]) for window in windows]
     return tuple(
         LayerSpec(
-            mixer=recurrent[i] or replace(attention, window=window, rope=layer_ropes[i]),
-            mlp=mlps[i],
+            mixer=recurrent[i] or replace(attention, window=windows[i], rope=layer_ropes[i] if has_rope[i] else None),
+            mlp=experts if experts and is_routed[i] else dense,
             has_pre_norms=family.has_pre_norms,
             has_post_norms=family.has_post_norms,
-            residual_scale=residual_scale,
+            residual_scale=read_multiplier(fields, family, "residual_multiplier"),
         )
-        for i, window in enumerate(windows)
+        for i in range(shape.num_layers)
     )
 
 
@@ -252,17 +238,18 @@ def read_multiplier(fields: Fields, family: Family, name: str) -> float:
     return fields.real(name, 0, MAX_MULTIPLIER, 1.0, above_low=True) if family.has_multipliers else 1.0
 
 
-def read_query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
-    beta = fields.find_real("llama_4_scaling_beta", 0, MAX_FACTOR)
+def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
+    holder = fields.table("rope_parameters") if "rope_parameters" in fields else fields
+    beta = holder.find_real("llama_4_scaling_beta", 0, MAX_FACTOR)
     if not family.has_query_scaling or not beta:
         return None
-    return QueryScaling(beta, fields.whole("original_max_position_embeddings", 1, MAX_CONTEXT))
+    return QueryScaling(beta, holder.whole("original_max_position_embeddings", 1, MAX_CONTEXT))
 
 
 # Recurrent layers
 
 RecurrentSpec = DeltaNetSpec | ShortConvSpec
-_KINDS = {Recurrence.DELTA_NET: "linear_attention", Recurrence.SHORT_CONV: "conv"}  # names in layer_types
+KINDS = {Recurrence.DELTA_NET: "linear_attention", Recurrence.SHORT_CONV: "conv"}  # names in layer_types
 
 
 def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[RecurrentSpec | None]:
@@ -274,12 +261,12 @@ def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[Recurren
         f"{fields.prefix}attn_output_gate is false: not supported",
     )
     attends = _attends(fields, family, num_layers)
-    mixer = read_delta_net(fields) if family.recurrence is Recurrence.DELTA_NET else read_short_conv(fields)
+    mixer = _delta_net(fields) if family.recurrence is Recurrence.DELTA_NET else _short_conv(fields)
     return [None if one else mixer for one in attends]
 
 
 def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
-    kind = _KINDS[family.recurrence]
+    kind = KINDS[family.recurrence]
     name = "layer_types"
     if name in fields:
         attends = [one == "full_attention" for one in _layer_types(fields, num_layers, kind)]
@@ -297,12 +284,12 @@ def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
     return attends
 
 
-def read_delta_net(fields: Fields, value_size: int | None = None) -> DeltaNetSpec:
-    """Read the sizes of a delta net. `value_size`: of all value heads together, in files of llama.cpp."""
+def _delta_net(fields: Fields) -> DeltaNetSpec:
     num_key_heads = fields.whole("linear_num_key_heads", 1, MAX_HEADS)
     num_heads = fields.whole("linear_num_value_heads", 1, MAX_HEADS)
     is_multiple = num_heads % num_key_heads == 0
     fields.require(is_multiple, "linear_num_value_heads", f"not a multiple of {num_key_heads} key heads")
+    value_size = fields.find_whole("ssm.inner_size", 1, MAX_FFN_SIZE)  # of all value heads, in files of llama.cpp
     if value_size is None:
         head_size = fields.whole("linear_value_head_dim", 1, MAX_HEAD_SIZE)
     else:
@@ -318,7 +305,7 @@ def read_delta_net(fields: Fields, value_size: int | None = None) -> DeltaNetSpe
     )
 
 
-def read_short_conv(fields: Fields) -> ShortConvSpec:
+def _short_conv(fields: Fields) -> ShortConvSpec:
     return ShortConvSpec(fields.whole("conv_L_cache", 2, MAX_TAPS), has_bias=fields.flag("conv_bias", False))
 
 
@@ -343,21 +330,21 @@ def _lfm2_ffn_size(fields: Fields, given: int) -> int:
 # Experts
 
 
-def read_num_experts(fields: Fields, name: str, num_layers: int) -> int:
+def _num_experts(fields: Fields, name: str, num_layers: int) -> int:
     num_experts = fields.whole(name, 1, MAX_EXPERTS)
     is_right = num_experts * num_layers <= MAX_ALL_EXPERTS
     fields.require(is_right, name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers")
     return num_experts
 
 
-def _experts(fields: Fields, family: Family, num_layers: int, activation: Activation) -> ExpertsSpec | None:
+def read_experts(fields: Fields, family: Family, num_layers: int, activation: Activation) -> ExpertsSpec | None:
     names = family.experts
     if names is None or (names.flag and not fields.flag(names.flag, False)):
         return None
     holder = names.num_experts
     if names.num_experts == "num_experts" and fields.get("num_local_experts") is not None:
         holder = "num_local_experts"  # as transformers 5 writes it
-    num_experts = read_num_experts(fields, holder, num_layers)
+    num_experts = _num_experts(fields, holder, num_layers)
     rule = names.renormalizes
     return ExpertsSpec(
         num_experts=num_experts,
@@ -799,7 +786,7 @@ def _gemma4_layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerS
         ple_size=_ple_size(fields),
         rope=_gemma4_rope(ropes.table("full_attention"), 1e6, full_size),
         local_rope=_gemma4_rope(ropes.table("sliding_attention"), 1e4, shape.head_size),
-        experts=_experts(fields, family, num_layers, activation),
+        experts=read_experts(fields, family, num_layers, activation),
     ).specs(fields, activation)
 
 
