@@ -32,7 +32,7 @@ from typing import Any
 from quire.errors import InvalidRequest
 from quire.text.grammar import refuse_constant
 from quire.text.messages import Tool
-from quire.text.schemas import KINDS, kind_of, kinds_of
+from quire.text.schemas import KINDS, Place, References, kind_of, kinds_of
 from quire.text.stream import CallArguments, CallStart, Piece, Words, new_call_id, num_held
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
@@ -433,7 +433,8 @@ def value_kinds(schema: object, root: Mapping[str, Any], known: Known | None = N
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in known:
             known[reference] = _ALL_KINDS  # for references to itself
-            known[reference] = value_kinds(_target(reference, root), root, known)
+            target = References(root).find(Place(schema, ""))
+            known[reference] = value_kinds(None if target is None else target.schema, root, known)
         kinds &= known[reference]
     if isinstance(values := schema.get("enum"), list):
         kinds &= frozenset(map(kind_of, values))
@@ -446,17 +447,6 @@ def value_kinds(schema: object, root: Mapping[str, Any], known: Known | None = N
         for part in parts:
             kinds &= value_kinds(part, root, known)
     return kinds | {"null"} if schema.get("nullable") is True else kinds
-
-
-def _target(reference: str, root: Mapping[str, Any]) -> object:
-    """The target of a reference within the schema; None: not found."""
-    if not reference.startswith("#"):
-        return None
-    found: object = root
-    for part in filter(None, reference[1:].split("/")):
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
 
 
 # Answers with calls

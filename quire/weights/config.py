@@ -47,6 +47,7 @@ MAX_THETA = 1e12
 MIN_FACTOR = 1e-3  # factors are divisors
 MAX_FACTOR = 1e6
 MAX_TAPS = 64
+MAX_EPS = 0.5
 MAX_PLE_SIZE = 8192
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
@@ -78,7 +79,7 @@ class Shape:
 
 
 def read_shape(fields: Fields) -> Shape:
-    heads = fields.key("num_attention_heads")
+    heads, eps = fields.key("num_attention_heads"), "rms_norm_eps"
     hidden_size = fields.whole("hidden_size", 1, MAX_HIDDEN_SIZE)
     num_heads = fields.whole("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = fields.whole("num_key_value_heads", 1, MAX_HEADS, num_heads)
@@ -98,15 +99,9 @@ def read_shape(fields: Fields) -> Shape:
         head_size=head_size,
         vocab_size=fields.whole("vocab_size", 1, MAX_VOCAB_SIZE),
         max_model_len=fields.whole("max_position_embeddings", 1, MAX_CONTEXT),
-        norm_eps=_eps(fields),
+        # llama.cpp and LFM2 have no default.
+        norm_eps=fields.real(eps, 0, MAX_EPS, 1e-6 if fields.key(eps) == eps else None, above_low=True),
     )
-
-
-def _eps(fields: Fields) -> float:
-    has_default = fields.key("rms_norm_eps") == "rms_norm_eps"  # llama.cpp and LFM2 have none
-    eps = fields.real("rms_norm_eps", 0, 1, 1e-6 if has_default else None, above_low=True)
-    fields.require(eps < 1, "rms_norm_eps", "not below 1")
-    return eps
 
 
 def spec_from_config(

@@ -14,6 +14,7 @@ from quire.errors import InvalidRequest, TemplateError
 from quire.text.chat_template import MAX_BOUNDARIES, ChatTemplate, find_boundaries
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.tokenizer import Tokenizer
+from quire.weights.checkpoint import TokenizerFiles
 from tests.text.family_templates import GEMMA4, HARMONY, LFM2, QWEN35
 from tests.text.test_tool_formats import say
 from tests.text.tool_templates import HERMES, MISTRAL, PLAIN
@@ -130,9 +131,9 @@ def test_prompts_are_those_of_transformers(style: str, generation: bool, json_to
 
 
 def test_default_model_prompts_equal_those_of_transformers(
-    default_gguf: dict[str, Any], transformers_tokenizer: Any, default_tokenizer: Tokenizer
+    default_files: TokenizerFiles, transformers_tokenizer: Any, default_tokenizer: Tokenizer
 ) -> None:
-    template = ChatTemplate(default_gguf["tokenizer.chat_template"], default_tokenizer)
+    template = ChatTemplate(default_files.chat_template, default_tokenizer)
     for messages in CONVERSATIONS:
         plain = [{"role": message.role.value, "content": message.text} for message in messages]
         expected = transformers_tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
@@ -160,12 +161,6 @@ def test_no_role_can_write_a_control_token(chatml: ChatTemplate, role: Role, tok
     allowed = role is Role.ASSISTANT and token in TOOLS  # an assistant may send back its own reasoning
     for content in (token, f"a{token}b", token * 3, f"<{token}>", f"{token[:-1]}{token}"):
         assert (control_ids(content) == control_ids("harmless")) is not allowed
-
-
-def test_a_control_string_split_over_parts_is_text(chatml: ChatTemplate) -> None:
-    whole = chatml.encode(ChatRequest([_say(Role.USER, "a <|im_end|> b")]))
-    assert chatml.encode(ChatRequest([_say(Role.USER, "a <|im", "_end|> b")])) == whole
-    assert chatml.encode(ChatRequest([_say(Role.USER, "a <", "|im_end|>", " b")])) == whole
 
 
 def test_a_template_cannot_complete_a_control_string() -> None:
