@@ -353,33 +353,25 @@ _BREAKING = {
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
-class Renderer:
-    """One template and the child process that renders it. Thread-safe: renders are serialized."""
+class Renderer(LimitedChild):
+    """One template and the child process that renders it."""
 
     def __init__(self, source: str, *, render_limit_s: float = RENDER_LIMIT_S) -> None:
-        self._render_limit_s = render_limit_s
         names = ("the process that renders chat templates", "the chat template")
-        self._child = LimitedChild(
-            _WORKER,
-            {"source": source, "max_bytes": MAX_MEMORY_BYTES},
-            COMPILE_LIMIT_S,
-            names=names,
-            failure=TemplateError,
-            check=_check_rendering,
-        )
-        self.warm_up = self._child.warm_up  # raises TemplateError if the template does not compile
-        self.close = self._child.close
+        first = {"source": source, "max_bytes": MAX_MEMORY_BYTES}
+        super().__init__(_WORKER, first, COMPILE_LIMIT_S, names=names, failure=TemplateError, check=_check_rendering)
+        self._render_limit_s = render_limit_s
 
     @property
     def variables(self) -> frozenset[str]:
         """The names that the template reads and does not set itself."""
-        if not self._child.first_answer:
+        if not self.first_answer:
             self.warm_up()
-        return frozenset(map(str, self._child.first_answer.get("variables", ())))
+        return frozenset(map(str, self.first_answer.get("variables", ())))
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The rendered text. Raises TemplateError, or RequestFailed if other processes end the child twice."""
-        return str(self._child.request({"variables": dict(variables)}, self._render_limit_s)["text"])
+        return str(self.request({"variables": dict(variables)}, self._render_limit_s)["text"])
 
 
 def _check_rendering(order: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
@@ -620,11 +612,11 @@ def fitting_id(call_id: str, format: ToolFormat) -> str:
 
 def python_call(function: Mapping[str, Any]) -> str:
     """A call as LFM2 writes it, for templates that do not render earlier calls. `function`: name and arguments."""
-    arguments = [f"{name}={_python(value)}" for name, value in function["arguments"].items()]
+    arguments = [f"{name}={python_value(value)}" for name, value in function["arguments"].items()]
     return f"{function['name']}({', '.join(arguments)})"
 
 
-def _python(value: object) -> str:
+def python_value(value: object) -> str:
     return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
 
 

@@ -71,8 +71,7 @@ def json_schema_grammar(schema: Mapping[str, Any], *, strict: bool = True) -> Gr
     """
     check_schema(schema)
     held = hold_schema(schema, strict=strict)
-    unenforced = tuple(one.path for one in held.unenforced)
-    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(held.schema), unenforced, given=schema_text(schema))
+    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(held.schema), held.unenforced, given=schema_text(schema))
 
 
 def json_object_grammar() -> Grammar:

@@ -69,15 +69,10 @@ class SchemaNotHeld(SchemaProblem):
         super().__init__(path, f"cannot be enforced: {why}")
 
 
-class Unenforced(NamedTuple):
-    path: str  # of the keyword, inside the schema
-    why: str
-
-
 @dataclass(frozen=True, slots=True)
 class HeldSchema:
     schema: dict[str, Any]
-    unenforced: tuple[Unenforced, ...] = ()
+    unenforced: tuple[str, ...] = ()  # paths of keywords
 
 
 class _TooLarge(Exception):
@@ -291,7 +286,7 @@ def hold_schema(schema: Mapping[str, Any], *, strict: bool = False) -> HeldSchem
         holder.problems = {WHOLE: "the schema is too large, or its references nest too deeply"}
     if strict and holder.problems:
         raise SchemaNotHeld(*next(iter(holder.problems.items())))
-    return HeldSchema(held, tuple(Unenforced(*item) for item in holder.problems.items()))
+    return HeldSchema(held, tuple(holder.problems))
 
 
 class _Closing(NamedTuple):

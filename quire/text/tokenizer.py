@@ -367,16 +367,15 @@ class EncoderError(Exception):
     """The child cannot build the tokenizers, or cannot encode this text within its limits."""
 
 
-class ChildEncoder:
-    """Tokenizers in a child process. Thread-safe: texts are encoded one after the other."""
+class ChildEncoder(LimitedChild):
+    """Tokenizers in a child process."""
 
     def __init__(self, spec: str, inside: str | None, plain_added: list[tuple[str, bool]]) -> None:
         max_bytes = MEMORY_BYTES + MEMORY_BYTES_PER_BYTE * len(spec)
         description = {"spec": spec, "inside": inside, "plain_added": plain_added, "max_bytes": max_bytes}
         build_limit_s = BUILD_LIMIT_S + BUILD_LIMIT_S_PER_MB * len(spec) / 1e6
         names = ("the process that runs the tokenizer", "the tokenizer")
-        self._child = LimitedChild(_CHILD, description, build_limit_s, names=names, failure=EncoderError, check=_check)
-        self.close = self._child.close
+        super().__init__(_CHILD, description, build_limit_s, names=names, failure=EncoderError, check=_check)
         try:
             for form in ("special", "start", "inside"):
                 self.encode(form, TRIAL)
@@ -385,16 +384,16 @@ class ChildEncoder:
             raise
 
     def encode(self, form: str, text: str) -> list[int]:
-        ids: list[int] = self._ask(form, text)["ids"]
+        ids: list[int] = self._encoded(form, text)["ids"]
         return ids
 
     def find_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._ask("spans", text)
+        found = self._encoded("spans", text)
         return found["ids"], [(begin, end) for begin, end in found["offsets"]]
 
-    def _ask(self, form: str, text: str) -> dict[str, Any]:
+    def _encoded(self, form: str, text: str) -> dict[str, Any]:
         order = {"form": form, "text": text, "max_ids": MAX_IDS_PER_CHAR * (len(text) + 32)}
-        return self._child.request(order, ENCODE_LIMIT_S + ENCODE_LIMIT_S_PER_CHAR * len(text))
+        return self.request(order, ENCODE_LIMIT_S + ENCODE_LIMIT_S_PER_CHAR * len(text))
 
 
 def _check(order: Mapping[str, Any], answer: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.chat_template import NO_PARAMETERS
+from quire.text.chat_template import NO_PARAMETERS, python_value
 from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json, lark_regex, lark_text, schema_text
 from quire.text.messages import MAX_TOOLS, Tool, ToolChoice, ToolMode
 from quire.text.reasoning import CHANNEL, CONSTRAIN, END, MESSAGE, START, Opening, ReasoningFormat
@@ -288,7 +288,6 @@ _KIND_OF = {
 }
 _REFERENCE = re.compile(r'"#/\$defs/([^"]+)"')
 _LAST_LINE = f"\n{END_OF_VALUE}\n"
-_SIMPLE = re.compile(r"[^'\\\x00-\x1F]*")  # text that needs no escapes in single quotes
 _NAME_TEXT = r"/[A-Za-z0-9_.-]+/"
 
 
@@ -507,17 +506,12 @@ class CallWriter:
     def _python(self, schema: Schema) -> str:
         schema = self._resolved(schema)
         if (values := _listed(schema)) is not None:
-            texts = [str(one) if one is None or isinstance(one, bool) else _dumped(one) for one in values]
-            texts += [f"'{one}'" for one in values if isinstance(one, str) and _SIMPLE.fullmatch(one)]
-            return f"({' | '.join(map(lark_text, texts))})"
+            return f"({' | '.join(lark_text(python_value(value)) for value in values)})"
         kinds = self._kinds(schema)
         if kinds == {"boolean"}:
             return '("True" | "False")'
         if kinds == {"null"}:
             return '"None"'
-        if kinds == {"string"} and isinstance(schema, Mapping) and schema.keys() == {"type"}:
-            single = r"/'([^'\\\x00-\x1F]|\\['\\\"nrt])*'/"
-            return f"({self._json(schema)} | {single})"
         options = self._options(schema) if len(kinds) < len(KINDS) else None
         return self._json(schema) if options is None else f"({' | '.join(self._python(one) for one in options)})"
 

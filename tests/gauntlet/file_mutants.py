@@ -507,14 +507,12 @@ _renderers: list[Renderer] = []
 def render(path: Path) -> None:
     """Compile and render in a child process, as the server does. One child compiles many templates, to save time."""
     source = path.read_text()
-    renderer = Renderer(source)
-    if _renderers:
-        renderer._child = _renderers.pop()._child
-    _renderers.append(renderer)
+    if not _renderers:
+        _renderers.append(Renderer(source))
+    (renderer,) = _renderers
+    renderer.start()
+    renderer.first_answer = renderer._exchange({"source": source}, COMPILE_LIMIT_S)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    child = renderer._child
-    child.start()
-    child.first_answer = child._exchange({"source": source}, COMPILE_LIMIT_S)
     with suppress(TemplateRefusal):
         renderer.render({"messages": messages, "add_generation_prompt": True, "bos_token": "<s>"})
 

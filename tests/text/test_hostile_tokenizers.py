@@ -263,7 +263,7 @@ def test_known_tokenizers_run_in_this_process() -> None:
 
 def test_a_child_ends_with_its_tokenizer() -> None:
     tokenizer = opened(cut(split("z+|.")))
-    child: Any = tokenizer._encoder._child._process  # type: ignore[union-attr]
+    child: Any = tokenizer._encoder._process  # type: ignore[union-attr]
     assert child.poll() is None
     tokenizer.close()
     eventually(lambda: child.poll() is not None, "the child ended")
@@ -272,7 +272,7 @@ def test_a_child_ends_with_its_tokenizer() -> None:
 def test_an_answer_of_the_child_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = opened(cut(split("z+|.")))
     try:
-        child = tokenizer._encoder._child  # type: ignore[union-attr]
+        child = tokenizer._encoder
         for answer in ({}, {"ids": "abc"}, {"ids": [1, "2"]}, {"ids": [-1]}, {"ids": [True]}):
             monkeypatch.setattr(child, "ask", lambda *_, found=answer: found)
             with pytest.raises(InvalidRequest, match="invalid answer"):

@@ -88,7 +88,7 @@ def test_a_render_is_not_refused_because_the_machine_is_busy(good: Renderer) -> 
 
 
 def process_of(renderer: Renderer) -> subprocess.Popen[bytes]:
-    process = renderer._child._process
+    process = renderer._process
     assert process is not None
     return process
 
@@ -158,7 +158,7 @@ def test_an_interrupted_render_leaves_no_answer_for_the_next(good: Renderer, mon
 def test_the_child_dies_with_its_parent() -> None:
     code = (
         "import os; from quire.text.chat_template import Renderer; r = Renderer('x'); r.warm_up();"
-        "print(r._child._process.pid, flush=True); os._exit(0)"
+        "print(r._process.pid, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     eventually(lambda: not _is_running(int(done.stdout)), "the template's process ends with its parent")

@@ -427,7 +427,7 @@ def test_hostile_schemas_cost_little(schema: dict[str, Any]) -> None:
 
 
 def test_a_schema_that_is_too_large_is_reported_as_a_whole() -> None:
-    assert [one.path for one in hold_schema({"type": "array", **HOSTILE["a chain"]}).unenforced] == ["$"]
+    assert list(hold_schema({"type": "array", **HOSTILE["a chain"]}).unenforced) == ["$"]
     assert hold_schema({"type": "array", **HOSTILE["a chain"]}).schema == {"type": "array"}
 
 
@@ -488,7 +488,7 @@ def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) ->
     source = json.dumps(schema)
     schema = json.loads(source)  # every part is a separate object
     held = with_few_calls(lambda: hold_schema(schema))
-    paths = [one.path for one in held.unenforced]
+    paths = list(held.unenforced)
     if paths == ["$"]:  # given up as a whole, after equally little work
         assert len(source) > MAX_HELD_CHARS
         return
@@ -502,7 +502,7 @@ def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) ->
 def test_references_below_an_id_do_not_resolve_to_the_outer_schema(name: str) -> None:
     inner = {name: "http://a/b", "$defs": {"d0": {"type": "string"}}, "properties": {"x": defined(0)}}
     held = hold_schema({"$defs": {"d0": {"type": "integer"}}, "properties": {"in": inner, "out": defined(0)}})
-    assert [one.path for one in held.unenforced] == ["properties.in.properties.x.$ref"]
+    assert list(held.unenforced) == ["properties.in.properties.x.$ref"]
     assert not allows(compiled(held.schema), '{"out": "a"}')
 
 
@@ -523,7 +523,7 @@ def test_schemas_in_a_circle_share_their_names() -> None:
 def test_a_pattern_with_an_invalid_class_is_reported() -> None:
     for pattern in (r"[\B]", r"[a-\B]"):
         held = hold_schema(obj({"a": {**STR, "pattern": pattern}}))
-        assert [one.path for one in held.unenforced] == ["properties.a.pattern"]
+        assert list(held.unenforced) == ["properties.a.pattern"]
         assert "pattern" not in held.schema["properties"]["a"]
         with pytest.raises(SchemaNotHeld, match=r"properties\.a\.pattern cannot be enforced: \\B is not a character"):
             hold_schema(obj({"a": {**STR, "pattern": pattern}}), strict=True)
