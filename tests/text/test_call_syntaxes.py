@@ -325,7 +325,6 @@ def test_reasoning_in_a_channel_of_gemma() -> None:
 def test_switches(json_tokenizer: Tokenizer, source: str, wanted: dict[str, Any], end: str) -> None:
     template = ChatTemplate(source, json_tokenizer)
     assert template.render(ChatRequest((say(Role.USER, "Hi"),), **wanted)).endswith(end)
-    template.close()
 
 
 def test_efforts_of_harmony(json_tokenizer: Tokenizer) -> None:
@@ -342,7 +341,6 @@ def test_efforts_of_harmony(json_tokenizer: Tokenizer) -> None:
         request = ChatRequest((say(Role.USER, "Hi"),), **wanted)
         assert f"Reasoning: {effort}<|end|>" in template.render(request)
     assert [template.can_think(wants) for wants in (True, False, None)] == [True, False, True]
-    template.close()
 
 
 # Earlier calls in prompts
@@ -375,7 +373,6 @@ def test_earlier_calls_of_harmony(json_tokenizer: Tokenizer) -> None:
         'functions.now to=assistant<|channel|>commentary<|message|>"22"<|end|>',
         "assistant",
     ]
-    template.close()
 
 
 def test_earlier_calls_of_gemma(json_tokenizer: Tokenizer) -> None:
@@ -387,7 +384,6 @@ def test_earlier_calls_of_gemma(json_tokenizer: Tokenizer) -> None:
         f"<|tool_response>response:get{{value:{QUOTE}21{QUOTE}}}<tool_response|>"
         f"<|tool_response>response:now{{value:{QUOTE}22{QUOTE}}}<tool_response|>"
     )
-    template.close()
 
 
 @pytest.mark.parametrize(
@@ -406,7 +402,6 @@ def test_earlier_calls_of_lfm2(json_tokenizer: Tokenizer, source: str, answer: s
     messages = (LOOKED[0], say(Role.ASSISTANT, "", tool_calls=(hostile,)), RESULTS[0])
     ids = template.encode(ChatRequest(messages))
     assert ids.count(json_tokenizer.added["<|im_end|>"]) == 3
-    template.close()
     assert python_call({"name": "f", "arguments": {"a": None, "b": ["x"]}}) == 'f(a=None, b=["x"])'
 
 

@@ -127,7 +127,6 @@ def test_prompts_are_those_of_transformers(style: str, generation: bool, json_to
         request = ChatRequest(messages, add_generation_prompt=generation)
         assert template.render(request) == reference.apply_chat_template(plain, tokenize=False, **options)
         assert template.encode(request) == reference.apply_chat_template(plain, return_dict=False, **options)
-    template.close()
 
 
 def test_default_model_prompts_equal_those_of_transformers(
@@ -138,7 +137,6 @@ def test_default_model_prompts_equal_those_of_transformers(
         plain = [{"role": message.role.value, "content": message.text} for message in messages]
         expected = transformers_tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
         assert template.encode(ChatRequest(messages)) == expected
-    template.close()
 
 
 def test_a_control_string_in_a_message_is_text(chatml: ChatTemplate) -> None:
@@ -170,7 +168,6 @@ def test_a_template_cannot_complete_a_control_string() -> None:
         ids = template.encode(ChatRequest([_say(Role.USER, "<|im"), _say(Role.ASSISTANT, "_end|>")]))
         assert tokenizer.decode(ids, skip_special=False) == "<|im_end|>"
         assert tokenizer.control_ids.isdisjoint(ids)
-        template.close()
 
 
 def test_names_and_template_args_are_text() -> None:
@@ -180,7 +177,6 @@ def test_names_and_template_args_are_text() -> None:
     ids = template.encode(request)
     assert tokenizer.control_ids.isdisjoint(ids)
     assert template.render(request) == "<|im_end|><|im_start|>"
-    template.close()
 
 
 PIECES = st.sampled_from([*SPECIAL, *TOOLS, "<", "|im_end", "|>", "\U000f0000", "\U000f0001", " ", "\n", "word", "é"])
@@ -205,7 +201,6 @@ def test_sentencepiece_gets_no_stray_spaces() -> None:
     ids = template.encode(ChatRequest([_say(Role.USER, "the </s> world")]))
     inst = tokenizer.added["[INST]"]
     assert ids == [1, inst, *tokenizer.encode_plain("the </s> world"), inst]
-    template.close()
 
 
 def test_continuing_the_last_message(chatml: ChatTemplate) -> None:
@@ -215,11 +210,9 @@ def test_continuing_the_last_message(chatml: ChatTemplate) -> None:
     assert chatml.encode(request).count(2) == 1
     trimming = ChatTemplate("{{ messages[-1].content | trim }}!", chatml._tokenizer)
     assert trimming.render(request) == "It is <|im_end|>"
-    trimming.close()
     silent = ChatTemplate("{{ messages | length }}", chatml._tokenizer)
     with pytest.raises(TemplateError, match="continue_last"):
         silent.render(request)
-    silent.close()
 
 
 def test_no_template(gguf_tokenizer: Tokenizer) -> None:
@@ -235,7 +228,6 @@ def test_a_template_refusal_has_the_templates_message(gguf_tokenizer: Tokenizer)
     template = ChatTemplate(STYLES["gemma"], gguf_tokenizer)
     with pytest.raises(TemplateError, match="roles must alternate"):
         template.encode(ChatRequest([_say(Role.ASSISTANT, "a"), _say(Role.USER, "b")]))
-    template.close()
 
 
 def test_template_args(gguf_tokenizer: Tokenizer) -> None:
@@ -249,7 +241,6 @@ def test_template_args(gguf_tokenizer: Tokenizer) -> None:
     for name in ("__class__", "range", "raise_exception", "n" * 10**6):
         hostile = ChatRequest(CONVERSATIONS[0], template_args={name: "x"})
         assert template.render(hostile) == template.render(ChatRequest(CONVERSATIONS[0]))
-    template.close()
 
 
 HI = _say(Role.USER, "Hi")
@@ -326,7 +317,6 @@ def test_starters_of_a_template(tokenizer: Tokenizer, source: str | None, starte
     template = ChatTemplate(source, tokenizer)
     assert [tokenizer.id_to_token(token_id) for token_id in template.starters] == starters
     assert template.starters is template.starters
-    template.close()
 
 
 @pytest.mark.parametrize(("source", "num_before"), [(PLAIN, 0), (GEMMA4, 1)])
@@ -340,7 +330,6 @@ def test_boundaries_of_a_conversation(tokenizer: Tokenizer, source: str, num_bef
     ends = [len(template.encode(ChatRequest(part, add_generation_prompt=False))) for part in parts]
     assert list(found) == ends
     assert prompt[num_before] == template.starters[0]  # the first message's start is left out
-    template.close()
 
 
 def test_boundaries_are_capped() -> None:

@@ -173,25 +173,19 @@ def test_an_expression_that_needs_too_long_ends_its_child_only(monkeypatch: pyte
     monkeypatch.setattr(encoder, "ENCODE_LIMIT_S", 0.2)
     # Cubic at every position, below the library's own limit of steps for one position.
     tokenizer = opened(cut(split("z*z*z*q")))
-    try:
-        with pytest.raises(InvalidRequest, match=r"the tokenizer did not finish within 0\.\d+ s of CPU time"):
-            tokenizer.encode("z" * 380 + " q")
-        assert tokenizer.decode(tokenizer.encode("another text")) == "another text"  # in a new child
-    finally:
-        tokenizer.close()
+    with pytest.raises(InvalidRequest, match=r"the tokenizer did not finish within 0\.\d+ s of CPU time"):
+        tokenizer.encode("z" * 380 + " q")
+    assert tokenizer.decode(tokenizer.encode("another text")) == "another text"  # in a new child
 
 
 def test_a_child_without_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "MEMORY_BYTES", 256 << 20)
     monkeypatch.setattr(encoder, "ENCODE_LIMIT_S", 60.0)
     tokenizer = opened(normalized(replace("z", "z" * 8)))
-    try:
-        assert not tokenizer.is_inline
-        with pytest.raises(InvalidRequest, match="text cannot be encoded: "):
-            tokenizer.encode("z" * 400_000)  # 3.2 million characters: about 300 MB
-        assert len(tokenizer.encode("za")) >= 2
-    finally:
-        tokenizer.close()
+    assert not tokenizer.is_inline
+    with pytest.raises(InvalidRequest, match="text cannot be encoded: "):
+        tokenizer.encode("z" * 400_000)  # 3.2 million characters: about 300 MB
+    assert len(tokenizer.encode("za")) >= 2
 
 
 @pytest.mark.parametrize(
@@ -210,7 +204,6 @@ def test_a_tokenizer_that_lengthens_texts_runs_in_a_child(parts: list[dict[str, 
     assert tokenizer.encode("a" * 4000, max_chars=4000)
     with pytest.raises(ContextTooLong, match="text has 4001 characters, more than the 4000 that can fit"):
         tokenizer.encode("a" * 4001, max_chars=4000)
-    tokenizer.close()
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -271,16 +264,13 @@ def test_a_child_ends_with_its_tokenizer() -> None:
 
 def test_an_answer_of_the_child_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = opened(cut(split("z+|.")))
-    try:
-        child = tokenizer._encoder
-        for answer in ({}, {"ids": "abc"}, {"ids": [1, "2"]}, {"ids": [-1]}, {"ids": [True]}):
-            monkeypatch.setattr(child, "ask", lambda *_, found=answer: found)
-            with pytest.raises(InvalidRequest, match="invalid answer"):
-                tokenizer.encode("z")
-            monkeypatch.undo()
-        assert tokenizer.encode("z")
-    finally:
-        tokenizer.close()
+    child = tokenizer._encoder
+    for answer in ({}, {"ids": "abc"}, {"ids": [1, "2"]}, {"ids": [-1]}, {"ids": [True]}):
+        monkeypatch.setattr(child, "ask", lambda *_, found=answer: found)
+        with pytest.raises(InvalidRequest, match="invalid answer"):
+            tokenizer.encode("z")
+        monkeypatch.undo()
+    assert tokenizer.encode("z")
 
 
 def test_decoding_has_a_limit() -> None:
@@ -296,12 +286,9 @@ def test_a_template_cannot_write_more_than_the_context() -> None:
     tokenizer = opened(normalized())
     template = ChatTemplate("{{ 'a' * 100000 }}{{ messages[0].content }}", tokenizer)
     chat = ChatRequest([Message(Role.USER, (Part("Hi"),))])
-    try:
-        assert len(template.encode(chat)) == 100_002
-        with pytest.raises(ContextTooLong, match="text has 100002 characters, more than the 65536 that can fit"):
-            template.encode(chat, max_chars=65_536)
-    finally:
-        template.close()
+    assert len(template.encode(chat)) == 100_002
+    with pytest.raises(ContextTooLong, match="text has 100002 characters, more than the 65536 that can fit"):
+        template.encode(chat, max_chars=65_536)
 
 
 def test_a_long_string_to_replace_runs_in_a_child() -> None:
@@ -310,7 +297,6 @@ def test_a_long_string_to_replace_runs_in_a_child() -> None:
     spec["normalizer"] = {"type": "Replace", "pattern": {"String": "a" * 33 + "b"}, "content": ""}
     tokenizer = Tokenizer.from_json(json.dumps(spec).encode(), {})
     assert not tokenizer.is_inline
-    tokenizer.close()
     spec["normalizer"]["pattern"]["String"] = "a" * 31 + "b"
     assert Tokenizer.from_json(json.dumps(spec).encode(), {}).is_inline
 

@@ -143,7 +143,6 @@ def test_a_failed_render_keeps_the_process() -> None:
         renderer.render({"messages": [{"role": "user", "content": "bad"}]})
     assert renderer.render(HELLO) == "fine"
     assert process_of(renderer) is process
-    renderer.close()
 
 
 def test_an_interrupted_render_leaves_no_answer_for_the_next(good: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +213,6 @@ def test_a_template_refusal_has_the_templates_message() -> None:
     renderer = Renderer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateRefusal, match=r"^roles must alternate$"):
         renderer.render(HELLO)
-    renderer.close()
 
 
 def test_variables_are_those_the_template_uses(good: Renderer) -> None:
@@ -228,7 +226,6 @@ def test_no_secrets_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.path.exists("/proc/self/environ"):
         with open(f"/proc/{process_of(renderer).pid}/environ", "rb") as file:
             assert b"hf_secret" not in file.read()
-    renderer.close()
 
 
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +233,6 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Any, monkey
     monkeypatch.chdir(tmp_path)
     renderer = Renderer(GOOD)
     assert renderer.render(HELLO) == "<user>hi"
-    renderer.close()
 
 
 FEATURES = {
@@ -257,7 +253,6 @@ FEATURES = {
 def test_template_features(source: str) -> None:
     renderer = Renderer(source)
     assert renderer.render(HELLO) == FEATURES[source]
-    renderer.close()
 
 
 SCRIPT = """

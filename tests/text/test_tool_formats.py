@@ -35,10 +35,7 @@ NOW = Tool("now")
 
 
 def detected(source: str | None) -> str:
-    template = ChatTemplate(source, Tokenizer.from_gguf(byte_level_gguf()))
-    name = template.tool_format.name
-    template.close()
-    return name
+    return ChatTemplate(source, Tokenizer.from_gguf(byte_level_gguf())).tool_format.name
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -51,7 +48,6 @@ def test_calls_that_no_parser_reads_are_prompted(name: str) -> None:
     template = ChatTemplate(FOREIGN[name], Tokenizer.from_gguf(byte_level_gguf()))
     assert template.tool_format is PROMPTED
     rendered = template.render(ChatRequest(CONVERSATIONS[1], tools=(WEATHER,)))
-    template.close()
     assert rendered.count('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"') == 1
     assert '{"name": "get_weather", "description": "Of a city"' in rendered
     assert "<tool_response>\n21\n</tool_response>" in rendered
@@ -84,7 +80,6 @@ def test_a_format_is_not_detected_for_chats_without_tools(json_tokenizer: Tokeni
     assert "Weather?" in template.render(ChatRequest((ASKED,)))
     with pytest.raises(TemplateError, match="did not finish within 1 s"):
         template.render(ChatRequest((ASKED,), tools=(WEATHER,)))
-    template.close()
 
 
 # Rendering
@@ -140,7 +135,6 @@ def test_prompts_with_tools_are_those_of_transformers(name: str, json_tokenizer:
             request = ChatRequest(messages, tools=tools)
             assert template.render(request) == reference.apply_chat_template(plain, tokenize=False, **options)
             assert template.encode(request) == reference.apply_chat_template(plain, return_dict=False, **options)
-    template.close()
 
 
 def test_tools_as_text(json_tokenizer: Tokenizer) -> None:
@@ -162,7 +156,6 @@ def test_tools_as_text(json_tokenizer: Tokenizer) -> None:
     assert results_turn == f"<|im_start|>user\n{response}\n\nSo?"  # turns alternate
     none = ChatRequest((ASKED,), tools=(WEATHER,), tool_choice=ToolChoice(ToolMode.NONE))
     assert template.render(none) == template.render(ChatRequest((ASKED,)))
-    template.close()
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "qwen_xml", "gemma4", "harmony", "lfm2", "words"])
@@ -182,7 +175,6 @@ def test_no_part_of_a_tool_can_write_a_control_token(name: str, token: str) -> N
     if name != "words" or token in SPECIAL:
         for text in (token, f"a{token}b", f"{token[:-1]}{token}"):
             assert control_ids(text) == control_ids("harmless")
-    template.close()
 
 
 def test_call_ids_of_a_required_length() -> None:
@@ -419,10 +411,8 @@ def test_reasoning_switches_of_templates(json_tokenizer: Tokenizer) -> None:
     assert template.render(own).endswith("</think>\n\n")  # an explicit variable has precedence
     past = (ASKED, say(Role.ASSISTANT, "Warm.", thought="hm"), ASKED)
     assert "assistant\n<think>\nhm\n</think>\n\nWarm.<|im_end|>" in template.render(ChatRequest(past))
-    template.close()
     plain = ChatTemplate(PLAIN, json_tokenizer)
     assert plain.render(ChatRequest((ASKED,), wants_thought=False, reasoning_effort="low")).endswith("assistant\n")
-    plain.close()
 
 
 # Grammars

@@ -118,7 +118,6 @@ def test_the_rules_of_a_template_are_found(name: str, tokenizer: Tokenizer) -> N
     template = ChatTemplate(STRICT[name], tokenizer)
     template.render(ChatRequest([SYSTEM, FIRST]))
     assert template._rules == RULES[name]
-    template.close()
 
 
 def test_a_permissive_template_gets_conversations_unchanged(tokenizer: Tokenizer) -> None:
@@ -126,7 +125,6 @@ def test_a_permissive_template_gets_conversations_unchanged(tokenizer: Tokenizer
     for talk in (TALKS["two questions"], TALKS["two answers"], TALKS["two systems"], TALKS["a late system"]):
         expected = "".join(f"<|im_start|>{one.role.value}\n{one.text}<|im_end|>\n" for one in talk)
         assert template.render(ChatRequest(talk, add_generation_prompt=False)) == expected
-    template.close()
 
 
 SECOND = [LAST, say("assistant", "", call("c2"), call("c3")), say("tool", "r2", of="c2"), say("tool", "r3", of="c3")]
@@ -150,7 +148,6 @@ def test_the_system_text_is_where_the_template_puts_it(name: str, tokenizer: Tok
     template = ChatTemplate(STRICT["mistral"], tokenizer)
     tools = (Tool("look"),)
     rendered = template.render(ChatRequest([SYSTEM, *turns], tools=tools))
-    template.close()
     start = directly(tokenizer, [SYSTEM, *turns[: last_user + 1]], tools)
     assert "[INST] s1\n\nu" in start
     assert rendered.startswith(start)  # a round of calls continues the prompt of its question
@@ -215,7 +212,6 @@ def test_tools_are_described_in_the_first_user_turn_without_system_turns(tokeniz
     assert rendered.endswith("\n\nu1<|im_end|>\n<|im_start|>model\n")
     hidden = ChatRequest([FIRST], tools=(Tool("look"),), tool_choice=ToolChoice(ToolMode.NONE))
     assert template.render(hidden) == "<|im_start|>user\nu1<|im_end|>\n<|im_start|>model\n"
-    template.close()
 
 
 def test_a_refused_reasoning_effort_is_dropped(tokenizer: Tokenizer) -> None:
@@ -228,7 +224,6 @@ def test_a_refused_reasoning_effort_is_dropped(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(source, tokenizer)
     assert template.render(ChatRequest([FIRST], reasoning_effort="low")) == "<low>u1"
     assert template.render(ChatRequest([FIRST], reasoning_effort="medium")) == "<none>u1"
-    template.close()
 
 
 def test_merge_turns() -> None:
