@@ -47,14 +47,6 @@ class ToolsNotHeld(InvalidRequest):
         self.loose = loose  # indexes of tools that are not strict: without their schemas the rest can be enforced
 
 
-class ToolsTooLarge(ToolsNotHeld):
-    """`loose`: the largest tools that are not strict."""
-
-    def __init__(self, num_chars: int, loose: Sequence[int]) -> None:
-        rule = f"{num_chars} characters after rewriting, more than {MAX_SOURCE_CHARS}"
-        super().__init__(f"their schemas are too large in total: {rule}", loose)
-
-
 def answer_grammar(
     tool_format: ToolFormat,
     tools: Sequence[Tool],
@@ -74,7 +66,9 @@ def answer_grammar(
     writer = (_HarmonyWriter if has_channels else _Writer)(tool_format, tools, choice, text_grammar, control_id)
     source = writer.source(None if thought is None else thought[0], opening)
     if len(source) > MAX_SOURCE_CHARS and tools:
-        raise ToolsTooLarge(len(source), _largest_loose(tools, len(source) - MAX_SOURCE_CHARS))
+        rule = f"{len(source)} characters after rewriting, more than {MAX_SOURCE_CHARS}"
+        loose = _largest_loose(tools, len(source) - MAX_SOURCE_CHARS)
+        raise ToolsNotHeld(f"their schemas are too large in total: {rule}", loose)
     return Grammar(GrammarKind.LARK, source)
 
 

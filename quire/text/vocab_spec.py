@@ -343,14 +343,12 @@ def _named_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]:
     named = {}
     for name, key in keys.items():
         value = metadata.get(f"{_KEY}{key}_token_id")
-        if value is None:
+        if value in (None, -1, 0xFFFFFFFF):  # the last two are written by converters for "none"
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelFileError(f"{_KEY}{key}_token_id = {_short(value)} is not an int")
-        if 0 <= value < num_tokens:
-            named[name] = value
-        elif value not in (-1, 0xFFFFFFFF):  # written by converters for "none"
-            raise ModelFileError(f"{_KEY}{key}_token_id = {value} is outside the vocabulary of {num_tokens}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_tokens:
+            problem = f"is outside the vocabulary of {num_tokens}"
+            raise ModelFileError(f"{_KEY}{key}_token_id = {_short(value)} {problem}")
+        named[name] = value
     return named
 
 
@@ -361,13 +359,10 @@ def _types(metadata: Mapping[str, Any], num_tokens: int) -> list[TokenType]:
     if len(values) != num_tokens:
         raise ModelFileError(f"{_KEY}token_type has {len(values)} entries, {_KEY}tokens {num_tokens}")
     known: dict[Any, TokenType] = {kind.value: kind for kind in TokenType}
-    types = []
-    for i, value in enumerate(values):
-        kind = known.get(value) if isinstance(value, int) else None
-        if kind is None:
-            raise ModelFileError(f"{_KEY}token_type[{i}] = {_short(value)} is not one of {[*known]}")
-        types.append(kind)
-    return types
+    wrong = next((i for i, value in enumerate(values) if not isinstance(value, int) or value not in known), None)
+    if wrong is not None:
+        raise ModelFileError(f"{_KEY}token_type[{wrong}] = {_short(values[wrong])} is not one of {[*known]}")
+    return [known[value] for value in values]
 
 
 def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:

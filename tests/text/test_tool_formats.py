@@ -19,7 +19,7 @@ from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find
 from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, Thought, Words
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, named_tool_format
-from quire.text.tool_grammars import ToolsTooLarge, answer_grammar, guilty_tool, held_parameters
+from quire.text.tool_grammars import ToolsNotHeld, answer_grammar, guilty_tool, held_parameters
 from tests.text.family_templates import LFM2_OLD
 from tests.text.judging import Judge
 from tests.text.tool_templates import FOREIGN, HERMES, PLAIN, TEMPLATES, THINKING, UNCLOSED
@@ -520,7 +520,7 @@ def wide(name: str, num_properties: int, *, is_strict: bool = True) -> Tool:
 def test_tools_that_are_too_large_in_total_list_the_largest() -> None:
     tools = [wide("a", 200, is_strict=False), wide("b", 1200), wide("c", 900, is_strict=False), wide("d", 700)]
     rule = r"^grammar: tools: their schemas are too large in total: \d+ characters after rewriting, more than 65536$"
-    with pytest.raises(ToolsTooLarge, match=rule) as caught:
+    with pytest.raises(ToolsNotHeld, match=rule) as caught:
         answer_grammar(PROMPTED, tools, AUTO, None, None, control_id)
     assert caught.value.loose == [2]
     tools[2] = replace(tools[2], is_free=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -368,3 +370,14 @@ try:
 except ModelFileError as error:
     print(error)
 """
+
+
+def check_truncated(path: Path, num_bytes: int) -> None:
+    """A file that another program truncates while it is opened is refused.
+
+    The server opens models too: the signal that ends a process which uses the map would end it.
+    """
+    command = [sys.executable, "-c", TRUNCATED, str(path), str(num_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert "was truncated while it was read" in done.stdout
