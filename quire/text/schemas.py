@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_HELD_CHARS = 64 * 1024  # of a rewritten schema: the limit of a grammar
 MAX_GROWTH_CHARS = 32_000  # by patterns, formats and names
 MAX_SCHEMAS = 5_000  # subschemas of a rewritten schema
-MAX_STEPS = 10_000  # schemas looked at, or names copied, to find out which objects are closed
 MAX_DEPENDENCIES = 6  # each doubles the number of variants of the object
 MAX_EXACT = 2**53  # up to here every JSON parser reads integers exactly
 LEAST_BOUND = 1e-15  # smaller ones have more digits than the compiler accepts
@@ -38,11 +37,9 @@ MAX_SHOWN_CHARS = 80
 
 WHOLE = "$"  # reported as the path if only the type of the schema is enforced
 _IDS = ("$id", "id")  # the second of draft 4
-_BRANCHES = ("anyOf", "oneOf")
-_PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # apply to the same value
-_SAME_VALUE = (*_PARTS, *_BRANCHES)
-_DEPENDENT = ("if", "not", "dependentSchemas", "dependencies", *_BRANCHES)  # may allow more names in some cases
-_STATES_OTHERS = ("additionalProperties", "propertyNames", "patternProperties")
+# Keywords with schemas that apply to the same value.
+_SAME_VALUE = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies", "anyOf", "oneOf")
+_STATES_OTHERS = ("additionalProperties", "propertyNames", "patternProperties", "unevaluatedProperties")
 
 Held = Any  # a schema for the compiler: a boolean or a dict
 _TOO_LONG = "it would make the schema too long"
@@ -289,54 +286,32 @@ def hold_schema(schema: Mapping[str, Any], *, strict: bool = False) -> HeldSchem
     return HeldSchema(held, tuple(holder.problems))
 
 
-class _Closing(NamedTuple):
-    """How one schema is closed."""
-
-    names: frozenset[str] | None = None  # the only allowed properties; None: unchanged
-    for_branches: frozenset[str] | None = None  # properties allowed in its branches besides their own; None: unchanged
-
-
 class _Holder:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.references = References(root)
         self._definitions: dict[str, Held] = {}
-        self._names: dict[tuple[str, bool, frozenset[str]], str] = {}  # of definitions, keyed by what they depend on
-        self.shared: frozenset[str] = frozenset()  # properties of the current value that several schemas describe
+        self._names: dict[tuple[str, bool], str] = {}  # of definitions, keyed by what they depend on
         source = str(root)
         self.max_multiple = MAX_SHARED_MULTIPLE if source.count("'multipleOf'") > 1 else MAX_MULTIPLE
         self._room = max(0, min(MAX_GROWTH_CHARS, MAX_HELD_CHARS - len(source)))
-        self._num_steps = 0
         self._num_schemas = 0
         self.problems: dict[str, str] = {}
 
     def whole(self) -> dict[str, Any]:
-        held = self.hold(self.references.root, frozenset())
+        held = self.hold(self.references.root)
         return {**held, "$defs": self._definitions} if self._definitions else held
 
-    def hold(self, place: Place, outer: frozenset[str] | None = frozenset()) -> Held:
-        """Rewrite a schema.
-
-        `outer`: names listed by enclosing schemas of the same value. None: those schemas close the object.
-        """
+    def hold(self, place: Place, *, is_whole: bool = True) -> Held:
+        """Rewrite a schema. `is_whole`: no enclosing schema applies to the same value, so that it closes an object."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
             raise _TooLarge
         if isinstance(place.schema, bool):
             return place.schema
-        if not outer and _is_reference(place.schema):
-            target = self.references.find(place)
-            if target is not None:
-                return self.defined(target, is_closed=outer is not None)
-        enclosing = self.shared
-        try:
-            self.shared = self._shared_names(place, outer) | (enclosing if outer is None else frozenset())
-            closing = self._closing(place, outer)
-        except _TooLarge:
-            closing, self.shared = _Closing(), frozenset()
-            self.problems.setdefault(
-                place.at("additionalProperties"), "too many schemas list properties, so other names are not excluded"
-            )
-        draft = _Draft(self, place, kinds_of(place.schema), closing)
+        if _is_reference(place.schema) and (target := self.references.find(place)) is not None:
+            return self.defined(target, is_whole=is_whole)
+        parts = [keyword for keyword in _SAME_VALUE if place.schema.get(keyword) is not None]
+        draft = _Draft(self, place, kinds_of(place.schema), is_whole, parts)
         for keyword, value in place.given():  # in the schema's order, which is the order of an object's fields
             row = KEYWORDS[keyword]
             if row.kind and row.kind not in draft.kinds:
@@ -346,26 +321,22 @@ class _Holder:
             elif row.hold is not None:
                 row.hold(draft, keyword, value)
         _close(draft)
-        _limit_properties(draft, is_whole=outer is not None and not any(key in place.schema for key in _SAME_VALUE))
+        _limit_properties(draft)
         if draft.extra:
             draft.out["allOf"] = [*draft.out.get("allOf", ()), *draft.extra]
-        self.shared = enclosing
         return draft.out
 
-    def defined(self, target: Place, *, is_closed: bool) -> Held:
+    def defined(self, target: Place, *, is_whole: bool) -> Held:
         """A reference to the rewritten target. It has two forms, because an object is closed in some places only."""
-        return self._share(
-            (target.path, is_closed, frozenset() if is_closed else self.shared),
-            lambda: self.hold(target, frozenset() if is_closed else None),
-        )
+        return self._share((target.path, is_whole), lambda: self.hold(target, is_whole=is_whole))
 
     def format(self, name: str) -> Held:
         """A reference to the schema of a format, which is long."""
         parts: list[Held] = [{"pattern": source} for source in hold_pattern(FORMATS[name]).sources]
         parts += [{"maxLength": MAX_LENGTHS[name]}] if name in MAX_LENGTHS else []
-        return self._share((f" {name}", False, frozenset()), lambda: {"allOf": parts})  # no path starts with a space
+        return self._share((f" {name}", False), lambda: {"allOf": parts})  # no path starts with a space
 
-    def _share(self, key: tuple[str, bool, frozenset[str]], make: Callable[[], Held]) -> Held:
+    def _share(self, key: tuple[str, bool], make: Callable[[], Held]) -> Held:
         if key not in self._names:
             name = self._names[key] = f"d{len(self._definitions)}"
             self._definitions[name] = True  # placeholder for recursive references
@@ -377,75 +348,6 @@ class _Holder:
         is_small = num_chars <= self._room
         self._room -= num_chars if is_small else 0
         return is_small
-
-    # Names of objects. Several schemas may apply to one value (`allOf`, `$ref`, the branches of `anyOf`), and a name
-    # listed by one of them is allowed by the others, so names are collected before an object is closed.
-
-    def _closing(self, place: Place, outer: frozenset[str] | None) -> _Closing:
-        schema = place.schema
-        if is_explicit := schema.get("unevaluatedProperties") is False and not any(key in schema for key in _DEPENDENT):
-            outer = frozenset()
-        if outer is None or "additionalProperties" in schema or "propertyNames" in schema:
-            return _Closing()
-        if not is_explicit and "unevaluatedProperties" in schema:
-            return _Closing()
-        parts = self._same_value(self._inner(place, *_PARTS))
-        names = outer.union(_listed(schema, *parts))
-        if any(key in part for part in parts for key in (*_STATES_OTHERS, *(_DEPENDENT if is_explicit else ()))):
-            return _Closing()
-        branches = {key: self._same_value(self._inner(place, key)) for key in _BRANCHES}
-        adding = [key for key, found in branches.items() if _state(found) or not names.issuperset(_listed(*found))]
-        if len(adding) == 1:
-            self._take(len(names) * len(schema[adding[0]]))
-            return _Closing(None, names)
-        if any(_state(found) for found in branches.values()):
-            return _Closing()
-        every = [schema, *parts, *(one for found in branches.values() for one in found)]
-        names = names.union(_listed(*every))
-        is_object = bool(outer) or is_explicit or any("properties" in one for one in every)
-        self._take(len(names))
-        return _Closing(names if is_object and schema.get("minProperties", 0) <= len(names) else None)
-
-    def _shared_names(self, place: Place, outer: frozenset[str] | None) -> frozenset[str]:
-        """Properties that several schemas of the value describe. Closing one would exclude names of the others."""
-        if not outer and not any(key in place.schema for key in _SAME_VALUE):
-            return frozenset()
-        groups = [outer or (), place.schema.get("properties") or ()]
-        groups += [_listed(*self._same_value([one])) for one in self._inner(place, *_PARTS)]
-        groups += [_listed(*self._same_value(self._inner(place, keyword))) for keyword in _BRANCHES]
-        counts = Counter(name for group in groups for name in group)
-        self._take(counts.total())
-        return frozenset(name for name, count in counts.items() if count > 1)
-
-    def _same_value(self, places: Iterable[Place]) -> list[Mapping[str, Any]]:
-        """These schemas, and all others that apply to the same value."""
-        found: dict[int, Mapping[str, Any]] = {}
-        rest = list(places)
-        while rest:
-            place = rest.pop()
-            self._take(1)
-            if isinstance(place.schema, Mapping) and id(place.schema) not in found:
-                found[id(place.schema)] = place.schema
-                rest += self._inner(place, *_SAME_VALUE)
-        return list(found.values())
-
-    def _inner(self, place: Place, *keywords: str) -> list[Place]:
-        """The schemas of the same value under these keywords."""
-        found: list[Place] = []
-        for keyword in keywords:
-            if keyword not in place.schema or place.schema[keyword] is None:
-                continue
-            if keyword == "$ref":
-                target = self.references.find(place)
-                found += [] if target is None else [target]
-            else:
-                found += place.inner(keyword)
-        return found
-
-    def _take(self, num_steps: int) -> None:
-        self._num_steps += num_steps
-        if self._num_steps > MAX_STEPS:
-            raise _TooLarge
 
     def target(self, place: Place) -> Any:
         """The target of a schema that is only a reference, or the schema itself."""
@@ -466,7 +368,8 @@ class _Draft:
     holder: _Holder
     place: Place
     kinds: frozenset[str]  # of values that `type` allows
-    closing: _Closing
+    is_whole: bool  # no enclosing schema applies to the same value
+    parts: list[str]  # keywords with further schemas of the value
     out: dict[str, Any] = field(default_factory=dict)
     extra: list[Held] = field(default_factory=list)  # schemas that must match as well
 
@@ -476,15 +379,22 @@ class _Draft:
     def has(self, *keywords: str) -> bool:
         return any(keyword in self.place.schema for keyword in keywords)
 
+    def are_whole(self, keyword: str) -> bool:
+        """Whether each schema under one of the `parts` is the only one that describes its objects."""
+        is_only = self.is_whole and self.parts == [keyword] and not self.has("properties", "required", *_STATES_OTHERS)
+        return is_only and (keyword != "allOf" or len(self.place.schema[keyword]) == 1)
 
-def _listed(*schemas: Mapping[str, Any]) -> set[str]:
-    """The names that the schemas themselves list."""
-    return {name for schema in schemas for key in ("properties", "required") for name in schema.get(key) or ()}
+
+def _listed(schema: Mapping[str, Any]) -> set[str]:
+    """The names that a schema itself lists."""
+    return {name for key in ("properties", "required") for name in schema.get(key) or ()}
 
 
-def _state(schemas: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether one of the schemas states if other names are allowed."""
-    return any(key in schema for schema in schemas for key in (*_STATES_OTHERS, "unevaluatedProperties"))
+def _adds_names(schema: Any, names: set[str]) -> bool:
+    """Whether a schema of the same value may allow other names."""
+    if not isinstance(schema, Mapping):
+        return False
+    return any(key in schema for key in (*_STATES_OTHERS, *_SAME_VALUE)) or not names.issuperset(_listed(schema))
 
 
 def _is_reference(schema: Any) -> bool:
@@ -627,10 +537,9 @@ def _unique(draft: _Draft, keyword: str, value: bool) -> None:
 
 
 def _properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None:
-    shared = draft.holder.shared
+    is_whole = draft.is_whole and not draft.parts
     draft.out[keyword] = {
-        name: draft.holder.hold(draft.place.child(keyword, name), None if name in shared else frozenset())
-        for name in value
+        name: draft.holder.hold(draft.place.child(keyword, name), is_whole=is_whole) for name in value
     }
 
 
@@ -643,7 +552,6 @@ def _pattern_properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -
         for other in ("additionalProperties", "unevaluatedProperties"):
             if draft.place.schema.get(other, True) is not True:
                 draft.drop(other, "it depends on patternProperties, which cannot be enforced")
-        draft.closing = _Closing()
         draft.out["additionalProperties"] = True
         return
     schemas = [draft.holder.hold(one) for one in draft.place.inner(keyword)]
@@ -690,9 +598,9 @@ def _names_pattern(schema: Any) -> str | None:
 
 
 def _unevaluated_properties(draft: _Draft, keyword: str, value: Any) -> None:
-    if value is True or draft.has("additionalProperties") or draft.closing.names is not None:
+    if value is True or draft.has("additionalProperties"):
         return
-    if draft.has(*_SAME_VALUE, *_DEPENDENT, "$dynamicRef", "propertyNames"):
+    if draft.parts or draft.has("not", "$dynamicRef", "propertyNames"):
         draft.drop(keyword, "it depends on what other keywords match")
     else:
         draft.out["additionalProperties"] = draft.holder.hold(draft.place.child(keyword))
@@ -704,20 +612,20 @@ def _dependencies(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None
         return
     for name, one in value.items():
         is_names = isinstance(one, list)
-        then = {"required": one} if is_names else draft.holder.hold(draft.place.child(keyword, name), None)
+        then = {"required": one} if is_names else draft.holder.hold(draft.place.child(keyword, name), is_whole=False)
         draft.extra.append({"anyOf": [{"properties": {name: False}}, then]})
 
 
 def _parts(draft: _Draft, keyword: str, _value: Any) -> None:
-    outer = None if keyword == "allOf" else draft.closing.for_branches
-    draft.out[keyword] = [draft.holder.hold(part, outer) for part in draft.place.inner(keyword)]
+    is_whole = draft.are_whole(keyword)
+    draft.out[keyword] = [draft.holder.hold(part, is_whole=is_whole) for part in draft.place.inner(keyword)]
 
 
 def _one_of(draft: _Draft, keyword: str, _value: Any) -> None:
     parts = draft.place.inner(keyword)
     if not _exclude_each_other([draft.holder.target(part) for part in parts]):
         draft.drop(keyword, "more than one of its schemas may match")
-    draft.extra.append({"anyOf": [draft.holder.hold(part, draft.closing.for_branches) for part in parts]})
+    draft.extra.append({"anyOf": [draft.holder.hold(part, is_whole=draft.are_whole(keyword)) for part in parts]})
 
 
 def _exclude_each_other(schemas: Sequence[Any]) -> bool:
@@ -758,25 +666,30 @@ def _ref(draft: _Draft, keyword: str, _value: str) -> None:
     if target is None:
         draft.drop(keyword, "it is not a pointer within this schema, and nothing is fetched")
     else:
-        draft.out |= draft.holder.defined(target, is_closed=False)
+        draft.out |= draft.holder.defined(target, is_whole=draft.are_whole(keyword))
 
 
 def _close(draft: _Draft) -> None:
-    if draft.closing.names is None:
+    """Exclude names that are not listed, unless other schemas of the value may list them."""
+    schema, names = draft.place.schema, _listed(draft.place.schema)
+    is_open = draft.has("additionalProperties", "propertyNames", "unevaluatedProperties", "$ref")
+    if not draft.is_whole or is_open or schema.get("properties") is None or "additionalProperties" in draft.out:
+        return
+    others = [place.schema for keyword in draft.parts for place in draft.place.inner(keyword)]
+    if (schema.get("minProperties") or 0) > len(names) or any(_adds_names(one, names) for one in others):
         return
     properties = draft.out.get("properties", {})
-    added = sorted(draft.closing.names - properties.keys())
+    added = sorted(names - properties.keys())
     if draft.holder.fits(sum(len(name) + 10 for name in added) + 25):
         draft.out |= {"properties": properties | dict.fromkeys(added, True), "additionalProperties": False}
-    elif draft.has("unevaluatedProperties"):  # no room: the object stays open
-        draft.drop("unevaluatedProperties", _TOO_LONG)
 
 
-def _limit_properties(draft: _Draft, *, is_whole: bool) -> None:
+def _limit_properties(draft: _Draft) -> None:
     """Enforce minProperties and maxProperties as far as the compiler can.
 
-    With optional properties it can count one of them. `is_whole`: no other schema of the value lists properties.
+    With optional properties it can count one of them.
     """
+    is_whole = draft.is_whole and not draft.parts
     schema, properties = draft.place.schema, draft.out.get("properties", {})
     least, most = schema.get("minProperties"), schema.get("maxProperties")
     num_required = len(set(draft.out.get("required", ())))

