@@ -332,7 +332,8 @@ class _Holder:
 
     def format(self, name: str) -> Held:
         """A reference to the schema of a format, which is long."""
-        parts: list[Held] = [{"pattern": source} for source in hold_pattern(FORMATS[name]).sources]
+        parts: list[Held] = [{"pattern": hold_pattern(FORMATS[name]).source}]
+        parts += [{"pattern": hold_pattern(_MAILBOX).source}] if name == "email" else []
         parts += [{"maxLength": MAX_LENGTHS[name]}] if name in MAX_LENGTHS else []
         return self._share((f" {name}", False), lambda: {"allOf": parts})  # no path starts with a space
 
@@ -500,11 +501,10 @@ def _pattern(draft: _Draft, keyword: str, value: str) -> None:
     held = hold_pattern(value)
     if held.problem:
         draft.drop(keyword, held.problem)
-    if not draft.holder.fits(max(0, sum(map(len, held.sources)) - len(value) - 10)):
+    if not draft.holder.fits(max(0, len(held.source) - len(value) - 10)):
         draft.drop(keyword, _TOO_LONG)
-        return
-    draft.out |= {keyword: held.sources[0]} if held.sources else {}
-    draft.extra += [{keyword: source} for source in held.sources[1:]]
+    elif held.source:
+        draft.out[keyword] = held.source
 
 
 def _format(draft: _Draft, keyword: str, value: str) -> None:
@@ -545,9 +545,9 @@ def _properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None:
 
 def _pattern_properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None:
     held = {name: hold_pattern(name) for name in value}
-    broken = [name for name in value if held[name].problem or len(held[name].sources) != 1]
+    broken = [name for name in value if held[name].problem]
     for name in broken:
-        draft.drop(f"{keyword}.{name}", held[name].problem or "a look-ahead is not supported here")
+        draft.drop(f"{keyword}.{name}", held[name].problem)
     if broken:  # it is unknown which names are additional
         for other in ("additionalProperties", "unevaluatedProperties"):
             if draft.place.schema.get(other, True) is not True:
@@ -555,7 +555,7 @@ def _pattern_properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -
         draft.out["additionalProperties"] = True
         return
     schemas = [draft.holder.hold(one) for one in draft.place.inner(keyword)]
-    either = f"^(?:{'|'.join(one.sources[0][1:-1] for one in held.values())})$"
+    either = f"^(?:{'|'.join(one.source[1:-1] for one in held.values())})$"
     if any(one != schemas[0] for one in schemas):
         draft.drop(keyword, "its patterns may match the same name")
         schemas = [True]
@@ -594,7 +594,7 @@ def _names_pattern(schema: Any) -> str | None:
     if given and given.keys() <= {"minLength", "maxLength"}:
         return f"^(?s:.{{{int(given.get('minLength', 0))},{int(given['maxLength']) if 'maxLength' in given else ''}}})$"
     held = hold_pattern(given["pattern"]) if given.keys() == {"pattern"} else None
-    return None if held is None or held.problem or len(held.sources) != 1 else held.sources[0]
+    return None if held is None or held.problem else held.source
 
 
 def _unevaluated_properties(draft: _Draft, keyword: str, value: Any) -> None:
@@ -734,6 +734,7 @@ _GROUP = r"[0-9a-fA-F]{1,4}"
 _HALVES = "|".join(rf"(?:{_GROUP}:){{{n}}}(?::{_GROUP}){{1,{7 - n}}}" for n in range(1, 7))
 _DAYS = "(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
 _HOURS = "(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+_MAILBOX = "^[^@]{1,64}@"  # what e-mail addresses match as well
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _URI_CHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;={more}-]|%[0-9A-Fa-f]{{2}})"
 _SEGMENT, _QUERY = _URI_CHAR.format(more=":@"), _URI_CHAR.format(more=":@/?")
@@ -743,7 +744,7 @@ FORMATS: Mapping[str, str] = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[tT]{_TIME}$",
     "duration": rf"^P(?:[0-9]+W|{_DAYS}(?:T{_HOURS})?|T{_HOURS})$",
-    "email": rf"^(?=[^@]{{1,64}}@){_ATOM}(?:\.{_ATOM})*@{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*$",
+    "email": rf"^{_ATOM}(?:\.{_ATOM})*@{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*$",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
     "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
     "ipv6": rf"^(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,7}}:|{_HALVES}|:(?:(?::{_GROUP}){{1,7}}|:))$",

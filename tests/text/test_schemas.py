@@ -75,8 +75,8 @@ ROWS: dict[str, Row] = {
     "a length with a point": Row({**STR, "maxLength": 2.0}, ["ab"], ["abc"]),
     "pattern": Row({**STR, "pattern": "^[a-c]+$"}, ["abc"], ["abd", ""]),
     "a pattern without quotes": Row({**STR, "pattern": '^[^"]+$'}, ["a\\b"], ['a"b']),
-    "a pattern with look-aheads that may stand alone": Row(
-        {**STR, "pattern": r"^(?=.*\d)(?=.*[a-z]).{3,5}$"}, ["ab1", "1a..."], ["abc", "123", "a1", "a1...."]
+    "a pattern with look-aheads": Row(
+        {**STR, "pattern": r"^(?=.*\d)(?=.*[a-z]).{3,5}$"}, ["ab1", "1a..."], ["a1", "a1...."], ("pattern",)
     ),
     "a pattern with a look-ahead": Row({**STR, "pattern": "^(?!a)[a-z]+$"}, ["ba"], ["ab", "7"], ("pattern",)),
     "a pattern with a word boundary": Row({**STR, "pattern": r"\bx\b"}, ["a x"], ["axb", "y"], ("pattern",)),
@@ -710,12 +710,11 @@ EXACT: list[tuple[str, list[str], list[str]]] = [
     ("^{.*}$", ["{x}"], ["x"]),
     (r"^\/a\-b\.$", ["/a-b."], ["/a-bx"]),
     ("[^]", ["a", "\n"], [""]),
-    (PASSWORD, ["Secret123", "aaaaaaA1"], ["secret123", "Secretttt", "S1"]),
 ]
 
 
 def texts_allowed(pattern: str, texts: list[str]) -> list[str]:
-    schema = {"type": "string", "allOf": [{"pattern": source} for source in hold_pattern(pattern).sources]}
+    schema = {"type": "string", "pattern": hold_pattern(pattern).source}
     matcher = compiled(schema)
     return [text for text in texts if any(allows(matcher, one) for one in spellings(text))]
 
@@ -729,6 +728,7 @@ def test_exact_patterns(pattern: str, right: list[str], wrong: list[str]) -> Non
 @pytest.mark.parametrize(
     ("pattern", "problem", "right", "wrong"),
     [
+        (PASSWORD, "a look-around is not supported", ["Secret123", "secret123"], ["S1"]),
         (ZOD_EMAIL, "a look-around is not supported", ["a.b@c.org", ".a@c.org"], ["a@c", "a b@c.org"]),
         (r"\bfoo\b", "a word boundary is not supported", ["foo", "xfoox"], ["fo"]),
         (r"^(a|b)\1$", "a back-reference is not supported", ["aa", "ab"], ["ca"]),
@@ -748,14 +748,14 @@ def test_omitted_assertions_are_reported(pattern: str, problem: str, right: list
 )  # fmt: skip
 def test_invalid_patterns_enforce_nothing(pattern: str) -> None:
     held = hold_pattern(pattern)
-    assert held.sources == ()
+    assert held.source == ""
     assert held.problem
 
 
 @pytest.mark.parametrize("pattern", [r"[\B]", r"[^\B]", r"[a-\B]", r"[\B-a]", r"^x[\w\B]$"])
 def test_a_class_with_a_non_character_is_refused(pattern: str) -> None:
     held = hold_pattern(pattern)
-    assert held.sources == ()
+    assert held.source == ""
     assert held.problem == r"\B is not a character, so it cannot be in a class"
 
 
@@ -763,4 +763,4 @@ def test_a_class_with_a_non_character_is_refused(pattern: str) -> None:
 def test_odd_ranges_are_enforced_or_reported(pattern: str) -> None:
     held = hold_pattern(pattern)
     if not held.problem:
-        compiled({"type": "string", "pattern": held.sources[0]})
+        compiled({"type": "string", "pattern": held.source})

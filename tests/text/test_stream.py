@@ -51,7 +51,7 @@ def test_only_possible_starts_are_held_back(stops: list[str], text: str) -> None
     matcher = StopStrings(stops)
     if matcher.push(text).stop is None:
         could_begin = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        assert len(matcher.held) == max(could_begin, default=0)
+        assert len(matcher._held) == max(could_begin, default=0)
 
 
 @pytest.mark.parametrize(
