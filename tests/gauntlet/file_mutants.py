@@ -47,14 +47,13 @@ from tests.backends.native.matrices import Packed
 from tests.text import family_templates, tool_templates
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
 from tests.weights import test_gguf, test_safetensors
-from tests.weights.layouts import LAYOUTS, k_quants, quantize_arrays, write_tensors
+from tests.weights.layouts import LAYOUTS, expert_quants, k_quants, quantize_arrays, write_tensors
 from tests.weights.makers import (
     F32,
     LAYERS,
     Stored,
     Tensor,
     config,
-    experts_gguf,
     llama_arrays,
     llama_keys,
     llama_tensors,
@@ -176,7 +175,9 @@ def mutant_of(make: Callable[[random.Random], bytes], reach: int) -> Callable[[r
 
 # One layer of experts for each type, in several files: a mutant must not take long to decode.
 _CODED = {number: kind for number, kind in FILE_TYPES.items() if kind[1].num_elements > 1}
-EXPERTS = [experts_gguf({number: kind for number, kind in _CODED.items() if number % 8 == i}) for i in range(8)]
+EXPERTS = [
+    expert_quants([(name, "Q8_0") for number, (name, _) in _CODED.items() if number % 8 == i], 32) for i in range(8)
+]
 
 
 def open_all_tensors(path: Path) -> None:

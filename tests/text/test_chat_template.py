@@ -224,12 +224,6 @@ def test_no_template(gguf_tokenizer: Tokenizer) -> None:
         template.check()
 
 
-def test_a_template_refusal_has_the_templates_message(gguf_tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(STYLES["gemma"], gguf_tokenizer)
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        template.encode(ChatRequest([_say(Role.ASSISTANT, "a"), _say(Role.USER, "b")]))
-
-
 def test_template_args(gguf_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STYLES["qwen3"], gguf_tokenizer)
     request = ChatRequest(CONVERSATIONS[0], template_args={"enable_thinking": False})

@@ -151,53 +151,7 @@ def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
-def coded_weights(rng: np.random.Generator, name: str, number: int, block: tuple[int, int], *dims: int) -> Tensor:
-    """Make random codes of any quantised type, with scales of about 1/64. `block`: its weights and its bytes."""
-    blocks = rng.integers(0, 256, (int(np.prod(dims)) // block[0], block[1]), np.uint8)
-    set_scales(name, blocks, rng.uniform(-1, 1, (len(blocks), 2)) / 64)
-    return Tensor(dims, number, blocks.tobytes())
-
-
-EXPERTS, EXPERT_FFN, WIDE = 4, 32, 256
-
-
-def experts_gguf(types: Mapping[int, tuple[str, tuple[int, int]]], **changes: Any) -> bytes:
-    """Make a Qwen3-MoE of one layer per type. Its matrices of experts are [experts, rows, columns] of that type.
-
-    `types`: number in the file -> name, weights and bytes of a block.
-    """
-    rng = np.random.default_rng(0)
-    arch = "qwen3moe"
-    keys = [(str(key).replace("llama.", f"{arch}."), value) for key, value in llama_keys()]
-    sizes = {
-        "general.architecture": arch,
-        f"{arch}.block_count": len(types),
-        f"{arch}.embedding_length": WIDE,
-        f"{arch}.attention.key_length": HEAD,
-        f"{arch}.attention.value_length": HEAD,
-        f"{arch}.expert_count": EXPERTS,
-        f"{arch}.expert_used_count": 2,
-        f"{arch}.expert_feed_forward_length": EXPERT_FFN,
-        **changes,
-    }
-    tensors = {"token_embd.weight": weights(rng, WIDE, VOCAB, kind=Q8_0), "output_norm.weight": weights(rng, WIDE)}
-    for i, (number, (name, block)) in enumerate(types.items()):
-        layer = {
-            "attn_norm": weights(rng, WIDE),
-            "attn_q": weights(rng, WIDE, HEADS * HEAD, kind=Q4_0),
-            "attn_k": weights(rng, WIDE, KV_HEADS * HEAD, kind=Q4_0),
-            "attn_v": weights(rng, WIDE, KV_HEADS * HEAD, kind=F16),
-            "attn_q_norm": weights(rng, HEAD),
-            "attn_k_norm": weights(rng, HEAD),
-            "attn_output": weights(rng, HEADS * HEAD, WIDE, kind=Q4_0),
-            "ffn_norm": weights(rng, WIDE),
-            "ffn_gate_inp": weights(rng, WIDE, EXPERTS),
-            "ffn_gate_exps": coded_weights(rng, name, number, block, WIDE, EXPERT_FFN, EXPERTS),
-            "ffn_up_exps": coded_weights(rng, name, number, block, WIDE, EXPERT_FFN, EXPERTS),
-            "ffn_down_exps": weights(rng, EXPERT_FFN, WIDE, EXPERTS, kind=Q8_0),  # rows of 32: no type of 256
-        }
-        tensors |= {f"blk.{i}.{one}.weight": tensor for one, tensor in layer.items()}
-    return make_gguf(list((dict(keys) | sizes).items()), list(tensors.items()))
+EXPERTS = 4
 
 
 def tiny_gguf(**changes: Any) -> bytes:

@@ -53,12 +53,6 @@ def test_both_forms_of_rope_settings_are_equal() -> None:
     assert rope(new).factors == (4.0,) * (HEAD // 2)
 
 
-def test_both_names_of_the_type() -> None:
-    assert spec(torch_dtype="bfloat16").dtype == "bfloat16"
-    assert spec(torch_dtype=None, dtype="float16").dtype == "float16"
-    assert spec(torch_dtype=None).dtype == "float32"
-
-
 def test_mistral_has_a_sliding_window() -> None:
     assert spec("MistralForCausalLM", sliding_window=None).windows == (0, 0)
     assert spec("MistralForCausalLM", sliding_window=32).windows == (32, 32)

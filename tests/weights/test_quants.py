@@ -58,18 +58,19 @@ def test_a_gguf_package_that_is_too_old_is_reported(monkeypatch: pytest.MonkeyPa
         to_float32(raw(TensorType.TQ2_0, (1, 256), random_blocks(TensorType.TQ2_0, 1, seed=3)))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(TensorType.F32, "<f4"), (TensorType.F16, "<f2")])
-def test_plain_floats(kind: TensorType, dtype: str) -> None:
-    values = np.arange(12, dtype=dtype).reshape(3, 4)
-    found = to_float32(raw(kind, (3, 4), values.view(np.uint8)))
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        (TensorType.F32, np.array([1, -2, np.inf], "<f4")),
+        (TensorType.F16, np.array([1, -2, np.inf], "<f2")),
+        (TensorType.BF16, np.array([0x3F80, 0xC000, 0x7F80], "<u2")),
+    ],
+)
+def test_plain_floats(kind: TensorType, stored: NDArray[Any]) -> None:
+    found = to_float32(raw(kind, (3,), stored.view(np.uint8)))
     assert found.dtype == np.float32
-    assert found.tolist() == values.tolist()
+    assert found.tolist() == [1.0, -2.0, float("inf")]
     assert found.flags.writeable
-
-
-def test_bfloat16() -> None:
-    data = np.array([0x3F80, 0xC000, 0x7F80], "<u2").view(np.uint8)
-    assert to_float32(raw(TensorType.BF16, (3,), data)).tolist() == [1.0, -2.0, float("inf")]
 
 
 def test_without_gguf_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
