@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, Family, Recurrence, Ropes, Windows
+from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, DELTA_NET, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
 from quire.weights.quantization import read_quantization
 from quire.weights.spec import (
@@ -244,28 +244,26 @@ def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
 # Recurrent layers
 
 RecurrentSpec = DeltaNetSpec | ShortConvSpec
-KINDS = {Recurrence.DELTA_NET: "linear_attention", Recurrence.SHORT_CONV: "conv"}  # names in layer_types
 
 
 def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[RecurrentSpec | None]:
     """Return the mixers of the layers that do not attend, None for the others, from config.json."""
-    if family.recurrence is Recurrence.NONE:
+    if not family.recurrence:
         return [None] * num_layers
     fields.support(
         not family.has_gate or fields.flag("attn_output_gate", True),
         f"{fields.prefix}attn_output_gate is false: not supported",
     )
     attends = _attends(fields, family, num_layers)
-    mixer = _delta_net(fields) if family.recurrence is Recurrence.DELTA_NET else _short_conv(fields)
+    mixer = _delta_net(fields) if family.recurrence == DELTA_NET else _short_conv(fields)
     return [None if one else mixer for one in attends]
 
 
 def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
-    kind = KINDS[family.recurrence]
     name = "layer_types"
     if name in fields:
-        attends = [one == "full_attention" for one in _layer_types(fields, num_layers, kind)]
-    elif family.recurrence is Recurrence.DELTA_NET:
+        attends = [one == "full_attention" for one in _layer_types(fields, num_layers, family.recurrence)]
+    elif family.recurrence == DELTA_NET:
         name = "full_attention_interval"
         every = fields.whole(name, 1, MAX_FFN_SIZE)
         attends = [(i + 1) % every == 0 for i in range(num_layers)]
@@ -352,9 +350,7 @@ def read_experts(fields: Fields, family: Family, num_layers: int, activation: Ac
         has_expert_bias=bool(names.bias) and fields.flag(names.bias, False),
         shared_size=fields.whole(names.shared_size, 1, MAX_FFN_SIZE) if names.shared_size else 0,
         has_bias=names.has_bias,
-        has_router_bias=names.has_bias,
         has_router_norm=names.is_parallel,
-        has_expert_scales=names.is_parallel,
     )
 
 

@@ -12,7 +12,6 @@ from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import TensorInfo
 from quire.weights.config import (
     DTYPES,
-    KINDS,
     MAX_CONTEXT,
     MAX_FACTOR,
     MAX_FFN_SIZE,
@@ -30,7 +29,7 @@ from quire.weights.config import (
     read_shape,
     scaled_rope,
 )
-from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Recurrence, Ropes, Windows
+from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, SHORT_CONV, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
 from quire.weights.spec import (
     Activation,
@@ -177,7 +176,7 @@ def _as_in_config(
     if isinstance(values.get("attention.sliding_window_pattern"), list):
         is_local = fields.flags("attention.sliding_window_pattern", shape.num_layers)
         values["layer_types"] = ["sliding_attention" if one else "full_attention" for one in is_local]
-    if family.recurrence is not Recurrence.NONE:
+    if family.recurrence:
         values |= _recurrent_layers(fields, family, shape.num_layers)
     experts = family.experts
     if experts is not None:
@@ -219,8 +218,7 @@ def _recurrent_layers(fields: Fields, family: Family, num_layers: int) -> dict[s
         has_state = [one == 0 for one in counts]
     else:
         return {"full_attention_interval": fields.whole("full_attention_interval", 1, MAX_FFN_SIZE, 4)}
-    kind = KINDS[family.recurrence]
-    return {"layer_types": [kind if one else "full_attention" for one in has_state]}
+    return {"layer_types": [family.recurrence if one else "full_attention" for one in has_state]}
 
 
 def _gemma4_layers(
@@ -304,7 +302,7 @@ def _refuse_other_shapes(fields: Fields, family: Family) -> None:
         f"{fields.prefix}rope.scaling.finetuned is false: not supported",
     )
     fields.support(
-        family.recurrence is not Recurrence.SHORT_CONV or not fields.get("attention.sliding_window"),
+        family.recurrence != SHORT_CONV or not fields.get("attention.sliding_window"),
         f"{fields.prefix}attention.sliding_window: not supported",
     )
     fields.support(
@@ -331,7 +329,7 @@ def _eos(tokens: Fields, vocab_size: int) -> tuple[int, ...]:
 def _plain_values(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return metadata in the form of models without a recurrence: one number of KV heads, no layers of the MTP head."""
     found = dict(values)
-    if family.recurrence is Recurrence.NONE:
+    if not family.recurrence:
         return found
     if "feed_forward_length" not in found and "expert_feed_forward_length" in found:
         found["feed_forward_length"] = found["expert_feed_forward_length"]
