@@ -87,8 +87,11 @@ def read_shape(fields: Fields) -> Shape:
     head_size = fields.find_whole("head_dim", 2, MAX_HEAD_SIZE)
     if head_size is None:
         head_size = hidden_size // num_heads
-        is_right = hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE
-        fields.require(is_right, "hidden_size", f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}")
+        fields.require(
+            hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE,
+            "hidden_size",
+            f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}",
+        )
     fields.require(head_size % 2 == 0, "head_dim", f"heads of {head_size} cannot be rotated: the size is not even")
     return Shape(
         num_layers=fields.whole("num_hidden_layers", 1, MAX_LAYERS),
@@ -147,8 +150,10 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
     if family.name == "gemma4":
         _refuse_gemma4_settings(fields)
     elif family.is_gemma:
-        is_causal = not fields.flag("use_bidirectional_attention", False)
-        fields.support(is_causal, "use_bidirectional_attention is true: only causal models are supported")
+        fields.support(
+            not fields.flag("use_bidirectional_attention", False),
+            "use_bidirectional_attention is true: only causal models are supported",
+        )
     if family.activation is Activation.CLAMPED_SWIGLU:
         for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
             fields.support(
@@ -220,11 +225,8 @@ def _bias(fields: Fields, rule: bool | str) -> bool:
 def _has_rope(fields: Fields, family: Family, num_layers: int) -> list[bool]:
     if not family.no_rope_every:
         return [True] * num_layers
-    listed = fields.get("no_rope_layers")  # despite its name, 1 is for a layer with positions
-    if listed is not None:
-        is_right = isinstance(listed, list) and len(listed) == num_layers and all(one in (0, 1) for one in listed)
-        fields.require(is_right, "no_rope_layers", f"not a list of {num_layers} times 0 or 1")
-        return [bool(one) for one in listed]
+    if "no_rope_layers" in fields:  # despite its name, 1 is for a layer with positions
+        return fields.flags("no_rope_layers", num_layers)
     every = fields.whole("no_rope_layer_interval", 1, MAX_LAYERS, family.no_rope_every)
     return [(i + 1) % every != 0 for i in range(num_layers)]
 
@@ -270,8 +272,11 @@ def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
     else:
         name = "full_attn_idxs"
         indices = fields.get(name) if name in fields else list(range(num_layers))
-        is_right = isinstance(indices, list) and all(isinstance(one, int) for one in indices)
-        fields.require(is_right, name, "not a list of layer numbers")
+        fields.require(
+            isinstance(indices, list) and all(isinstance(one, int) for one in indices),
+            name,
+            "not a list of layer numbers",
+        )
         attends = [i in indices for i in range(num_layers)]
     fields.require(any(attends), name, "no layer attends")
     return attends
@@ -280,8 +285,9 @@ def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
 def _delta_net(fields: Fields) -> DeltaNetSpec:
     num_key_heads = fields.whole("linear_num_key_heads", 1, MAX_HEADS)
     num_heads = fields.whole("linear_num_value_heads", 1, MAX_HEADS)
-    is_multiple = num_heads % num_key_heads == 0
-    fields.require(is_multiple, "linear_num_value_heads", f"not a multiple of {num_key_heads} key heads")
+    fields.require(
+        num_heads % num_key_heads == 0, "linear_num_value_heads", f"not a multiple of {num_key_heads} key heads"
+    )
     value_size = fields.find_whole("ssm.inner_size", 1, MAX_FFN_SIZE)  # of all value heads, in files of llama.cpp
     if value_size is None:
         head_size = fields.whole("linear_value_head_dim", 1, MAX_HEAD_SIZE)
@@ -325,8 +331,9 @@ def _lfm2_ffn_size(fields: Fields, given: int) -> int:
 
 def _num_experts(fields: Fields, name: str, num_layers: int) -> int:
     num_experts = fields.whole(name, 1, MAX_EXPERTS)
-    is_right = num_experts * num_layers <= MAX_ALL_EXPERTS
-    fields.require(is_right, name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers")
+    fields.require(
+        num_experts * num_layers <= MAX_ALL_EXPERTS, name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers"
+    )
     return num_experts
 
 
@@ -362,8 +369,11 @@ def _routed_layers(fields: Fields, family: Family, num_layers: int) -> list[bool
         return [i >= num_dense for i in range(num_layers)]
     every = fields.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
     dense = fields.get("mlp_only_layers") or []
-    is_right = isinstance(dense, list) and all(isinstance(one, int) for one in dense)
-    fields.require(is_right, "mlp_only_layers", "not a list of layer numbers")
+    fields.require(
+        isinstance(dense, list) and all(isinstance(one, int) for one in dense),
+        "mlp_only_layers",
+        "not a list of layer numbers",
+    )
     return [i not in dense and (i + 1) % every == 0 for i in range(num_layers)]
 
 
@@ -679,8 +689,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]
     else:
         first = fields.whole("max_window_layers", 0, MAX_LAYERS, 0)
         has_window = [window is not None and i >= first for i in range(num_layers)]
-    is_right = window is not None or not any(has_window)
-    fields.require(is_right, "sliding_window", "layers with a sliding window need it")
+    fields.require(window is not None or not any(has_window), "sliding_window", "layers with a sliding window need it")
     return tuple((window or 0) if one else 0 for one in has_window)
 
 
@@ -722,8 +731,11 @@ class Gemma4Layers:
         first, kv_heads = len(self.windows) - self.num_shared, sorted(set(self.num_kv_heads))
         has_sources = set(self.windows[first:]) <= set(self.windows[:first])
         fields.require(has_sources, "num_kv_shared_layers", "no layer of the same kind comes before")
-        is_right = not any(self.num_heads % one for one in kv_heads)
-        fields.require(is_right, "num_attention_heads", f"not a multiple of the numbers of KV heads {kv_heads}")
+        fields.require(
+            not any(self.num_heads % one for one in kv_heads),
+            "num_attention_heads",
+            f"not a multiple of the numbers of KV heads {kv_heads}",
+        )
         return tuple(self._spec(index, activation) for index in range(len(self.windows)))
 
     def _spec(self, index: int, activation: Activation) -> LayerSpec:
@@ -807,8 +819,11 @@ def _gemma4_heads(
     listed = fields.table("per_layer_config")
     if "per_layer_config" in fields:
         for name, entry in listed.values.items():
-            is_right = isinstance(entry, dict) and all(field in _OVERRIDES for field in entry)
-            listed.require(is_right, name, f"not an object with {' and '.join(_OVERRIDES)} only")
+            listed.require(
+                isinstance(entry, dict) and all(field in _OVERRIDES for field in entry),
+                name,
+                f"not an object with {' and '.join(_OVERRIDES)} only",
+            )
         tables = [listed.table(str(i)) for i in range(len(is_full))]
     else:
         values = {"head_dim": fields.whole("global_head_dim", 2, MAX_HEAD_SIZE, 512)}
@@ -817,18 +832,25 @@ def _gemma4_heads(
         whole, none = Fields(fields.source, values, fields.prefix), Fields(fields.source, {}, fields.prefix)
         tables = [whole if full else none for full in is_full]
     sizes = [table.whole("head_dim", 2, MAX_HEAD_SIZE, head_size) for table in tables]
-    is_even = all(size % 2 == 0 for size in sizes)
-    fields.require(is_even, "head_dim", "heads cannot be rotated: the size of one is not even")
+    fields.require(
+        all(size % 2 == 0 for size in sizes), "head_dim", "heads cannot be rotated: the size of one is not even"
+    )
     by_kind = {(full, size) for full, size in zip(is_full, sizes, strict=True)}
-    is_right = len(by_kind) <= len(set(is_full))
-    fields.require(is_right, "per_layer_config", "layers of the same kind have different head sizes: not supported")
+    fields.require(
+        len(by_kind) <= len(set(is_full)),
+        "per_layer_config",
+        "layers of the same kind have different head sizes: not supported",
+    )
     return sizes, [table.whole("num_key_value_heads", 1, MAX_HEADS, num_kv_heads) for table in tables]
 
 
 def _ple_size(fields: Fields) -> int:
     size = fields.find_whole("hidden_size_per_layer_input", 0, MAX_PLE_SIZE) or 0
-    is_right = not size or fields.get("vocab_size_per_layer_input") in (None, fields.get("vocab_size"))
-    fields.require(is_right, "vocab_size_per_layer_input", f"not vocab_size {show(fields.get('vocab_size'))}")
+    fields.require(
+        not size or fields.get("vocab_size_per_layer_input") in (None, fields.get("vocab_size")),
+        "vocab_size_per_layer_input",
+        f"not vocab_size {show(fields.get('vocab_size'))}",
+    )
     return size
 
 

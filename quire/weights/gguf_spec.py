@@ -234,11 +234,11 @@ def _gemma4_layers(
     pattern = fields.flags("attention.sliding_window_pattern", shape.num_layers)
     full_size = fields.whole("head_dim", 2, MAX_HEAD_SIZE)
     local_size = fields.whole("attention.key_length_swa", 2, MAX_HEAD_SIZE, full_size)
-    is_even = full_size % 2 == 0 and local_size % 2 == 0
-    fields.require(is_even, "head_dim", "heads cannot be rotated: the size is not even")
+    fields.require(
+        full_size % 2 == 0 and local_size % 2 == 0, "head_dim", "heads cannot be rotated: the size is not even"
+    )
     for name, size in (("rope.dimension_count", full_size), ("rope.dimension_count_swa", local_size)):
-        is_right = fields.whole(name, 2, MAX_HEAD_SIZE, size) == size
-        fields.require(is_right, name, f"not the size of a head, {size}")
+        fields.require(fields.whole(name, 2, MAX_HEAD_SIZE, size) == size, name, f"not the size of a head, {size}")
     return Gemma4Layers(
         num_heads=shape.num_heads,
         head_sizes=[local_size if one else full_size for one in pattern],
@@ -354,8 +354,11 @@ def _plain_values(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def _ropes(fields: Fields, family: Family, shape: Shape, read_floats: ReadFloats) -> tuple[RopeSpec, RopeSpec | None]:
     rotary_size = fields.whole("rope.dimension_count", 2, shape.head_size, shape.head_size)
-    is_right = rotary_size % 2 == 0 and (rotary_size == shape.head_size or family.has_partial_rotary)
-    fields.require(is_right, "rope.dimension_count", f"not the size of a head, {shape.head_size}")
+    fields.require(
+        rotary_size % 2 == 0 and (rotary_size == shape.head_size or family.has_partial_rotary),
+        "rope.dimension_count",
+        f"not the size of a head, {shape.head_size}",
+    )
     theta = fields.real("rope.freq_base", MIN_THETA, MAX_THETA, 1e4)
     scaling = _scaling(fields, family, shape)
     for key, name in (("short_factor", "rope_factors_short.weight"), ("long_factor", "rope_factors_long.weight")):
