@@ -230,6 +230,7 @@ _EXPECTED = {  # by the character where no token starts
     "{": "expected a repetition count, as in {3}, {2,} or {2,5}",
     "<": "expected a token, as in <[17]> or <think>",
     "=": "expected ::= after the name of a rule; a look-ahead (= ...) is not supported",
+    ":": "expected ::= after the name of a rule",
     "!": "! before a token is not supported: describe the characters that are allowed",
 }
 _CHAR = r"\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\?."

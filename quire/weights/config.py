@@ -392,8 +392,11 @@ def name_architecture(config: Fields) -> str:
         config.require(isinstance(named, list) and len(named) == 1, "architectures", "not a list of one name")
         name = named[0]
     is_name = isinstance(name, str) and _ARCHITECTURE.fullmatch(name) is not None
-    problem = f"not a name of at most {MAX_NAME_LENGTH} letters, digits, '_', '-' and '.'"
-    config.require(is_name, "architectures" if named else "model_type", problem)
+    config.require(
+        is_name,
+        "architectures" if named else "model_type",
+        f"not a name of at most {MAX_NAME_LENGTH} letters, digits, '_', '-' and '.'",
+    )
     return str(name)
 
 
@@ -563,8 +566,7 @@ def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: Family) 
     )
     rotary_size = int(shape.head_size * part)
     is_right = rotary_size >= 2 and rotary_size % 2 == 0
-    problem = f"rotates {rotary_size} of {shape.head_size}: not an even number"
-    holder.require(is_right, "partial_rotary_factor", problem)
+    holder.require(is_right, "partial_rotary_factor", f"rotates {rotary_size} of {shape.head_size}: not an even number")
     return rotary_size
 
 

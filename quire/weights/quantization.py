@@ -394,8 +394,11 @@ class _Finder:
         }
         fitting = [one for one in sorted(groups) if num_groups(shape, one) == found]
         expected = " or ".join(str(num_groups(shape, one)) for one in sorted(groups)) or "another type"
-        problem = f"scales of {show(codes.name)} {shape}, {bits} bits, need {expected} by config.json"
-        self.require(len(fitting) == 1, scales, problem)
+        self.require(
+            len(fitting) == 1,
+            scales,
+            f"scales of {show(codes.name)} {shape}, {bits} bits, need {expected} by config.json",
+        )
         return fitting[0]
 
     def _tensor(self, name: str, kind: TensorType, shape: tuple[int, ...], *parts: FileTensor | None) -> TensorInfo:
