@@ -131,7 +131,9 @@ class EchoLLM:
     def text(self) -> Any:
         format = REASONING_FORMATS[0]
         return SimpleNamespace(
-            template=SimpleNamespace(exists=self.has_template, reasoning=format if self.thinks else None),
+            template=SimpleNamespace(
+                source="" if self.has_template else None, reasoning=format if self.thinks else None
+            ),
             encode_chat=lambda _chat, _max_context: (),
             new_parser=lambda _chat, _prompt: ThoughtParser(format, Opening.FREE, PlainAnswer()),
         )
