@@ -102,7 +102,6 @@ class _Matrix(NamedTuple):
     """Rows of a tensor of the source that become one quantised matrix."""
 
     module: str  # name of the matrix without .weight
-    source: TensorInfo
     first_row: int  # counted through a stack
     shape: tuple[int, int]
 
@@ -115,11 +114,10 @@ class _Writer:
         self._format = form
         self._group_size = group_size
         self._progress = progress
-        files = checkpoint.file_tensors()
-        self._num_source_bytes = sum(info.num_bytes for infos in files.values() for info in infos)
-        self._files = files
-        names = [info.name for infos in files.values() for info in infos]
-        self._matrices = self._choose(names)
+        self._files = checkpoint.file_tensors()
+        infos = {info.name: info for infos in self._files.values() for info in infos}
+        self._num_source_bytes = sum(info.num_bytes for info in infos.values())
+        self._matrices = self._choose(infos)
         self._num_done = 0
         self._num_written = 0
 
@@ -158,12 +156,11 @@ class _Writer:
 
     # Which tensors
 
-    def _choose(self, names: list[str]) -> dict[str, list[_Matrix]]:
+    def _choose(self, infos: Mapping[str, TensorInfo]) -> dict[str, list[_Matrix]]:
         """Return the matrices that each tensor of the source becomes. Tensors that are not here are copied."""
         family = self._checkpoint.family
         assert family is not None
-        targets = transformers_targets(names, family, self._checkpoint.architecture)
-        infos = {info.name: info for tensors in self._files.values() for info in tensors}
+        targets = transformers_targets(infos, family, self._checkpoint.architecture)
         chosen: dict[str, list[_Matrix]] = {}
         for name, target in targets.items():
             ends = [own.removesuffix(".weight").rpartition(".")[2] for own in target.names]
@@ -287,7 +284,7 @@ class _Writer:
 def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
     """Return the matrices of a tensor. A stack becomes a matrix per expert, under the names that files of FP8 use."""
     if not is_stack:
-        return [_Matrix(info.name.removesuffix(".weight"), info, 0, _pair(info.shape))] if len(info.shape) == 2 else []
+        return [_Matrix(info.name.removesuffix(".weight"), 0, _pair(info.shape))] if len(info.shape) == 2 else []
     stack = _STACK.fullmatch(info.name)
     if stack is None or len(info.shape) != 3:
         return []
@@ -295,7 +292,7 @@ def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
     names = ("gate_proj", "up_proj") if stack[2] == "gate_up" else ("down_proj",)
     height = rows // len(names)
     return [
-        _Matrix(f"{stack[1]}.{expert}.{name}", info, expert * rows + place * height, (height, columns))
+        _Matrix(f"{stack[1]}.{expert}.{name}", expert * rows + place * height, (height, columns))
         for expert in range(count)
         for place, name in enumerate(names)
     ]
