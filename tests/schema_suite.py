@@ -24,24 +24,12 @@ import llguidance
 
 from quire.errors import InvalidRequest
 from quire.text.grammar import json_schema_grammar, lark_json
+from tests.text.judging import Letters
 
 MAX_ORDERS = 120
-END = 256
 
 
-class Bytes:
-    """A vocabulary of single bytes."""
-
-    eos_token_id = END
-    bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-    special_token_ids = (END,)
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
-TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=END + 1)
+TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Letters("<end>")), n_vocab=257)
 
 
 def compiled(held: dict[str, Any]) -> llguidance.LLMatcher:

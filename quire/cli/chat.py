@@ -587,7 +587,7 @@ class LocalModel:
         self.llm = llm
         self.name = name
         self.max_model_len = llm.max_model_len
-        self.has_template = llm.text.template.exists
+        self.has_template = llm.text.template.source is not None
 
     def answer(self, ask: ChatInput, params: GenerationParams) -> Generator[Piece, None, None]:
         """The pieces of an answer as they arrive. Raises RequestFailed if it is incomplete."""

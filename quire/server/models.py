@@ -1091,7 +1091,7 @@ def release_heap() -> None:
 
 def _warm_up(text: ModelText) -> None:
     """Start the process that renders templates and check the template; raw prompts work without one."""
-    if text.template.exists:
+    if text.template.source is not None:
         try:
             text.template.check()
         except (TemplateError, RequestFailed) as error:

@@ -66,7 +66,6 @@ class ChatTemplate:
         source: str | None,
         tokenizer: Tokenizer,
         *,
-        renderer: Renderer | None = None,
         tool_format: str | None = None,
     ) -> None:
         """`tool_format`: the name of a row of TOOL_FORMATS. None: detect it by a trial."""
@@ -74,32 +73,25 @@ class ChatTemplate:
         self.reasoning = find_reasoning(source)
         self._has_thinking_key = bool(source and _READS_THINKING.search(source))
         self._has_calls = bool(source and "tool_calls" in source)
-        self._source = source
+        self.source = source  # None: the model has no template
         self._tokenizer = tokenizer
-        self._renderer = renderer
+        self._renderer = None if source is None else Renderer(source)
         self._all = _Finder(tokenizer.control)
         self._special = _Finder(token for token in tokenizer.control if token.special)
         self._rules: TurnRules | None = None
         self._starters: tuple[int, ...] | None = None
 
     @property
-    def source(self) -> str | None:
-        return self._source
-
-    @property
-    def exists(self) -> bool:
-        return self._source is not None
-
-    @property
     def tool_format(self) -> ToolFormat:
         """The given format, or the one that trials find at first use. Raises TemplateError if they do not end."""
         if self._tool_format is None:
-            self._tool_format = detect_tool_format(self._source, self._render_with)
+            self._tool_format = detect_tool_format(self.source, self._render_with)
         return self._tool_format
 
     def check(self) -> None:
         """Compile the template and render a trial, so that errors are found at load. Raises TemplateError."""
-        self._render_with({"messages": [{"role": "user", "content": "Hi"}]}, is_trial=True)
+        with suppress(TemplateRefusal):  # the template works, but refuses this conversation
+            self._render_with({"messages": [{"role": "user", "content": "Hi"}]})
 
     def encode(self, request: ChatRequest, *, max_chars: int | None = None) -> list[int]:
         """The prompt's token ids. Raises TemplateError, or ContextTooLong for more than `max_chars` characters."""
@@ -178,7 +170,7 @@ class ChatTemplate:
         }
         if tools:
             variables["tools"] = [template_tool(tool) for tool in tools]
-        marker, end = _unused_characters([*_strings(entries), *_strings(variables), self._source or ""])
+        marker, end = _unused_characters([*_strings(entries), *_strings(variables), self.source or ""])
         variables = {name: self._marked(value, marker) for name, value in variables.items()}
         variables["messages"] = [self._marked_entry(entry, marker) for entry in entries]
         variables["add_generation_prompt"] = request.add_generation_prompt
@@ -251,11 +243,7 @@ class ChatTemplate:
         return found
 
     def _variables(self) -> frozenset[str]:
-        if self._source is None:
-            return frozenset()
-        if self._renderer is None:
-            self._renderer = Renderer(self._source)
-        return self._renderer.variables
+        return frozenset() if self._renderer is None else self._renderer.variables
 
     def _turn_rules(self) -> TurnRules:
         """The template's rules, found by trials when a conversation first needs them."""
@@ -264,20 +252,19 @@ class ChatTemplate:
             self._rules = find_rules(lambda entries: self._render_with({"messages": list(entries), "tools": tools}))
         return self._rules
 
-    def _render_with(self, variables: Mapping[str, Any], *, is_trial: bool = False) -> str:
-        if self._source is None:
-            raise TemplateError("this model has no chat template: send it a prompt as a raw completion instead")
+    def _render_with(self, variables: Mapping[str, Any]) -> str:
         if self._renderer is None:
-            self._renderer = Renderer(self._source)
+            raise TemplateError("this model has no chat template: send it a prompt as a raw completion instead")
         everything = {**self._tokenizer.special_tokens, "tools": None, "documents": None, **variables}
         everything.setdefault("add_generation_prompt", True)
-        render = self._renderer.check if is_trial else self._renderer.render
         try:
-            return render(everything)
+            return self._renderer.render(everything)
         except TemplateFailure as error:
             if isinstance(error, TemplateRefusal) or everything["tools"] is not None:
                 raise
-        return render({**everything, "tools": []})  # some templates read the list of tools even if there are none
+        return self._renderer.render(
+            {**everything, "tools": []}
+        )  # some templates read the list of tools even if there are none
 
 
 _NONE: tuple[frozenset[str], tuple[int, ...]] = frozenset(), ()
@@ -358,58 +345,44 @@ def _strings(value: Any) -> Iterator[str]:
 
 RENDER_LIMIT_S = 1.0  # CPU time
 COMPILE_LIMIT_S = 1.0  # CPU time; with a trial render, a hostile template takes 2 s at most
-MAX_SOURCE_CHARS = 1024 * 1024
 MAX_MEMORY_BYTES = 512 << 20  # of address space; Python with Jinja uses about 50 MiB of it
+_BREAKING = {
+    "MemoryError": f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory",
+    "RecursionError": "it nests too deeply",
+}
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
-class Renderer:
-    """One template and the child process that renders it. Thread-safe: renders are serialized."""
+class Renderer(LimitedChild):
+    """One template and the child process that renders it."""
 
     def __init__(self, source: str, *, render_limit_s: float = RENDER_LIMIT_S) -> None:
-        if len(source) > MAX_SOURCE_CHARS:
-            raise TemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE_CHARS}")
-        self._render_limit_s = render_limit_s
         names = ("the process that renders chat templates", "the chat template")
-        self._child = LimitedChild(
-            _WORKER,
-            {"source": source, "max_bytes": MAX_MEMORY_BYTES},
-            COMPILE_LIMIT_S,
-            names=names,
-            failure=TemplateError,
-            check=_check_rendering,
-        )
-        self.warm_up = self._child.warm_up  # raises TemplateError if the template does not compile
-        self.close = self._child.close
+        first = {"source": source, "max_bytes": MAX_MEMORY_BYTES}
+        super().__init__(_WORKER, first, COMPILE_LIMIT_S, names=names, failure=TemplateError, check=_check_rendering)
+        self._render_limit_s = render_limit_s
 
     @property
     def variables(self) -> frozenset[str]:
         """The names that the template reads and does not set itself."""
-        if not self._child.first_answer:
+        if not self.first_answer:
             self.warm_up()
-        return frozenset(map(str, self._child.first_answer.get("variables", ())))
-
-    def check(self, variables: Mapping[str, Any]) -> str:
-        """Render a trial at load. The template may refuse the conversation; any other failure raises TemplateError."""
-        try:
-            return self.render(variables)
-        except TemplateRefusal:
-            return ""
+        return frozenset(map(str, self.first_answer.get("variables", ())))
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The rendered text. Raises TemplateError, or RequestFailed if other processes end the child twice."""
-        return str(self._child.request({"variables": dict(variables)}, self._render_limit_s)["text"])
+        return str(self.request({"variables": dict(variables)}, self._render_limit_s)["text"])
 
 
 def _check_rendering(order: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
     """Check an answer without trusting it: a template that escaped its sandbox could write anything."""
-    error, kind = answer.get("error"), answer.get("kind")
-    if isinstance(error, str) and kind == "refused":
+    error, kind = answer.get("error"), str(answer.get("kind"))
+    if isinstance(error, str) and kind == "Refusal":
         raise TemplateRefusal(error)
-    if isinstance(error, str) and kind == "failed":
-        raise TemplateFailure(f"the chat template failed: {error}")
+    if kind in _BREAKING:  # the state of the process is undefined
+        raise NoAnswer(f"failed: {_BREAKING[kind]}")
     if isinstance(error, str):
-        raise NoAnswer(f"failed: {error}")  # after a MemoryError the state of the process is undefined
+        raise TemplateFailure(f"the chat template failed: {kind}: {error[:500]}")
     name, expected = ("text", str) if "variables" in order else ("variables", list)
     if error is not None or not isinstance(answer.get(name), expected):
         raise NoAnswer("wrote an invalid answer")
@@ -639,11 +612,11 @@ def fitting_id(call_id: str, format: ToolFormat) -> str:
 
 def python_call(function: Mapping[str, Any]) -> str:
     """A call as LFM2 writes it, for templates that do not render earlier calls. `function`: name and arguments."""
-    arguments = [f"{name}={_python(value)}" for name, value in function["arguments"].items()]
+    arguments = [f"{name}={python_value(value)}" for name, value in function["arguments"].items()]
     return f"{function['name']}({', '.join(arguments)})"
 
 
-def _python(value: object) -> str:
+def python_value(value: object) -> str:
     return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
 
 
@@ -771,10 +744,12 @@ def _rendered_call(render: RenderTrial) -> str:
 
 def _reads(format: ToolFormat, answer: str) -> bool:
     """Whether the format's parser finds exactly the trial call, between the format's own markers."""
-    parser: AnswerParser = CallParser(format, (_TOOL,))
-    markers = [format.closing] if format.may_be_bare else [format.opening, format.closing]
+    parser: AnswerParser
     if format.syntax is Syntax.HARMONY:
         parser, markers = HarmonyParser((_TOOL.name,)), [CHANNEL]
+    else:
+        parser = CallParser(format, (_TOOL,))
+        markers = [format.closing] if format.may_be_bare else [format.opening, format.closing]
     pieces = [*parser.push(answer), *parser.finish()]
     names = [piece.name for piece in pieces if isinstance(piece, CallStart)]
     arguments = "".join(piece.text for piece in pieces if isinstance(piece, CallArguments))

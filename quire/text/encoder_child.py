@@ -71,12 +71,9 @@ class Worker:
         self._encoder: Encoder | None = None
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        try:
-            if self._encoder is not None:
-                return self._encoded(self._encoder, order)
-            self._encoder = Encoder(order["spec"], order["inside"], order["plain_added"])
-        except BaseException as error:  # a panic of the library is not an Exception
-            return {"error": str(error)[:200] or type(error).__name__}
+        if self._encoder is not None:
+            return self._encoded(self._encoder, order)
+        self._encoder = Encoder(order["spec"], order["inside"], order["plain_added"])
         return {}
 
     def _encoded(self, encoder: Encoder, order: dict[str, Any]) -> dict[str, Any]:
@@ -87,5 +84,5 @@ class Worker:
         else:
             found = {"ids": encoder.encode(form, text)}
         if len(found["ids"]) > order["max_ids"]:
-            return {"error": f"{len(text)} characters become {len(found['ids'])} tokens, more than {order['max_ids']}"}
+            raise ValueError(f"{len(text)} characters become {len(found['ids'])} tokens, more than {order['max_ids']}")
         return found

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from quire.core.values import check_tokens
@@ -70,8 +71,7 @@ def json_schema_grammar(schema: Mapping[str, Any], *, strict: bool = True) -> Gr
     """
     check_schema(schema)
     held = hold_schema(schema, strict=strict)
-    unenforced = tuple(one.path for one in held.unenforced)
-    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(held.schema), unenforced, given=schema_text(schema))
+    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(held.schema), held.unenforced, given=schema_text(schema))
 
 
 def json_object_grammar() -> Grammar:
@@ -213,14 +213,29 @@ MAX_OPERATORS = 3  # after one item
 MAX_REPEATED = 10_000
 _RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
 _LARK_START = re.compile(r"^[ \t]*\??start\b[^:=\n]*:", re.MULTILINE)
-_SKIPPED = re.compile(r"(?:\s|#[^\n]*)+")
-_NAME = re.compile(r"[A-Za-z_][\w-]*")
-_DEFINED = re.compile(r"::=")
-# Comments must match in exactly one way: ambiguity would cause exponential backtracking.
-_HEAD = re.compile(r"[A-Za-z_][\w-]*(?:\s|#[^\n]*(?:\n|\Z))*::=")
-_REPEAT = re.compile(r"\{\s*(?P<low>\d{1,9})?\s*(?P<comma>,)?\s*(?P<high>\d{1,9})?\s*\}")
-_TOKEN = re.compile(r"<\[\d{1,10}\]>|<[^<>\[\]\s\"\\]+>")
-_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
+# Each alternative matches in exactly one way: ambiguity would cause exponential backtracking.
+_TOKEN = re.compile(
+    r"""(?P<blank>(?:\s|\#[^\n]*)+)
+    | "(?P<text>(?:[^"\\\n]|\\.)*)"
+    | \[(?P<chars>(?:[^\]\\\n]|\\.)*)\]
+    | (?P<token><\[\d{1,10}\]>|<[^<>\[\]\s"\\]+>)
+    | \{\s*(?P<low>\d{1,9})?\s*(?P<comma>,)?\s*(?P<high>\d{1,9})?\s*\}
+    | (?P<sign>::=|[|()*+?.])
+    | (?P<name>[A-Za-z_][\w-]*)""",
+    re.VERBOSE,
+)
+_EXPECTED = {  # by the character where no token starts
+    '"': "the string has no closing quote",
+    "[": "the class has no closing bracket",
+    "{": "expected a repetition count, as in {3}, {2,} or {2,5}",
+    "<": "expected a token, as in <[17]> or <think>",
+    "=": "expected ::= after the name of a rule; a look-ahead (= ...) is not supported",
+    ":": "expected ::= after the name of a rule",
+    "!": "! before a token is not supported: describe the characters that are allowed",
+}
+_CHAR = r"\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\?."
+_CHARS = re.compile(_CHAR)
+_RANGES = re.compile(rf"({_CHAR})(?:-({_CHAR}))?")
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
 _PLAIN = frozenset("\\\"'[]-^/|.*+?(){}<>#$ ")  # characters that stand for themselves after a backslash
 _LAST_CODE = 0x10FFFF
@@ -249,7 +264,7 @@ def gbnf_to_lark(source: str) -> str:
     """Translate a grammar. Raises InvalidRequest with the line number and what was expected there."""
     if len(source) > MAX_SOURCE_CHARS:
         raise InvalidRequest(f"grammar: {len(source)} characters are more than {MAX_SOURCE_CHARS}")
-    rules = _Parser(source).parse()
+    rules = _GbnfReader(source).rules()
     needs = {name: _references(body) for name, body in rules.items()}
     used, todo = {"root": None}, ["root"]  # the rules that can be reached, in the order in which they are found
     while todo:
@@ -280,7 +295,8 @@ class Reference(NamedTuple):
 
 
 # The body of a rule is a list of pieces. Those that are texts are as in Lark: operators, brackets, classes, tokens.
-Body = list[str | Literal | Reference]
+Piece = str | Literal | Reference
+Body = list[Piece]
 ANY = "/(?s:.)/"
 
 
@@ -293,196 +309,130 @@ def _expression(body: Body, names: Mapping[str, str], *, is_lexeme: bool) -> str
     for piece in body:
         if isinstance(piece, Literal):
             parts = [piece.text] if is_lexeme or not piece.text else list(piece.text)
-            pieces += [json.dumps(part, ensure_ascii=False) for part in parts]
+            terms = " ".join(json.dumps(part, ensure_ascii=False) for part in parts)
+            pieces.append(terms if len(parts) == 1 else f"( {terms} )")
         else:
             pieces.append(names[piece.name] if isinstance(piece, Reference) else piece)
     return " ".join(pieces)
 
 
-# Parsing
-
-
-class _Parser:
-    """Recursive descent. A rule ends where the next one starts, so line breaks are allowed anywhere within a rule."""
+class _GbnfReader:
+    """Translates token by token. A rule ends where the next one starts, so line breaks are allowed anywhere in it."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._at = 0
-        self._num_open = 0
+        self._tokens: list[re.Match[str]] = []
 
-    def parse(self) -> dict[str, Body]:
+    def rules(self) -> dict[str, Body]:
         """The body of each rule."""
+        self._read_tokens()
+        signs = [token["sign"] for token in self._tokens]
+        starts = [i - 1 for i, sign in enumerate(signs) if sign == "::="]
+        if starts[:1] != [0]:
+            raise self._wrong(0, "expected a rule")
         rules: dict[str, Body] = {}
-        starts: dict[str, int] = {}
-        self._skip()
-        while self._at < len(self._source):
-            start = self._at
-            name = self._take(_NAME, "the name of a rule")
-            self._skip()
-            self._take(_DEFINED, f"::= after the name {name}")
-            self._skip()
-            if name in rules:
-                first = self._line(starts[name])
-                raise self._wrong(f"rule {name} is defined twice; the first definition is in line {first}")
-            starts[name] = start
-            rules[name] = self._choice()
+        for start, end in pairwise((*starts, len(self._tokens))):
+            name = self._tokens[start]
+            if not name["name"]:
+                raise self._wrong(name.start(), "expected the name of a rule before ::=")
+            if name[0] in rules:
+                raise self._wrong(name.start(), f"rule {name[0]} is defined twice")
+            rules[name[0]] = self._body(self._tokens[start + 2 : end])
         if "root" not in rules:
             raise InvalidRequest(f"grammar: there is no rule root, the start of a GBNF grammar, as in {EXAMPLE}")
         for piece in (piece for body in rules.values() for piece in body):
             if isinstance(piece, Reference) and piece.name not in rules:
-                text = f"grammar: line {self._line(piece.at)}: there is no rule {piece.name}"
-                raise InvalidRequest(f"{text}; literal text needs quotes, as in {EXAMPLE}")
+                raise self._wrong(piece.at, f"there is no rule {piece.name}; literal text needs quotes")
         return rules
 
-    def _choice(self) -> Body:
-        body = self._sequence()
-        while self._next() == "|":
-            self._at += 1
-            self._skip()
-            body += ["|", *self._sequence()]
-        return body
+    def _read_tokens(self) -> None:
+        at = 0
+        while at < len(self._source):
+            token = _TOKEN.match(self._source, at)
+            if token is None:
+                raise self._wrong(at, _EXPECTED.get(self._source[at], "expected text, a class, a group or a rule"))
+            if token["blank"] is None:
+                self._tokens.append(token)
+            at = token.end()
 
-    def _sequence(self) -> Body:
+    def _body(self, tokens: Sequence[re.Match[str]]) -> Body:
         body: Body = []
-        while (char := self._next()) and char not in "|)" and not _HEAD.match(self._source, self._at):
-            body += self._repeated(self._item(char))
-        return body or ['""']
-
-    def _item(self, char: str) -> Body:
-        if char == '"':
-            literal = Literal(self._literal())
-            return [literal] if len(literal.text) == 1 else ["(", literal, ")"]
-        if char == "[":
-            return [self._chars()]
-        if char == "(":
-            return ["(", *self._group(), ")"]
-        if char == ".":
-            self._at += 1
-            return [ANY]
-        if char == "<":
-            return [self._take(_TOKEN, "a token, as in <[17]> or <think>")]
-        if char == "!":
-            raise self._wrong("! before a token is not supported: describe the characters that are allowed")
-        at = self._at
-        return [Reference(self._take(_NAME, 'text in quotes, a class as in [a-z], "(" or the name of a rule'), at)]
-
-    def _group(self) -> Body:
-        if self._num_open == MAX_NESTED:
-            raise self._wrong(f"parentheses are nested more than {MAX_NESTED} deep")
-        if self._source.startswith("(=", self._at):
-            raise self._wrong("a look-ahead (= ...) is not supported")
-        start = self._at
-        self._at += 1
-        self._num_open += 1
-        self._skip()
-        inner = self._choice()
-        if self._next() != ")":
-            raise self._wrong(f'expected ")" for the parenthesis opened in line {self._line(start)}')
-        self._at += 1
-        self._num_open -= 1
-        return inner
-
-    def _repeated(self, item: Body) -> Body:
-        """The item with the operators that follow it, of which there may be several."""
-        for _ in range(MAX_OPERATORS):
-            self._skip()
-            char = self._next()
-            if char in ("*", "+", "?"):
-                self._at += 1
-                item = ["(", *item, char, ")"]
-            elif char == "{":
-                low, high = self._bounds()
-                item = ["(", *item, f"{{{low},{'' if high is None else high}}}", ")"]
+        opened: list[int] = []  # places of parentheses in the body
+        item: int | None = None  # where the last item starts, to which an operator applies
+        num_operators = 0
+        for token in tokens:
+            sign = token["sign"]
+            if sign in ("*", "+", "?") or token[0][0] == "{":
+                if item is None or num_operators == MAX_OPERATORS:
+                    raise self._wrong(token.start(), f"{token[0]} repeats nothing")
+                body[item:] = ["(", *body[item:], sign or self._bounds(token), ")"]
+                num_operators += 1
+                continue
+            num_operators = 0
+            if sign in ("|", ")") and item is None:
+                body.append('""')
+            if sign == ")":
+                if not opened:
+                    raise self._wrong(token.start(), ") closes nothing")
+                item = opened.pop()
+            elif sign == "(":
+                if len(opened) == MAX_NESTED:
+                    raise self._wrong(token.start(), f"parentheses are nested more than {MAX_NESTED} deep")
+                opened.append(len(body))
+                item = None
             else:
-                return item
-        self._skip()
-        return item
+                item = None if sign == "|" else len(body)
+            body.append(sign if sign and sign != "." else self._piece(token))
+        if opened:
+            raise self._wrong(tokens[-1].end(), f"{len(opened)} parentheses are not closed")
+        return body if item is not None else [*body, '""']
 
-    def _bounds(self) -> tuple[int, int | None]:
-        found = _REPEAT.match(self._source, self._at)
-        if found is None or not (found["low"] or found["high"]):
-            raise self._wrong("expected a repetition count, as in {3}, {2,} or {2,5}")
-        low = int(found["low"] or 0)
-        high = low if not found["comma"] else int(found["high"]) if found["high"] else None
+    def _piece(self, token: re.Match[str]) -> Piece:
+        if token["name"]:
+            return Reference(token[0], token.start())
+        if token["text"] is not None:
+            return Literal("".join(chr(self._code(char, token)) for char in _CHARS.findall(token["text"])))
+        if token["chars"] is not None:
+            return self._class(token)
+        return ANY if token["sign"] else token[0]
+
+    def _bounds(self, token: re.Match[str]) -> str:
+        if not (token["low"] or token["high"]):
+            raise self._wrong(token.start(), _EXPECTED["{"])
+        low = int(token["low"] or 0)
+        high = low if not token["comma"] else int(token["high"]) if token["high"] else None
         if max(low, high or 0) > MAX_REPEATED:
-            raise self._wrong(f"{found[0]} is more than {MAX_REPEATED} times")
+            raise self._wrong(token.start(), f"{token[0]} is more than {MAX_REPEATED} times")
         if high is not None and high < low:
-            raise self._wrong(f"{found[0]} has a maximum below its minimum")
-        self._at = found.end()
-        return low, high
+            raise self._wrong(token.start(), f"{token[0]} has a maximum below its minimum")
+        return f"{{{low},{'' if high is None else high}}}"
 
-    def _literal(self) -> str:
-        start = self._at
-        self._at += 1
-        chars: list[str] = []
-        while (char := self._next()) != '"':
-            if not char or char == "\n":
-                raise self._wrong(f"the string opened in line {self._line(start)} has no closing quote")
-            chars.append(chr(self._char()))
-        self._at += 1
-        return "".join(chars)
-
-    def _chars(self) -> str:
-        start = self._at
-        self._at += 1
-        is_negated = self._next() == "^"
-        self._at += is_negated
+    def _class(self, token: re.Match[str]) -> str:
+        chars = token["chars"].removeprefix("^")
         ranges: list[str] = []
-        while (char := self._next()) != "]":
-            if not char or char == "\n":
-                raise self._wrong(f"the class opened in line {self._line(start)} has no closing bracket")
-            first = last = self._char()
-            if self._next() == "-" and self._source[self._at + 1 : self._at + 2] not in ("]", ""):
-                self._at += 1
-                last = self._char()
-            if last < first:
-                raise self._wrong(f"the range {chr(first)!r} to {chr(last)!r} is empty")
-            ranges.append(f"\\x{{{first:x}}}" + (f"-\\x{{{last:x}}}" if last > first else ""))
-        self._at += 1
-        if not ranges and not is_negated:
-            raise self._wrong("the class [] has no characters")
-        return f"/[{'^' if is_negated else ''}{''.join(ranges)}]/" if ranges else ANY
+        for first, last in _RANGES.findall(chars):
+            low = self._code(first, token)
+            high = self._code(last, token) if last else low
+            if high < low:
+                raise self._wrong(token.start(), f"the range {first!r} to {last!r} is empty")
+            ranges.append(f"\\x{{{low:x}}}" + (f"-\\x{{{high:x}}}" if high > low else ""))
+        if not token["chars"]:
+            raise self._wrong(token.start(), "the class [] has no characters")
+        return f"/[{'^' if chars != token['chars'] else ''}{''.join(ranges)}]/" if ranges else ANY
 
-    def _char(self) -> int:
-        """The code point at this position, which may be an escape."""
-        if self._source[self._at] != "\\":
-            self._at += 1
-            return ord(self._source[self._at - 1])
-        found = _ESCAPE.match(self._source, self._at)
-        if found is None:
-            raise self._wrong("a backslash at the end escapes nothing")
-        name, digits = found[4] or "", found[1] or found[2] or found[3]
-        if name and name not in _ESCAPED and name not in _PLAIN:
-            raise self._wrong(
-                f'\\{name} is not an escape: expected \\n, \\r, \\t, \\\\, \\", \\], \\xNN, \\uNNNN or \\UNNNNNNNN'
-            )
-        code = int(digits, 16) if digits else ord(_ESCAPED.get(name, name))
+    def _code(self, char: str, token: re.Match[str]) -> int:
+        """The code point of a character, which may be an escape."""
+        if char[0] != "\\":
+            return ord(char)
+        if len(char) == 2 and char[1] not in _ESCAPED and char[1] not in _PLAIN:
+            known = '\\n, \\r, \\t, \\\\, \\", \\], \\xNN, \\uNNNN or \\UNNNNNNNN'
+            raise self._wrong(token.start(), f"{char} is not an escape: expected {known}")
+        code = int(char[2:], 16) if len(char) > 2 else ord(_ESCAPED.get(char[1], char[1]))
         if code > _LAST_CODE or code in _SURROGATES:
-            raise self._wrong(f"{found[0]} is not a character")
-        self._at = found.end()
+            raise self._wrong(token.start(), f"{char} is not a character")
         return code
 
-    def _next(self) -> str:
-        """The next character; "" at the end."""
-        return self._source[self._at : self._at + 1]
-
-    def _skip(self) -> None:
-        if found := _SKIPPED.match(self._source, self._at):
-            self._at = found.end()
-
-    def _take(self, pattern: re.Pattern[str], what: str) -> str:
-        found = pattern.match(self._source, self._at)
-        if found is None:
-            rest = self._source[self._at :].split("\n", 1)[0]
-            raise self._wrong(
-                f"expected {what}, not {rest[:20]!r}" if rest else f"expected {what}, but the grammar ends"
-            )
-        self._at = found.end()
-        return found[0]
-
-    def _line(self, at: int) -> int:
-        """The number of a line, for an error."""
-        return self._source.count("\n", 0, at) + 1
-
-    def _wrong(self, what: str) -> InvalidRequest:
-        return InvalidRequest(f"grammar: line {self._line(self._at)}: {what}. A GBNF grammar looks like {EXAMPLE}")
+    def _wrong(self, at: int, what: str) -> InvalidRequest:
+        found = self._source[at:].split("\n", 1)[0][:20]
+        line = self._source.count("\n", 0, at) + 1
+        return InvalidRequest(f"grammar: line {line}: {what}, at {found!r}. A GBNF grammar looks like {EXAMPLE}")

@@ -35,7 +35,10 @@ def main() -> None:
         if "max_bytes" in order:  # the first one
             limit_memory(order["max_bytes"])
         limit_cpu(order["max_cpu_s"])
-        answer = worker.answer(order)
+        try:
+            answer = worker.answer(order)
+        except BaseException as error:  # a panic of a library is not an Exception
+            answer = {"error": str(error)[:2000], "kind": type(error).__name__}
         limit_cpu(0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 MAX_REPEATS = 10_000  # of one atom, multiplied over nested groups: the compiler unrolls them
 MAX_NESTING = 64  # of groups
@@ -53,20 +53,20 @@ _ASSERTIONS = {"^": "^ in the middle", "$": "$ in the middle", "\\b": "a word bo
 
 @dataclass(frozen=True, slots=True)
 class HeldPattern:
-    """Regular expressions that must all match. `problem`: the part of the pattern they omit; empty: none."""
+    """An expression that matches whole texts. `problem`: the part of the pattern that it omits; empty: none."""
 
-    sources: tuple[str, ...]
+    source: str
     problem: str = ""
     is_invalid: bool = False  # no dialect reads it: `problem` is its mistake
 
 
 @functools.lru_cache(maxsize=32)  # one schema may have the same pattern in many places
 def hold_pattern(pattern: str) -> HeldPattern:
-    """The enforceable part of a pattern. Empty `sources`: no part is enforceable."""
+    """The enforceable part of a pattern. An empty `source`: no part is enforceable."""
     try:
         return _Parser(pattern).held()
     except _Unreadable as error:
-        return HeldPattern((), str(error), is_invalid=isinstance(error, _Invalid))
+        return HeldPattern("", str(error), is_invalid=isinstance(error, _Invalid))
 
 
 class _Unreadable(Exception):
@@ -85,7 +85,6 @@ class _Term:
     group: list[list[_Term]] | None = None
     assertion: str = ""  # ^, $, (?= and other look-arounds, \b, \1
     repeats: int = 1
-    look: list[list[_Term]] = field(default_factory=list)
 
 
 class _Parser:
@@ -99,18 +98,12 @@ class _Parser:
         options = _unwrapped(self._options())
         if self._at < len(self._pattern):
             raise _Invalid("a closing parenthesis has no opening one")
-        looks = _leading_looks(options[0]) if len(options) == 1 else []
-        extra = [self._whole([[_Term(assertion="^"), *option] for option in look.look]) for look in looks]
-        source = self._whole([option[:1] + option[1 + len(looks) :] for option in options])
-        return HeldPattern((source, *extra), self._problem)
+        return HeldPattern(f"^(?:{'|'.join(self._edges(option) for option in options)})$", self._problem)
 
     # Writing
 
-    def _whole(self, options: list[list[_Term]]) -> str:
-        """An expression that matches whole texts: any text around an unanchored match is made explicit."""
-        return f"^(?:{'|'.join(self._edges(option) for option in options)})$"
-
     def _edges(self, option: list[_Term]) -> str:
+        """An alternative, with any text around an unanchored match made explicit."""
         before = after = _REST
         while option and option[0].assertion == "^":
             before, option = "", option[1:]
@@ -194,7 +187,7 @@ class _Parser:
             raise _Invalid("a group is not closed")
         self._at += 1
         if found[3]:
-            return _Term(assertion=f"(?{found[3]}", look=options)
+            return _Term(assertion=f"(?{found[3]}")
         return _Term(group=options, repeats=_repeats(options))
 
     def _class(self) -> str:
@@ -290,16 +283,6 @@ def _unwrapped(options: list[list[_Term]]) -> list[list[_Term]]:
         group = option[0].group if len(option) == 1 else None
         flat += [option] if group is None else _unwrapped(group)
     return flat
-
-
-def _leading_looks(option: list[_Term]) -> list[_Term]:
-    """The look-aheads directly after `^`: they become separate expressions that must match as well."""
-    looks: list[_Term] = []
-    for term in option[1:] if option and option[0].assertion == "^" else ():
-        if term.assertion != "(?=":
-            break
-        looks.append(term)
-    return looks
 
 
 def _repeats(options: list[list[_Term]]) -> int:

@@ -10,15 +10,14 @@ Objects that list `properties` without `additionalProperties` are closed, so tha
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote
 
 from quire.errors import InvalidRequest
 from quire.text.patterns import hold_pattern
@@ -28,7 +27,6 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_HELD_CHARS = 64 * 1024  # of a rewritten schema: the limit of a grammar
 MAX_GROWTH_CHARS = 32_000  # by patterns, formats and names
 MAX_SCHEMAS = 5_000  # subschemas of a rewritten schema
-MAX_STEPS = 10_000  # schemas looked at, or names copied, to find out which objects are closed
 MAX_DEPENDENCIES = 6  # each doubles the number of variants of the object
 MAX_EXACT = 2**53  # up to here every JSON parser reads integers exactly
 LEAST_BOUND = 1e-15  # smaller ones have more digits than the compiler accepts
@@ -36,16 +34,12 @@ MAX_COUNT = 2**31 - 1  # of minLength and similar keywords
 MAX_MULTIPLE = 10_000  # of a multipleOf without its decimal point: its automaton has as many states
 MAX_SHARED_MULTIPLE = 500  # if a schema has several: the compiler multiplies their states
 MAX_SHOWN_CHARS = 80
-MAX_ADDRESS_CHARS = 2_000  # of an $id or a $ref
-MAX_ADDRESS_STEPS = 32  # slashes of an address: joining two addresses takes time per slash
 
 WHOLE = "$"  # reported as the path if only the type of the schema is enforced
-_NOWHERE = "nowhere:"  # replaces addresses that are too long; never resolved
-_BRANCHES = ("anyOf", "oneOf")
-_PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # apply to the same value
-_SAME_VALUE = (*_PARTS, *_BRANCHES)
-_DEPENDENT = ("if", "not", "dependentSchemas", "dependencies", *_BRANCHES)  # may allow more names in some cases
-_STATES_OTHERS = ("additionalProperties", "propertyNames", "patternProperties")
+_IDS = ("$id", "id")  # the second of draft 4
+# Keywords with schemas that apply to the same value.
+_SAME_VALUE = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies", "anyOf", "oneOf")
+_STATES_OTHERS = ("additionalProperties", "propertyNames", "patternProperties", "unevaluatedProperties")
 
 Held = Any  # a schema for the compiler: a boolean or a dict
 _TOO_LONG = "it would make the schema too long"
@@ -72,15 +66,10 @@ class SchemaNotHeld(SchemaProblem):
         super().__init__(path, f"cannot be enforced: {why}")
 
 
-class Unenforced(NamedTuple):
-    path: str  # of the keyword, inside the schema
-    why: str
-
-
 @dataclass(frozen=True, slots=True)
 class HeldSchema:
     schema: dict[str, Any]
-    unenforced: tuple[Unenforced, ...] = ()
+    unenforced: tuple[str, ...] = ()  # paths of keywords
 
 
 class _TooLarge(Exception):
@@ -95,15 +84,15 @@ class Place(NamedTuple):
 
     schema: Any
     path: str  # as in errors and headers: properties.email, anyOf[1]
-    base: str  # the base address of its references
+    is_foreign: bool = False  # inside of a schema with its own `$id`, from which references start
 
     def child(self, *keys: str | int) -> Place:
-        schema, path, base = self
+        schema, path, is_foreign = self
         for key in keys:
             schema = schema[key]
             path = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}" if path else key
-            base = _base(schema, base)
-        return Place(schema, path, base)
+            is_foreign |= isinstance(schema, Mapping) and any(isinstance(schema.get(name), str) for name in _IDS)
+        return Place(schema, path, is_foreign)
 
     def at(self, keyword: str) -> str:
         return f"{self.path}.{keyword}" if self.path else keyword
@@ -128,61 +117,37 @@ class Place(NamedTuple):
 
 
 class References:
-    """Resolves references within a schema: pointers, anchors and ids. Fetches nothing."""
+    """Resolves references by pointer, within a schema. Fetches nothing.
+
+    Anchors, and references of schemas that have an `$id`, are not resolved.
+    """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self.root = Place(root, "", _base(root, ""))
-        self._found: dict[tuple[str, str], Place | None] = {}
-        self._documents: dict[str, Place] = {"": self.root, self.root.base: self.root}
-        self._anchors: dict[str, Place] = {}
-        self._has_old_ids = False  # ids of drafts 4 to 7 that are not resolved
-        self._is_scanned = False  # a schema without references needs no scan
+        self.root = Place(root, "")
+        self._found: dict[str, Place | None] = {}
 
-    def _scan(self) -> None:
-        self._is_scanned = True
-        level = [self.root]
-        while level:  # level by level, so that depth needs no stack
-            for place in level:
-                self._note(place)
-            level = [child for place in level for child in _children(place)]
-
-    def find(self, reference: str, base: str) -> Place | None:
-        key = (reference, base)
-        if not self._is_scanned:
-            self._scan()
-        if key not in self._found:
-            self._found[key] = self._find(*_joined(base, reference))
-        return self._found[key]
-
-    def is_dangling(self, reference: str, base: str) -> bool:
-        """Whether a reference that was not found names a part of this schema, and not another document."""
-        address = _joined(base, reference)[0]
-        return address in self._documents and address != _NOWHERE and not self._has_old_ids
-
-    def _find(self, address: str, fragment: str) -> Place | None:
-        if address == _NOWHERE:
+    def find(self, place: Place) -> Place | None:
+        """The target of a schema's reference, if it has one that can be resolved."""
+        pointer = place.schema.get("$ref")
+        if place.is_foreign or not _is_pointer(pointer):
             return None
-        if fragment and not fragment.startswith("/"):
-            return self._anchors.get(f"{address}#{fragment}")
-        place = self._documents.get(address)
+        if pointer not in self._found:
+            self._found[pointer] = self._find(pointer)
+        return self._found[pointer]
+
+    def _find(self, pointer: str) -> Place | None:
+        place = self.root
         try:
-            for step in fragment.split("/")[1:] if place is not None else ():
-                assert place is not None
+            for step in pointer.split("/")[1:]:
                 name = unquote(step).replace("~1", "/").replace("~0", "~")
                 place = place.child(_index(name) if isinstance(place.schema, list) else name)
         except (LookupError, TypeError, ValueError):
             return None
         return place
 
-    def _note(self, place: Place) -> None:
-        if not isinstance(place.schema, Mapping):
-            return
-        if isinstance(place.schema.get("$id"), str):
-            self._documents.setdefault(place.base, place)
-        self._has_old_ids |= isinstance(place.schema.get("id"), str) or str(place.schema.get("$id")).startswith("#")
-        for keyword in ("$anchor", "$dynamicAnchor"):
-            if isinstance(anchor := place.schema.get(keyword), str):
-                self._anchors.setdefault(f"{place.base}#{anchor}", place)
+
+def _is_pointer(reference: object) -> bool:
+    return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
 
 
 def _index(name: str) -> int:
@@ -190,38 +155,6 @@ def _index(name: str) -> int:
     if not (name.isascii() and name.isdigit()):
         raise ValueError
     return int(name)
-
-
-def _base(schema: Any, base: str) -> str:
-    address = schema.get("$id") if isinstance(schema, Mapping) else None
-    return _joined(base, address)[0] if isinstance(address, str) else base
-
-
-@functools.lru_cache(maxsize=4096)
-def _joined(base: str, reference: str) -> tuple[str, str]:
-    """An address and its fragment; _NOWHERE if it is invalid or too long."""
-    if base == _NOWHERE or _is_long(reference) or _is_long(base):
-        return _NOWHERE, ""
-    if reference.startswith("#"):  # urljoin drops the base if it is a URN
-        return base, reference[1:]
-    try:
-        address, fragment = urldefrag(urljoin(base, reference))
-    except ValueError:
-        return _NOWHERE, ""
-    return (_NOWHERE, "") if _is_long(address) else (address, fragment)
-
-
-def _is_long(address: str) -> bool:
-    return len(address) > MAX_ADDRESS_CHARS or address.partition("#")[0].count("/") > MAX_ADDRESS_STEPS
-
-
-def _children(place: Place) -> list[Place]:
-    if isinstance(place.schema, Mapping):
-        values = ("const", "enum", "default", "examples")  # contain values, not schemas
-        return [place.child(str(name)) for name in place.schema if name not in values]
-    if isinstance(place.schema, list):
-        return [place.child(i) for i in range(len(place.schema))]
-    return []
 
 
 # Mistakes
@@ -254,10 +187,10 @@ def check_mistakes(schema: Mapping[str, Any]) -> None:
 
 
 def _target(place: Place, references: References, ending: set[str]) -> Place | None:
-    """The schema that `$ref` names; None: it is outside of this schema. Raises SchemaProblem."""
-    first = references.find(place.schema["$ref"], place.base)
+    """The schema that `$ref` names; None: it is not resolved. Raises SchemaProblem."""
+    first = references.find(place)
     if first is None:
-        if references.is_dangling(place.schema["$ref"], place.base):
+        if _is_pointer(place.schema["$ref"]) and not place.is_foreign:
             raise SchemaProblem(place.at("$ref"), f"= {_shown(place.schema['$ref'])} is not in this schema")
         return None
     passed: set[str] = set()
@@ -266,8 +199,7 @@ def _target(place: Place, references: References, ending: set[str]) -> Place | N
         if one.path in passed:
             raise SchemaProblem(place.at("$ref"), f"= {_shown(place.schema['$ref'])} leads back to itself")
         passed.add(one.path)
-        reference = one.schema.get("$ref")
-        one = references.find(reference, one.base) if isinstance(reference, str) else None
+        one = references.find(one)
     ending |= passed
     return first
 
@@ -351,57 +283,35 @@ def hold_schema(schema: Mapping[str, Any], *, strict: bool = False) -> HeldSchem
         holder.problems = {WHOLE: "the schema is too large, or its references nest too deeply"}
     if strict and holder.problems:
         raise SchemaNotHeld(*next(iter(holder.problems.items())))
-    return HeldSchema(held, tuple(Unenforced(*item) for item in holder.problems.items()))
-
-
-class _Closing(NamedTuple):
-    """How one schema is closed."""
-
-    names: frozenset[str] | None = None  # the only allowed properties; None: unchanged
-    for_branches: frozenset[str] | None = None  # properties allowed in its branches besides their own; None: unchanged
+    return HeldSchema(held, tuple(holder.problems))
 
 
 class _Holder:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.references = References(root)
         self._definitions: dict[str, Held] = {}
-        self._names: dict[tuple[str, bool, frozenset[str]], str] = {}  # of definitions, keyed by what they depend on
-        self.shared: frozenset[str] = frozenset()  # properties of the current value that several schemas describe
+        self._names: dict[tuple[str, bool], str] = {}  # of definitions, keyed by what they depend on
         source = str(root)
         self.max_multiple = MAX_SHARED_MULTIPLE if source.count("'multipleOf'") > 1 else MAX_MULTIPLE
         self._room = max(0, min(MAX_GROWTH_CHARS, MAX_HELD_CHARS - len(source)))
-        self._num_steps = 0
         self._num_schemas = 0
         self.problems: dict[str, str] = {}
 
     def whole(self) -> dict[str, Any]:
-        held = self.hold(self.references.root, frozenset())
+        held = self.hold(self.references.root)
         return {**held, "$defs": self._definitions} if self._definitions else held
 
-    def hold(self, place: Place, outer: frozenset[str] | None = frozenset()) -> Held:
-        """Rewrite a schema.
-
-        `outer`: names listed by enclosing schemas of the same value. None: those schemas close the object.
-        """
+    def hold(self, place: Place, *, is_whole: bool = True) -> Held:
+        """Rewrite a schema. `is_whole`: no enclosing schema applies to the same value, so that it closes an object."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
             raise _TooLarge
         if isinstance(place.schema, bool):
             return place.schema
-        if not outer and _is_reference(place.schema):
-            target = self.references.find(place.schema["$ref"], place.base)
-            if target is not None:
-                return self.defined(target, is_closed=outer is not None)
-        enclosing = self.shared
-        try:
-            self.shared = self._shared_names(place, outer) | (enclosing if outer is None else frozenset())
-            closing = self._closing(place, outer)
-        except _TooLarge:
-            closing, self.shared = _Closing(), frozenset()
-            self.problems.setdefault(
-                place.at("additionalProperties"), "too many schemas list properties, so other names are not excluded"
-            )
-        draft = _Draft(self, place, kinds_of(place.schema), closing)
+        if _is_reference(place.schema) and (target := self.references.find(place)) is not None:
+            return self.defined(target, is_whole=is_whole)
+        parts = [keyword for keyword in _SAME_VALUE if place.schema.get(keyword) is not None]
+        draft = _Draft(self, place, kinds_of(place.schema), is_whole, parts)
         for keyword, value in place.given():  # in the schema's order, which is the order of an object's fields
             row = KEYWORDS[keyword]
             if row.kind and row.kind not in draft.kinds:
@@ -411,26 +321,23 @@ class _Holder:
             elif row.hold is not None:
                 row.hold(draft, keyword, value)
         _close(draft)
-        _limit_properties(draft, is_whole=outer is not None and not any(key in place.schema for key in _SAME_VALUE))
+        _limit_properties(draft)
         if draft.extra:
             draft.out["allOf"] = [*draft.out.get("allOf", ()), *draft.extra]
-        self.shared = enclosing
         return draft.out
 
-    def defined(self, target: Place, *, is_closed: bool) -> Held:
+    def defined(self, target: Place, *, is_whole: bool) -> Held:
         """A reference to the rewritten target. It has two forms, because an object is closed in some places only."""
-        return self._share(
-            (target.path, is_closed, frozenset() if is_closed else self.shared),
-            lambda: self.hold(target, frozenset() if is_closed else None),
-        )
+        return self._share((target.path, is_whole), lambda: self.hold(target, is_whole=is_whole))
 
     def format(self, name: str) -> Held:
         """A reference to the schema of a format, which is long."""
-        parts: list[Held] = [{"pattern": source} for source in hold_pattern(FORMATS[name]).sources]
+        parts: list[Held] = [{"pattern": hold_pattern(FORMATS[name]).source}]
+        parts += [{"pattern": hold_pattern(_MAILBOX).source}] if name == "email" else []
         parts += [{"maxLength": MAX_LENGTHS[name]}] if name in MAX_LENGTHS else []
-        return self._share((f" {name}", False, frozenset()), lambda: {"allOf": parts})  # no path starts with a space
+        return self._share((f" {name}", False), lambda: {"allOf": parts})  # no path starts with a space
 
-    def _share(self, key: tuple[str, bool, frozenset[str]], make: Callable[[], Held]) -> Held:
+    def _share(self, key: tuple[str, bool], make: Callable[[], Held]) -> Held:
         if key not in self._names:
             name = self._names[key] = f"d{len(self._definitions)}"
             self._definitions[name] = True  # placeholder for recursive references
@@ -443,81 +350,12 @@ class _Holder:
         self._room -= num_chars if is_small else 0
         return is_small
 
-    # Names of objects. Several schemas may apply to one value (`allOf`, `$ref`, the branches of `anyOf`), and a name
-    # listed by one of them is allowed by the others, so names are collected before an object is closed.
-
-    def _closing(self, place: Place, outer: frozenset[str] | None) -> _Closing:
-        schema = place.schema
-        if is_explicit := schema.get("unevaluatedProperties") is False and not any(key in schema for key in _DEPENDENT):
-            outer = frozenset()
-        if outer is None or "additionalProperties" in schema or "propertyNames" in schema:
-            return _Closing()
-        if not is_explicit and "unevaluatedProperties" in schema:
-            return _Closing()
-        parts = self._same_value(self._inner(place, *_PARTS))
-        names = outer.union(_listed(schema, *parts))
-        if any(key in part for part in parts for key in (*_STATES_OTHERS, *(_DEPENDENT if is_explicit else ()))):
-            return _Closing()
-        branches = {key: self._same_value(self._inner(place, key)) for key in _BRANCHES}
-        adding = [key for key, found in branches.items() if _state(found) or not names.issuperset(_listed(*found))]
-        if len(adding) == 1:
-            self._take(len(names) * len(schema[adding[0]]))
-            return _Closing(None, names)
-        if any(_state(found) for found in branches.values()):
-            return _Closing()
-        every = [schema, *parts, *(one for found in branches.values() for one in found)]
-        names = names.union(_listed(*every))
-        is_object = bool(outer) or is_explicit or any("properties" in one for one in every)
-        self._take(len(names))
-        return _Closing(names if is_object and schema.get("minProperties", 0) <= len(names) else None)
-
-    def _shared_names(self, place: Place, outer: frozenset[str] | None) -> frozenset[str]:
-        """Properties that several schemas of the value describe. Closing one would exclude names of the others."""
-        if not outer and not any(key in place.schema for key in _SAME_VALUE):
-            return frozenset()
-        groups = [outer or (), place.schema.get("properties") or ()]
-        groups += [_listed(*self._same_value([one])) for one in self._inner(place, *_PARTS)]
-        groups += [_listed(*self._same_value(self._inner(place, keyword))) for keyword in _BRANCHES]
-        counts = Counter(name for group in groups for name in group)
-        self._take(counts.total())
-        return frozenset(name for name, count in counts.items() if count > 1)
-
-    def _same_value(self, places: Iterable[Place]) -> list[Mapping[str, Any]]:
-        """These schemas, and all others that apply to the same value."""
-        found: dict[int, Mapping[str, Any]] = {}
-        rest = list(places)
-        while rest:
-            place = rest.pop()
-            self._take(1)
-            if isinstance(place.schema, Mapping) and id(place.schema) not in found:
-                found[id(place.schema)] = place.schema
-                rest += self._inner(place, *_SAME_VALUE)
-        return list(found.values())
-
-    def _inner(self, place: Place, *keywords: str) -> list[Place]:
-        """The schemas of the same value under these keywords."""
-        found: list[Place] = []
-        for keyword in keywords:
-            if keyword not in place.schema or place.schema[keyword] is None:
-                continue
-            if keyword == "$ref":
-                target = self.references.find(place.schema["$ref"], place.base)
-                found += [] if target is None else [target]
-            else:
-                found += place.inner(keyword)
-        return found
-
-    def _take(self, num_steps: int) -> None:
-        self._num_steps += num_steps
-        if self._num_steps > MAX_STEPS:
-            raise _TooLarge
-
     def target(self, place: Place) -> Any:
         """The target of a schema that is only a reference, or the schema itself."""
         for _ in range(8):
             if not _is_reference(place.schema):
                 break
-            found = self.references.find(place.schema["$ref"], place.base)
+            found = self.references.find(place)
             if found is None:
                 break
             place = found
@@ -531,7 +369,8 @@ class _Draft:
     holder: _Holder
     place: Place
     kinds: frozenset[str]  # of values that `type` allows
-    closing: _Closing
+    is_whole: bool  # no enclosing schema applies to the same value
+    parts: list[str]  # keywords with further schemas of the value
     out: dict[str, Any] = field(default_factory=dict)
     extra: list[Held] = field(default_factory=list)  # schemas that must match as well
 
@@ -541,15 +380,22 @@ class _Draft:
     def has(self, *keywords: str) -> bool:
         return any(keyword in self.place.schema for keyword in keywords)
 
+    def are_whole(self, keyword: str) -> bool:
+        """Whether each schema under one of the `parts` is the only one that describes its objects."""
+        is_only = self.is_whole and self.parts == [keyword] and not self.has("properties", "required", *_STATES_OTHERS)
+        return is_only and (keyword != "allOf" or len(self.place.schema[keyword]) == 1)
 
-def _listed(*schemas: Mapping[str, Any]) -> set[str]:
-    """The names that the schemas themselves list."""
-    return {name for schema in schemas for key in ("properties", "required") for name in schema.get(key) or ()}
+
+def _listed(schema: Mapping[str, Any]) -> set[str]:
+    """The names that a schema itself lists."""
+    return {name for key in ("properties", "required") for name in schema.get(key) or ()}
 
 
-def _state(schemas: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether one of the schemas states if other names are allowed."""
-    return any(key in schema for schema in schemas for key in (*_STATES_OTHERS, "unevaluatedProperties"))
+def _adds_names(schema: Any, names: set[str]) -> bool:
+    """Whether a schema of the same value may allow other names."""
+    if not isinstance(schema, Mapping):
+        return False
+    return any(key in schema for key in (*_STATES_OTHERS, *_SAME_VALUE)) or not names.issuperset(_listed(schema))
 
 
 def _is_reference(schema: Any) -> bool:
@@ -655,11 +501,10 @@ def _pattern(draft: _Draft, keyword: str, value: str) -> None:
     held = hold_pattern(value)
     if held.problem:
         draft.drop(keyword, held.problem)
-    if not draft.holder.fits(max(0, sum(map(len, held.sources)) - len(value) - 10)):
+    if not draft.holder.fits(max(0, len(held.source) - len(value) - 10)):
         draft.drop(keyword, _TOO_LONG)
-        return
-    draft.out |= {keyword: held.sources[0]} if held.sources else {}
-    draft.extra += [{keyword: source} for source in held.sources[1:]]
+    elif held.source:
+        draft.out[keyword] = held.source
 
 
 def _format(draft: _Draft, keyword: str, value: str) -> None:
@@ -668,11 +513,10 @@ def _format(draft: _Draft, keyword: str, value: str) -> None:
     if value in NUMBER_FORMATS:
         low, high = NUMBER_FORMATS[value]
         draft.extra += [{"minimum": low, "maximum": high}] if "number" in draft.kinds else []
-    elif value not in FORMATS and value not in NATIVE_FORMATS:
+    elif value not in FORMATS:
         draft.drop(keyword, f"{json.dumps(value)[:40]} is not a format this server knows")
     elif "string" in draft.kinds:  # it applies to strings only
-        draft.out |= {keyword: value} if value in NATIVE_FORMATS else {}
-        draft.extra += [draft.holder.format(value)] if value in FORMATS else []
+        draft.extra.append(draft.holder.format(value))
 
 
 def _schema(draft: _Draft, keyword: str, value: Any) -> None:
@@ -693,27 +537,25 @@ def _unique(draft: _Draft, keyword: str, value: bool) -> None:
 
 
 def _properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None:
-    shared = draft.holder.shared
+    is_whole = draft.is_whole and not draft.parts
     draft.out[keyword] = {
-        name: draft.holder.hold(draft.place.child(keyword, name), None if name in shared else frozenset())
-        for name in value
+        name: draft.holder.hold(draft.place.child(keyword, name), is_whole=is_whole) for name in value
     }
 
 
 def _pattern_properties(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None:
     held = {name: hold_pattern(name) for name in value}
-    broken = [name for name in value if held[name].problem or len(held[name].sources) != 1]
+    broken = [name for name in value if held[name].problem]
     for name in broken:
-        draft.drop(f"{keyword}.{name}", held[name].problem or "a look-ahead is not supported here")
+        draft.drop(f"{keyword}.{name}", held[name].problem)
     if broken:  # it is unknown which names are additional
         for other in ("additionalProperties", "unevaluatedProperties"):
             if draft.place.schema.get(other, True) is not True:
                 draft.drop(other, "it depends on patternProperties, which cannot be enforced")
-        draft.closing = _Closing()
         draft.out["additionalProperties"] = True
         return
     schemas = [draft.holder.hold(one) for one in draft.place.inner(keyword)]
-    either = f"^(?:{'|'.join(one.sources[0][1:-1] for one in held.values())})$"
+    either = f"^(?:{'|'.join(one.source[1:-1] for one in held.values())})$"
     if any(one != schemas[0] for one in schemas):
         draft.drop(keyword, "its patterns may match the same name")
         schemas = [True]
@@ -743,7 +585,7 @@ def _names_pattern(schema: Any) -> str | None:
     """A schema of strings as a single pattern, or None."""
     if schema is False:
         return r"^[^\x{0}-\x{10FFFF}]$"
-    given = dict(Place(schema, "", "").given()) if isinstance(schema, Mapping) else {}
+    given = dict(Place(schema, "").given()) if isinstance(schema, Mapping) else {}
     given.pop("type", None)
     values = [given["const"]] if "const" in given else given.get("enum")
     if values is not None and len(given) == 1:
@@ -752,13 +594,13 @@ def _names_pattern(schema: Any) -> str | None:
     if given and given.keys() <= {"minLength", "maxLength"}:
         return f"^(?s:.{{{int(given.get('minLength', 0))},{int(given['maxLength']) if 'maxLength' in given else ''}}})$"
     held = hold_pattern(given["pattern"]) if given.keys() == {"pattern"} else None
-    return None if held is None or held.problem or len(held.sources) != 1 else held.sources[0]
+    return None if held is None or held.problem else held.source
 
 
 def _unevaluated_properties(draft: _Draft, keyword: str, value: Any) -> None:
-    if value is True or draft.has("additionalProperties") or draft.closing.names is not None:
+    if value is True or draft.has("additionalProperties"):
         return
-    if draft.has(*_SAME_VALUE, *_DEPENDENT, "$dynamicRef", "propertyNames"):
+    if draft.parts or draft.has("not", "$dynamicRef", "propertyNames"):
         draft.drop(keyword, "it depends on what other keywords match")
     else:
         draft.out["additionalProperties"] = draft.holder.hold(draft.place.child(keyword))
@@ -770,20 +612,20 @@ def _dependencies(draft: _Draft, keyword: str, value: Mapping[str, Any]) -> None
         return
     for name, one in value.items():
         is_names = isinstance(one, list)
-        then = {"required": one} if is_names else draft.holder.hold(draft.place.child(keyword, name), None)
+        then = {"required": one} if is_names else draft.holder.hold(draft.place.child(keyword, name), is_whole=False)
         draft.extra.append({"anyOf": [{"properties": {name: False}}, then]})
 
 
 def _parts(draft: _Draft, keyword: str, _value: Any) -> None:
-    outer = None if keyword == "allOf" else draft.closing.for_branches
-    draft.out[keyword] = [draft.holder.hold(part, outer) for part in draft.place.inner(keyword)]
+    is_whole = draft.are_whole(keyword)
+    draft.out[keyword] = [draft.holder.hold(part, is_whole=is_whole) for part in draft.place.inner(keyword)]
 
 
 def _one_of(draft: _Draft, keyword: str, _value: Any) -> None:
     parts = draft.place.inner(keyword)
     if not _exclude_each_other([draft.holder.target(part) for part in parts]):
         draft.drop(keyword, "more than one of its schemas may match")
-    draft.extra.append({"anyOf": [draft.holder.hold(part, draft.closing.for_branches) for part in parts]})
+    draft.extra.append({"anyOf": [draft.holder.hold(part, is_whole=draft.are_whole(keyword)) for part in parts]})
 
 
 def _exclude_each_other(schemas: Sequence[Any]) -> bool:
@@ -819,30 +661,35 @@ def _if(draft: _Draft, keyword: str, _value: Any) -> None:
         draft.drop(keyword, "the compiler has no conditions")
 
 
-def _ref(draft: _Draft, keyword: str, value: str) -> None:
-    target = draft.holder.references.find(value, draft.place.base)
+def _ref(draft: _Draft, keyword: str, _value: str) -> None:
+    target = draft.holder.references.find(draft.place)
     if target is None:
-        draft.drop(keyword, "it is not in this schema, and nothing is fetched")
+        draft.drop(keyword, "it is not a pointer within this schema, and nothing is fetched")
     else:
-        draft.out |= draft.holder.defined(target, is_closed=False)
+        draft.out |= draft.holder.defined(target, is_whole=draft.are_whole(keyword))
 
 
 def _close(draft: _Draft) -> None:
-    if draft.closing.names is None:
+    """Exclude names that are not listed, unless other schemas of the value may list them."""
+    schema, names = draft.place.schema, _listed(draft.place.schema)
+    is_open = draft.has("additionalProperties", "propertyNames", "unevaluatedProperties", "$ref")
+    if not draft.is_whole or is_open or schema.get("properties") is None or "additionalProperties" in draft.out:
+        return
+    others = [place.schema for keyword in draft.parts for place in draft.place.inner(keyword)]
+    if (schema.get("minProperties") or 0) > len(names) or any(_adds_names(one, names) for one in others):
         return
     properties = draft.out.get("properties", {})
-    added = sorted(draft.closing.names - properties.keys())
+    added = sorted(names - properties.keys())
     if draft.holder.fits(sum(len(name) + 10 for name in added) + 25):
         draft.out |= {"properties": properties | dict.fromkeys(added, True), "additionalProperties": False}
-    elif draft.has("unevaluatedProperties"):  # no room: the object stays open
-        draft.drop("unevaluatedProperties", _TOO_LONG)
 
 
-def _limit_properties(draft: _Draft, *, is_whole: bool) -> None:
+def _limit_properties(draft: _Draft) -> None:
     """Enforce minProperties and maxProperties as far as the compiler can.
 
-    With optional properties it can count one of them. `is_whole`: no other schema of the value lists properties.
+    With optional properties it can count one of them.
     """
+    is_whole = draft.is_whole and not draft.parts
     schema, properties = draft.place.schema, draft.out.get("properties", {})
     least, most = schema.get("minProperties"), schema.get("maxProperties")
     num_required = len(set(draft.out.get("required", ())))
@@ -862,9 +709,8 @@ def _limit_properties(draft: _Draft, *, is_whole: bool) -> None:
             draft.drop("maxProperties", _LIMITED_SIZES)
 
 
-# Formats of `format`. These are enforced by the compiler itself.
-NATIVE_FORMATS = frozenset(("duration", "email", "ipv4", "ipv6", "uuid", "uri"))
-
+# Formats of `format`, as patterns: the compiler knows some of them, but its dates have a February 29 in every year, and
+# its e-mail addresses have mailboxes and labels of any length.
 _SHORT_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _LEAP_DAY = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
 _DATE = (
@@ -883,16 +729,32 @@ _LABEL = (
     r"[A-Za-z0-9](?:[A-Za-z0-9]|{m}[A-Za-z0-9](?:{m}{{0,59}}[A-Za-z0-9])?|{m}-[A-Za-z0-9](?:{m}{{0,58}}[A-Za-z0-9])?)?"
 )
 _LABEL = _LABEL.format(m="[A-Za-z0-9-]")
-# Enforced by patterns, because the compiler's own date allows February 29 in every year, and its e-mail addresses have
-# mailboxes and labels of any length.
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_GROUP = r"[0-9a-fA-F]{1,4}"
+_HALVES = "|".join(rf"(?:{_GROUP}:){{{n}}}(?::{_GROUP}){{1,{7 - n}}}" for n in range(1, 7))
+_DAYS = "(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+_HOURS = "(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+_MAILBOX = "^[^@]{1,64}@"  # what e-mail addresses match as well
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_URI_CHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;={more}-]|%[0-9A-Fa-f]{{2}})"
+_SEGMENT, _QUERY = _URI_CHAR.format(more=":@"), _URI_CHAR.format(more=":@/?")
+_AUTHORITY = rf"(?:{_URI_CHAR.format(more=':')}*@)?{_URI_CHAR.format(more='')}*(?::[0-9]*)?"
 FORMATS: Mapping[str, str] = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[tT]{_TIME}$",
-    "email": rf"^[^@]{{1,64}}@(?:\[.*|{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*)$",
+    "duration": rf"^P(?:[0-9]+W|{_DAYS}(?:T{_HOURS})?|T{_HOURS})$",
+    "email": rf"^{_ATOM}(?:\.{_ATOM})*@{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*$",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
+    "ipv6": rf"^(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,7}}:|{_HALVES}|:(?:(?::{_GROUP}){{1,7}}|:))$",
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
+    "uri": (
+        rf"^[A-Za-z][A-Za-z0-9+.-]*:(?://{_AUTHORITY}(?:/{_SEGMENT}*)*|/?(?:{_SEGMENT}+(?:/{_SEGMENT}*)*)?)"
+        rf"(?:\?{_QUERY}*)?(?:#{_QUERY}*)?$"
+    ),
+    "uuid": "^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
 }
 MAX_LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254}
 # Integer formats of OpenAPI. int64 is missing because its bounds exceed those of the compiler.

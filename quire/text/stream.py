@@ -36,11 +36,6 @@ class StopStrings:
         self._held = ""
         self._stopped = False
 
-    @property
-    def held(self) -> str:
-        """Text that was pushed and not released yet."""
-        return self._held
-
     def push(self, text: str) -> StopMatch:
         """Push text and return what can be released. After a match all further text is dropped."""
         if self._stopped:

@@ -69,24 +69,9 @@ class Worker:
     def __init__(self) -> None:
         self._environment = environment()
         self._template: jinja2.Template | None = None
-        self._max_bytes = 0
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        try:
-            if "source" in order:
-                self._max_bytes = order["max_bytes"]
-                return self._load(order["source"])
-            return {"text": self._render(order["variables"])}
-        except Refusal as error:
-            return {"error": str(error)[:2000], "kind": "refused"}
-        except OutputTooLong as error:
-            return {"error": str(error), "kind": "failed"}
-        except MemoryError:
-            return {"error": f"it needs more than {self._max_bytes >> 20} MiB of memory", "kind": "broken"}
-        except RecursionError:
-            return {"error": "it nests too deeply", "kind": "broken"}
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {str(error)[:500]}", "kind": "failed"}
+        return self._load(order["source"]) if "source" in order else {"text": self._render(order["variables"])}
 
     def _load(self, source: str) -> dict[str, Any]:
         names = meta.find_undeclared_variables(self._environment.parse(source))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import json
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,21 +25,17 @@ from quire.text.vocab_spec import (
     MAX_FRAME_IDS,
     SPACE,
     AddedToken,
-    Bounds,
     add_from_config,
     check_spec,
     checked_vocab,
     decoder_kind,
     ending_ids,
-    find_bounds,
+    framing,
     gguf_vocab,
-    leading_bos,
+    is_safe,
     parse,
 )
 
-MAX_GROWN = 4  # characters after normalization, for each character that can fit the context
-MAX_FORM_BYTES = 33  # of one character in a Unicode normal form
-FORM_CHARS = 1024  # normalized at once: the standard library takes quadratic time for a run of accents
 MAX_DECODED_BYTES = 64 * 1024 * 1024
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -75,12 +70,9 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         unknown = spec["model"].get("unk_token")
         self._never_plain = self.control_ids - {spec["model"]["vocab"].get(unknown)}
-        bounds = find_bounds(spec)
-        self.is_inline = bounds.is_inline  # the tokenizer runs in this process, and is fast
-        self._growth = bounds.growth
-        self._form: Any = bounds.form
+        self.is_inline = is_safe(spec)  # the tokenizer runs in this process, and is fast
         with _guarded(ModelFileError, "the tokenizer cannot be built"):
-            self._encoder = make_encoder(spec, self._added, bounds)
+            self._encoder = make_encoder(spec, self._added, is_inline=self.is_inline)
             frame = self._encoder.encode("special", "")
         # The library does not check the ids of a post-processor.
         unknown_ids = [token_id for token_id in frame if not 0 <= token_id < self.vocab_size]
@@ -106,7 +98,7 @@ class Tokenizer:
             if isinstance(content, str) and isinstance(ids.get(content), int):
                 named[name] = ids[content]
         if spec.get("post_processor") is None and config.get("add_bos_token") is True and "bos" in named:
-            spec["post_processor"] = leading_bos(named["bos"])
+            spec["post_processor"] = framing(named, ["bos"])
         eos = [named["eos"]] if "eos" in named else []
         return cls(spec, named, tuple(dict.fromkeys((*eos, *ending_ids(ids)))))
 
@@ -122,7 +114,7 @@ class Tokenizer:
         `add_special` adds BOS and EOS if the model wants them. A text longer than `max_chars` is refused before any
         work is done.
         """
-        self._check(text, max_chars)
+        check_text(text, max_chars=max_chars)
         return self._ids("special" if add_special else "full", text)
 
     def encode_plain(self, text: str, *, at_start: bool = True, max_chars: int | None = None) -> list[int]:
@@ -131,7 +123,7 @@ class Tokenizer:
         The unknown token is the exception, for a character that is not in the vocabulary. `at_start`: the text is the
         start of the prompt, where some models add a space.
         """
-        self._check(text, max_chars)
+        check_text(text, max_chars=max_chars)
         ids = self._ids("start" if at_start else "inside", text)
         if self._never_plain.isdisjoint(ids):
             return ids
@@ -147,7 +139,7 @@ class Tokenizer:
         The text between two real control tokens is encoded as one piece without its markers. The ids are those the
         text would have if the marked strings were not control strings.
         """
-        self._check(text, max_chars)
+        check_text(text, max_chars=max_chars)
         if marker not in text and self._is_exact:
             return self._ids("full", text)
         with _guarded(InvalidRequest, "text cannot be encoded"):
@@ -207,22 +199,6 @@ class Tokenizer:
     def _ids(self, form: str, text: str) -> list[int]:
         with _guarded(InvalidRequest, "text cannot be encoded"):
             return self._encoder.encode(form, text)
-
-    def _check(self, text: str, max_chars: int | None) -> None:
-        check_text(text, max_chars=max_chars)
-        if max_chars is not None and len(text) * self._growth > MAX_GROWN * max_chars:
-            raise ContextTooLong(
-                f"text has {len(text)} characters, which this tokenizer may make {self._growth} times as many: more"
-                f" than {MAX_GROWN} times the {max_chars} that can fit the context"
-            )
-        if max_chars is None or self._form is None or text.isascii():
-            return
-        max_bytes = MAX_GROWN * max_chars  # every text of `max_chars` characters that the form does not lengthen
-        if len(text) * MAX_FORM_BYTES > max_bytes and (size := _size_in_form(text, self._form)) > max_bytes:
-            raise ContextTooLong(
-                f"text has {len(text)} characters, and {size} bytes in Unicode normal form {self._form}: more than"
-                f" {MAX_GROWN} times the {max_chars} characters that can fit the context"
-            )
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._tokens[token_id]
@@ -291,12 +267,6 @@ def check_text(text: str, *, max_chars: int | None = None, name: str = "text") -
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise InvalidRequest(f"{name} has a lone surrogate U+{code:04X} at character {error.start}") from None
-
-
-def _size_in_form(text: str, form: Any) -> int:
-    """The bytes of a text in a Unicode normal form; an accent at the border of two parts may be counted twice."""
-    parts = (text[at : at + FORM_CHARS] for at in range(0, len(text), FORM_CHARS))
-    return sum(len(unicodedata.normalize(form, part).encode()) for part in parts)
 
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
@@ -380,7 +350,9 @@ _EMPTY: Mapping[str, Any] = {
 }
 
 
-def make_encoder(spec: Mapping[str, Any], added: Sequence[AddedToken], bounds: Bounds) -> InlineEncoder | ChildEncoder:
+def make_encoder(
+    spec: Mapping[str, Any], added: Sequence[AddedToken], *, is_inline: bool
+) -> InlineEncoder | ChildEncoder:
     """Build the tokenizers of a checked description. Raises exceptions of the library, or EncoderError."""
     # The decoder is not passed on: quire decodes itself.
     full = json.dumps({**spec, "decoder": None})
@@ -388,23 +360,22 @@ def make_encoder(spec: Mapping[str, Any], added: Sequence[AddedToken], bounds: B
     if spec["pre_tokenizer"] is not None:
         inside = json.dumps({**_EMPTY, "pre_tokenizer": _never_prepended(spec["pre_tokenizer"])})
     plain = [(token.content, token.normalized) for token in added if not token.is_control and not token.special]
-    return (InlineEncoder if bounds.is_inline else ChildEncoder)(full, inside, plain)
+    return (InlineEncoder if is_inline else ChildEncoder)(full, inside, plain)
 
 
 class EncoderError(Exception):
     """The child cannot build the tokenizers, or cannot encode this text within its limits."""
 
 
-class ChildEncoder:
-    """Tokenizers in a child process. Thread-safe: texts are encoded one after the other."""
+class ChildEncoder(LimitedChild):
+    """Tokenizers in a child process."""
 
     def __init__(self, spec: str, inside: str | None, plain_added: list[tuple[str, bool]]) -> None:
         max_bytes = MEMORY_BYTES + MEMORY_BYTES_PER_BYTE * len(spec)
         description = {"spec": spec, "inside": inside, "plain_added": plain_added, "max_bytes": max_bytes}
         build_limit_s = BUILD_LIMIT_S + BUILD_LIMIT_S_PER_MB * len(spec) / 1e6
         names = ("the process that runs the tokenizer", "the tokenizer")
-        self._child = LimitedChild(_CHILD, description, build_limit_s, names=names, failure=EncoderError, check=_check)
-        self.close = self._child.close
+        super().__init__(_CHILD, description, build_limit_s, names=names, failure=EncoderError, check=_check)
         try:
             for form in ("special", "start", "inside"):
                 self.encode(form, TRIAL)
@@ -413,21 +384,21 @@ class ChildEncoder:
             raise
 
     def encode(self, form: str, text: str) -> list[int]:
-        ids: list[int] = self._ask(form, text)["ids"]
+        ids: list[int] = self._encoded(form, text)["ids"]
         return ids
 
     def find_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._ask("spans", text)
+        found = self._encoded("spans", text)
         return found["ids"], [(begin, end) for begin, end in found["offsets"]]
 
-    def _ask(self, form: str, text: str) -> dict[str, Any]:
+    def _encoded(self, form: str, text: str) -> dict[str, Any]:
         order = {"form": form, "text": text, "max_ids": MAX_IDS_PER_CHAR * (len(text) + 32)}
-        return self._child.request(order, ENCODE_LIMIT_S + ENCODE_LIMIT_S_PER_CHAR * len(text))
+        return self.request(order, ENCODE_LIMIT_S + ENCODE_LIMIT_S_PER_CHAR * len(text))
 
 
 def _check(order: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
     if "error" in answer:
-        raise EncoderError(str(answer["error"])[:300])
+        raise EncoderError((str(answer["error"]) or str(answer.get("kind")))[:300])
     if "form" in order and not _is_valid(answer, has_offsets=order["form"] == "spans"):
         raise NoAnswer("wrote an invalid answer")
 

@@ -32,7 +32,7 @@ from typing import Any
 from quire.errors import InvalidRequest
 from quire.text.grammar import refuse_constant
 from quire.text.messages import Tool
-from quire.text.schemas import KINDS, kind_of, kinds_of
+from quire.text.schemas import KINDS, Place, References, kind_of, kinds_of
 from quire.text.stream import CallArguments, CallStart, Piece, Words, new_call_id, num_held
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
@@ -45,7 +45,6 @@ _ENDS = ("</function>", "</tool_call>")  # of a call in XML; the first may be mi
 _BLANK = " \t\r\n"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "\\": "\\\\", '"': '\\"', "'": "'", "/": "/"}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ALL_KINDS = frozenset(KINDS)
 _TEXT_ONLY = frozenset(("string",))
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # templates write values of earlier calls like this
@@ -136,11 +135,6 @@ class CallReader:
         self._reading = self._read()
         next(self._reading)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether this is certainly a call: its name is known, and the start of its arguments."""
-        return self.name is not None
-
     def read(self, char: str) -> bool:
         """Read a character. False: this is not a call, or not valid any more."""
         try:
@@ -170,72 +164,37 @@ class CallReader:
 
 
 class JsonReader(CallReader):
-    """Reads the JSON object of one call: its keys in any order. The text of the arguments is passed on unchanged."""
+    """Reads the JSON object of one call: the name, the arguments, which are passed on unchanged, and other keys.
+
+    The grammar of an answer allows calls in this order only.
+    """
 
     def __init__(self, key: str, tools: Mapping[str, Tool]) -> None:
         """`key`: of the arguments."""
-        self._key = key
-        self._has_arguments = False
+        self._head = re.compile(rf'\{{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"{key}"\s*:\s*')
         super().__init__(tools)
 
-    @property
-    def is_ready(self) -> bool:
-        return self.name is not None and self._has_arguments
-
     def _read(self) -> Reading:
-        if (yield) != "{":
-            raise _NotACall
-        end = ","
-        while end == ",":
-            text, end = yield from self._item(is_key=True)
-            key = decoded_json(text)
-            is_arguments = key == self._key
-            if end != ":" or not isinstance(key, str) or (is_arguments and self._has_arguments):
+        head = ""
+        while (char := (yield)) != "{" or not (found := self._head.fullmatch(head)):
+            if char == "}":
                 raise _NotACall
-            text, end = yield from self._item(is_arguments=is_arguments)
-            if end == ":" or not text:
-                raise _NotACall
-            value = None if self._has_arguments and is_arguments else decoded_json(text)
-            if key == "name":
-                self.name = None
-                self._begin(value if isinstance(value, str) else "")
-            elif is_arguments and not self._has_arguments:
-                self._has_arguments = True
-                self._write(value if isinstance(value, str) and value else "{}")
-        if self.name is None:
-            raise _NotACall
-        if not self._has_arguments:
-            self._has_arguments = True
-            self._write("{}")
-
-    def _item(self, *, is_key: bool = False, is_arguments: bool = False) -> Generator[None, str, tuple[str, str]]:
-        """Read a key or a value. Returns its text and the character after it."""
-        text: list[str] = []
-        due: list[str] = []  # expected closing brackets
-        is_string = is_escaped = is_closed = False
-        while True:
+            head += char
+        self._begin(found[1])
+        self._write(char)
+        depth, is_inside = 1, True  # open brackets within the call; inside of the arguments
+        is_string = is_escaped = False
+        while depth >= 0:
             char = yield
             if is_string:
                 is_string = is_escaped or char != '"'
                 is_escaped = char == "\\" and not is_escaped
-            elif not due and char in ":,}":
-                return "".join(text), char
-            elif not due and char in _BLANK:
-                continue
-            elif is_closed or (is_key and char != '"') or (char in "}]" and not (due and due.pop() == char)):
-                raise _NotACall
-            elif char in "{[":
-                due.append("}" if char == "{" else "]")
             else:
                 is_string = char == '"'
-            is_closed = not is_string and not due and char in '"}]'
-            if is_arguments and not text:
-                if char not in '{"n':
-                    raise _NotACall
-                self._has_arguments = char == "{"  # else an object in a string, or null
-            if self._has_arguments and is_arguments:
+                depth += (char in "{[") - (char in "}]")
+            if is_inside:
                 self._write(char)
-            text.append(char)
+                is_inside = depth > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +204,10 @@ class Dialect:
     closing: str
     equals: str  # between a name and its value, in the arguments themselves
     quotes: tuple[str, ...]
-    brackets: Mapping[str, str]  # of lists
 
 
-GEMMA = Dialect("call:", "{", "}", ":", (GEMMA_QUOTE, '"'), {"[": "]"})
-PYTHON = Dialect("", "(", ")", "=", ('"', "'"), {"[": "]", "(": ")"})
+GEMMA = Dialect("call:", "{", "}", ":", (GEMMA_QUOTE, '"'))
+PYTHON = Dialect("", "(", ")", "=", ('"', "'"))
 
 
 class LiteralReader(CallReader):
@@ -283,11 +241,11 @@ class LiteralReader(CallReader):
             end = yield from self._value((yield from self._start("")), closing, "", depth)
         self._write("}")
 
-    def _list(self, closing: str, depth: int) -> Reading:
+    def _list(self, depth: int) -> Reading:
         self._write("[")
         separator, end = "", ""
-        while end != closing and (held := (yield from self._start(closing))):
-            end = yield from self._value(held, closing, separator, depth)
+        while end != "]" and (held := (yield from self._start("]"))):
+            end = yield from self._value(held, "]", separator, depth)
             separator = ", "
         self._write("]")
 
@@ -323,14 +281,14 @@ class LiteralReader(CallReader):
         if held in dialect.quotes:
             self._write(separator)
             yield from self._text(held)
-        elif held == "{" or held in dialect.brackets:
+        elif held in ("{", "["):
             if depth >= MAX_DEPTH:
                 raise _NotACall
             self._write(separator)
             if held == "{":
                 yield from self._object("}", ":", depth + 1)
             else:
-                yield from self._list(dialect.brackets[held], depth + 1)
+                yield from self._list(depth + 1)
         else:
             return (yield from self._word(held, closing, separator))
         end = yield from self._nonblank()
@@ -367,20 +325,10 @@ class LiteralReader(CallReader):
         self._write('"')
 
     def _escape(self) -> Reading:
-        kind = yield
-        size, digits = _HEX_DIGITS.get(kind, 0), ""
-        while len(digits) < size:
+        kind, digits = (yield), ""
+        while kind == "u" and len(digits) < 4:
             digits += yield
-            if digits[-1] not in "0123456789abcdefABCDEF":
-                raise _NotACall
-        if not size:
-            self._write(_ESCAPES.get(kind, "" if kind == "\n" else json.dumps("\\" + kind)[1:-1]))
-        elif kind != "U":
-            self._write("\\u" + digits.rjust(4, "0"))
-        elif int(digits, 16) <= 0x10FFFF:
-            self._write(json.dumps(chr(int(digits, 16)))[1:-1])
-        else:
-            raise _NotACall
+        self._write("\\u" + digits if digits else _ESCAPES.get(kind, json.dumps("\\" + kind)[1:-1]))
 
 
 class XmlReader(CallReader):
@@ -485,7 +433,8 @@ def value_kinds(schema: object, root: Mapping[str, Any], known: Known | None = N
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in known:
             known[reference] = _ALL_KINDS  # for references to itself
-            known[reference] = value_kinds(_target(reference, root), root, known)
+            target = References(root).find(Place(schema, ""))
+            known[reference] = value_kinds(None if target is None else target.schema, root, known)
         kinds &= known[reference]
     if isinstance(values := schema.get("enum"), list):
         kinds &= frozenset(map(kind_of, values))
@@ -500,17 +449,6 @@ def value_kinds(schema: object, root: Mapping[str, Any], known: Known | None = N
     return kinds | {"null"} if schema.get("nullable") is True else kinds
 
 
-def _target(reference: str, root: Mapping[str, Any]) -> object:
-    """The target of a reference within the schema; None: not found."""
-    if not reference.startswith("#"):
-        return None
-    found: object = root
-    for part in filter(None, reference[1:].split("/")):
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
 # Answers with calls
 
 _READERS: Mapping[Syntax, Callable[[ToolFormat, Mapping[str, Tool]], CallReader]] = {
@@ -518,7 +456,6 @@ _READERS: Mapping[Syntax, Callable[[ToolFormat, Mapping[str, Tool]], CallReader]
     Syntax.XML: lambda _, tools: XmlReader(tools),
     Syntax.GEMMA: lambda _, tools: LiteralReader(GEMMA, tools),
     Syntax.PYTHON: lambda _, tools: LiteralReader(PYTHON, tools),
-    Syntax.HARMONY: lambda format, tools: JsonReader(format.arguments, tools),
 }
 _CALL_STARTS = {**dict.fromkeys(Syntax, r"[\w-]"), Syntax.JSON: r"\{", Syntax.XML: "<"}
 
@@ -670,14 +607,14 @@ class CallParser:
         call = self._new_reader()
         while True:
             for at, char in enumerate(self._rest):
-                was_ready = call.is_ready
-                if not call.read(char) or (not call.is_ready and len(self._raw) > MAX_HEAD_CHARS):
+                was_ready = call.name is not None
+                if not call.read(char) or (call.name is None and len(self._raw) > MAX_HEAD_CHARS):
                     self._rest = self._rest[at:]
                     if not was_ready:
                         raise _NotACall
                     self._end_call(call)  # it was returned already
                     return False
-                if not call.is_ready:
+                if call.name is None:
                     self._raw.append(char)
                 elif not was_ready:
                     self._start_call(call)
@@ -702,7 +639,7 @@ class CallParser:
         self._pieces.append(CallStart(self._num_calls, new_call_id(), call.name))
 
     def _grow_call(self, call: CallReader) -> None:
-        if not call.is_ready or not (text := call.take()):
+        if call.name is None or not (text := call.take()):
             return
         self._arguments += text
         if self._is_held:

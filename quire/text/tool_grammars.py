@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.chat_template import NO_PARAMETERS
+from quire.text.chat_template import NO_PARAMETERS, python_value
 from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json, lark_regex, lark_text, schema_text
 from quire.text.messages import MAX_TOOLS, Tool, ToolChoice, ToolMode
 from quire.text.reasoning import CHANNEL, CONSTRAIN, END, MESSAGE, START, Opening, ReasoningFormat
@@ -47,14 +47,6 @@ class ToolsNotHeld(InvalidRequest):
         self.loose = loose  # indexes of tools that are not strict: without their schemas the rest can be enforced
 
 
-class ToolsTooLarge(ToolsNotHeld):
-    """`loose`: the largest tools that are not strict."""
-
-    def __init__(self, num_chars: int, loose: Sequence[int]) -> None:
-        rule = f"{num_chars} characters after rewriting, more than {MAX_SOURCE_CHARS}"
-        super().__init__(f"their schemas are too large in total: {rule}", loose)
-
-
 def answer_grammar(
     tool_format: ToolFormat,
     tools: Sequence[Tool],
@@ -74,7 +66,9 @@ def answer_grammar(
     writer = (_HarmonyWriter if has_channels else _Writer)(tool_format, tools, choice, text_grammar, control_id)
     source = writer.source(None if thought is None else thought[0], opening)
     if len(source) > MAX_SOURCE_CHARS and tools:
-        raise ToolsTooLarge(len(source), _largest_loose(tools, len(source) - MAX_SOURCE_CHARS))
+        rule = f"{len(source)} characters after rewriting, more than {MAX_SOURCE_CHARS}"
+        loose = _largest_loose(tools, len(source) - MAX_SOURCE_CHARS)
+        raise ToolsNotHeld(f"their schemas are too large in total: {rule}", loose)
     return Grammar(GrammarKind.LARK, source)
 
 
@@ -279,27 +273,16 @@ MAX_SCHEMAS = 10_000  # of one call: references may expand to many
 Schema = Any  # a held schema: a boolean or a dict
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs"}
 _ARRAY_KEYS = {"type", "items", "minItems", "maxItems"}
-_TEXT_KEYS = {"type", "pattern", "minLength", "maxLength", "format", "allOf", "$ref", "anyOf"}
+_TEXT_KEYS = {"type", "pattern", "minLength", "maxLength", "allOf", "$ref", "anyOf"}
+# The only type of values to which a keyword applies.
+_KIND_OF = {
+    **dict.fromkeys(("pattern", "minLength", "maxLength"), "string"),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), "array"),
+    **dict.fromkeys(("properties", "required", "additionalProperties", "patternProperties"), "object"),
+}
 _REFERENCE = re.compile(r'"#/\$defs/([^"]+)"')
 _LAST_LINE = f"\n{END_OF_VALUE}\n"
-_SIMPLE = re.compile(r"[^'\\\x00-\x1F]*")  # text that needs no escapes in single quotes
 _NAME_TEXT = r"/[A-Za-z0-9_.-]+/"
-
-_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
-_GROUP = r"[0-9a-fA-F]{1,4}"
-_HALVES = "|".join(rf"({_GROUP}:){{{n}}}(:{_GROUP}){{1,{7 - n}}}" for n in range(1, 7))
-_DAYS = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
-_HOURS = "([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
-# The formats that the compiler enforces in JSON strings, as expressions of plain text.
-_FORMATS: Mapping[str, str] = {
-    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "ipv4": _IPV4,
-    "ipv6": rf"({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{1,7}}:|{_HALVES}|:((:{_GROUP}){{1,7}}|:)",
-    "email": r"[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]+(\.[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]+)*@[A-Za-z0-9.-]+",
-    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:\/?#@!$&'()*+,;=%\[\]-]+",
-    "duration": rf"P([0-9]+W|{_DAYS}(T{_HOURS})?|T{_HOURS})",
-}
 
 
 class NotWritable(Exception):
@@ -517,17 +500,12 @@ class CallWriter:
     def _python(self, schema: Schema) -> str:
         schema = self._resolved(schema)
         if (values := _listed(schema)) is not None:
-            texts = [str(one) if one is None or isinstance(one, bool) else _dumped(one) for one in values]
-            texts += [f"'{one}'" for one in values if isinstance(one, str) and _SIMPLE.fullmatch(one)]
-            return f"({' | '.join(map(lark_text, texts))})"
+            return f"({' | '.join(lark_text(python_value(value)) for value in values)})"
         kinds = self._kinds(schema)
         if kinds == {"boolean"}:
             return '("True" | "False")'
         if kinds == {"null"}:
             return '"None"'
-        if kinds == {"string"} and isinstance(schema, Mapping) and schema.keys() == {"type"}:
-            single = r"/'([^'\\\x00-\x1F]|\\['\\\"nrt])*'/"
-            return f"({self._json(schema)} | {single})"
         options = self._options(schema) if len(kinds) < len(KINDS) else None
         return self._json(schema) if options is None else f"({' | '.join(self._python(one) for one in options)})"
 
@@ -567,7 +545,8 @@ class CallWriter:
             return [parts[0]]
         if isinstance(types := schema.get("type"), list) and len(types) > 1:
             return [
-                {**{key: value for key, value in schema.items() if _is_for(key, one)}, "type": one} for one in types
+                {**{key: value for key, value in schema.items() if _KIND_OF.get(key, one) == one}, "type": one}
+                for one in types
             ]
         return None
 
@@ -582,8 +561,6 @@ class CallWriter:
         parts: list[str] = []
         if "pattern" in schema:
             parts.append(lark_regex(schema["pattern"][1:-1]))
-        if "format" in schema:
-            parts.append(f"/{_FORMATS[schema['format']]}/")
         if "minLength" in schema or "maxLength" in schema:
             parts.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
         for part in (*schema.get("allOf", ()), *([{"$ref": schema["$ref"]}] if "$ref" in schema else ())):
@@ -605,16 +582,6 @@ class CallWriter:
             new = [self._root.get("$defs", {}).get(name, True) for name in sorted(names)]
             needed |= dict(zip(sorted(names), new, strict=True))
         return lark_json({**schema, "$defs": needed} if needed else schema)
-
-
-def _is_for(keyword: str, kind: str) -> bool:
-    """Whether a keyword applies to values of this type."""
-    texts, arrays = ("pattern", "minLength", "maxLength", "format"), ("items", "prefixItems", "minItems", "maxItems")
-    objects = ("properties", "required", "additionalProperties", "patternProperties")
-    for keywords, own in ((texts, ("string",)), (arrays, ("array",)), (objects, ("object",))):
-        if keyword in keywords:
-            return kind in own
-    return True
 
 
 def _listed(schema: Schema) -> list[object] | None:

@@ -11,7 +11,6 @@ does not contain its pre-tokenizer, only its name in `tokenizer.ggml.pre`. PRE_T
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -199,7 +198,9 @@ def gguf_vocab(metadata: Mapping[str, Any]) -> GgufVocab:
         raise ModelFileError(f"{_KEY}tokens[{twice}] = {_short(tokens[twice])} occurs twice")
     types = _types(metadata, len(tokens))
     named = _named_ids(metadata, len(tokens))
-    spec = _byte_level(metadata, vocab) if kind == "gpt2" else _sentencepiece(metadata, tokens, vocab, types, named)
+    spec = (
+        _byte_level(metadata, vocab, named) if kind == "gpt2" else _sentencepiece(metadata, tokens, vocab, types, named)
+    )
     spec["added_tokens"] = [
         added_token(token, token_id, special=types[token_id] is not TokenType.USER_DEFINED)
         for token_id, token in enumerate(tokens)
@@ -223,7 +224,7 @@ def added_token(content: str, token_id: int, *, special: bool) -> dict[str, Any]
     return {"id": token_id, "content": content, "special": special, **flags}
 
 
-def _byte_level(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
+def _byte_level(metadata: Mapping[str, Any], vocab: Mapping[str, int], named: Mapping[str, int]) -> dict[str, Any]:
     name = metadata.get(_KEY + "pre", "default")
     pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
@@ -240,7 +241,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[s
     return {
         "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, byte_level]},
-        "post_processor": _bos_eos(metadata, vocab, bos_by_default=pre.add_bos),
+        "post_processor": _bos_eos(metadata, named, bos_by_default=pre.add_bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _bpe(vocab, merges, ignore_merges=pre.ignore_merges),
     }
@@ -277,7 +278,7 @@ def _sentencepiece(
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
-        "post_processor": _bos_eos(metadata, vocab, bos_by_default=True),
+        "post_processor": _bos_eos(metadata, named, bos_by_default=True),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": model,
     }
@@ -318,26 +319,22 @@ def _bpe(vocab: Mapping[str, int], merges: list[tuple[str, str]], *, ignore_merg
     return {"type": "BPE", "vocab": dict(vocab), "merges": merges, "ignore_merges": ignore_merges}
 
 
-def _bos_eos(metadata: Mapping[str, Any], vocab: Mapping[str, int], *, bos_by_default: bool) -> dict[str, Any] | None:
+def _bos_eos(metadata: Mapping[str, Any], named: Mapping[str, int], *, bos_by_default: bool) -> dict[str, Any] | None:
     """The post-processor that adds BOS and EOS to an encoded text."""
-    named = _named_ids(metadata, len(vocab))
     before = "bos" in named and _flag(metadata, "add_bos_token", bos_by_default)
     after = "eos" in named and _flag(metadata, "add_eos_token", False)
-    if not before and not after:
-        return None
+    return framing(named, ["bos"] * before, ["eos"] * after) if before or after else None
 
-    def special(name: str) -> dict[str, Any]:
-        return {"SpecialToken": {"id": name, "type_id": 0}}
 
-    single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    single = [special("bos")] * before + single + [special("eos")] * after
+def framing(named: Mapping[str, int], before: Sequence[str], after: Sequence[str] = ()) -> dict[str, Any]:
+    """A post-processor that adds named tokens before and after a text."""
+    first, last = ([{"SpecialToken": {"id": name, "type_id": 0}} for name in names] for names in (before, after))
+    single: list[dict[str, Any]] = [*first, {"Sequence": {"id": "A", "type_id": 0}}, *last]
     return {
         "type": "TemplateProcessing",
         "single": single,
         "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {
-            name: {"id": name, "ids": [named[name]], "tokens": [name]} for name in ("bos", "eos") if name in named
-        },
+        "special_tokens": {name: {"id": name, "ids": [named[name]], "tokens": [name]} for name in (*before, *after)},
     }
 
 
@@ -346,14 +343,12 @@ def _named_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]:
     named = {}
     for name, key in keys.items():
         value = metadata.get(f"{_KEY}{key}_token_id")
-        if value is None:
+        if value in (None, -1, 0xFFFFFFFF):  # the last two are written by converters for "none"
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelFileError(f"{_KEY}{key}_token_id = {_short(value)} is not an int")
-        if 0 <= value < num_tokens:
-            named[name] = value
-        elif value not in (-1, 0xFFFFFFFF):  # written by converters for "none"
-            raise ModelFileError(f"{_KEY}{key}_token_id = {value} is outside the vocabulary of {num_tokens}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_tokens:
+            problem = f"is outside the vocabulary of {num_tokens}"
+            raise ModelFileError(f"{_KEY}{key}_token_id = {_short(value)} {problem}")
+        named[name] = value
     return named
 
 
@@ -364,13 +359,10 @@ def _types(metadata: Mapping[str, Any], num_tokens: int) -> list[TokenType]:
     if len(values) != num_tokens:
         raise ModelFileError(f"{_KEY}token_type has {len(values)} entries, {_KEY}tokens {num_tokens}")
     known: dict[Any, TokenType] = {kind.value: kind for kind in TokenType}
-    types = []
-    for i, value in enumerate(values):
-        kind = known.get(value) if isinstance(value, int) else None
-        if kind is None:
-            raise ModelFileError(f"{_KEY}token_type[{i}] = {_short(value)} is not one of {[*known]}")
-        types.append(kind)
-    return types
+    wrong = next((i for i, value in enumerate(values) if not isinstance(value, int) or value not in known), None)
+    if wrong is not None:
+        raise ModelFileError(f"{_KEY}token_type[{wrong}] = {_short(values[wrong])} is not one of {[*known]}")
+    return [known[value] for value in values]
 
 
 def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -394,10 +386,7 @@ def _strings(metadata: Mapping[str, Any], name: str, limit: int) -> list[str]:
 
 
 def _list(metadata: Mapping[str, Any], name: str, limit: int) -> list[Any]:
-    """The array of that name as a list of plain values (readers return lists or numpy arrays)."""
     values: Any = metadata.get(_KEY + name)
-    if hasattr(values, "tolist"):
-        values = values.tolist()
     if not isinstance(values, list | tuple):
         raise ModelFileError(f"{_KEY}{name} is {'missing' if values is None else _short(values) + ', not an array'}")
     if len(values) > limit:
@@ -583,16 +572,6 @@ def decoder_kind(decoder: object) -> tuple[bool, bool]:
     )
 
 
-def leading_bos(token_id: int) -> dict[str, Any]:
-    text = [{"SpecialToken": {"id": "bos", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    return {
-        "type": "TemplateProcessing",
-        "single": text,
-        "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"bos": {"id": "bos", "ids": [token_id], "tokens": ["bos"]}},
-    }
-
-
 MAX_PARTS = 32  # of each kind; real tokenizers have at most 5
 MAX_GROWTH = 32  # real tokenizers: 1 or 2
 INLINE_GROWTH = 2  # beyond this, a child process with a memory limit encodes
@@ -609,9 +588,23 @@ _SPELLINGS = (
 # Regular expressions of released models. Their time was measured on runs of every class of characters.
 KNOWN_PATTERNS = frozenset({regex for pre in PRE_TOKENIZERS.values() for regex in pre.splits}.union(_SPELLINGS))
 
-_FORMS = frozenset(("NFC", "NFD", "NFKC", "NFKD"))
+# Parts of these kinds are not counted when they occur first: they lengthen few texts.
+_ONCE = {**dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD"), "form"), "ByteLevel": "bytes"}
+# The number of characters that a part may make of one.
+_GROWTHS = {
+    "NFC": 4,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "ByteLevel": 4,
+    "Metaspace": 2,
+    "Lowercase": 3,
+    "BertNormalizer": 3,
+}
 _LINEAR = {
-    "normalizer": _FORMS | {"Lowercase", "Strip", "StripAccents", "Nmt", "ByteLevel", "Prepend", "Replace"},
+    "normalizer": frozenset(
+        ("NFC", "NFD", "Lowercase", "Strip", "StripAccents", "Nmt", "ByteLevel", "Prepend", "Replace")
+    ),
     "pre_tokenizer": frozenset(
         (
             *("ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer"),
@@ -623,44 +616,31 @@ _LINEAR = {
 _LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What one tokenizer may do to a text.
+def is_safe(spec: Mapping[str, Any]) -> bool:
+    """Whether the server may run a tokenizer in its own process. Raises ModelFileError if no process may.
 
-    `growth`: the number of characters that one character may become. The first Unicode normal form (up to 18) and the
-    first byte alphabet (up to 4) are not counted. What the form does to the text of a request can be computed
-    (`form`), so it is only counted if another part writes characters before it.
+    It may if all parts are in the tables, so that their time is in proportion to the text, and lengthen a text little.
     """
-
-    growth: int
-    is_linear: bool  # all parts are in the tables: their time is in proportion to the text
-    form: str | None = None  # the first Unicode normal form
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether the server may run the tokenizer in its own process."""
-        return self.is_linear and self.growth <= INLINE_GROWTH
-
-
-def find_bounds(spec: Mapping[str, Any]) -> Bounds:
-    """The bounds of a description. Raises ModelFileError if they are too high."""
     growth, is_linear = 1, True
-    once: set[str] = set()
-    form: str | None = None
+    seen: set[str] = set()
     for field in _LISTS:
         for name, part in _parts(spec.get(field), field):
             kind = str(part.get("type"))
-            form = form or (kind if kind in _FORMS else None)
             is_linear &= kind in _LINEAR[field] and _has_known_pattern(part)
-            growth *= 1 if field == "post_processor" else _growth(part, once)
+            if field == "post_processor":
+                if not {"single", "pair", "special_tokens"}.isdisjoint(part):
+                    _check_frame(part, name)
+            elif kind in _ONCE and _ONCE[kind] not in seen:
+                seen.add(_ONCE[kind])
+                growth *= 2 if part.get("add_prefix_space") is True else 1
+            else:
+                growth *= _growth(part, kind)
             if growth > MAX_GROWTH:
                 raise ModelFileError(
                     f"tokenizer.json: {name} of type {kind[:40]!r}: one character may become {growth} characters,"
                     f" more than {MAX_GROWTH}"
                 )
-            if field == "post_processor" and not {"single", "pair", "special_tokens"}.isdisjoint(part):
-                _check_frame(part, name)
-    return Bounds(growth, is_linear, form)
+    return is_linear and growth <= INLINE_GROWTH
 
 
 def _parts(root: object, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -701,30 +681,17 @@ def _has_known_pattern(part: Mapping[str, Any]) -> bool:
     return part["type"] == "Split" and pattern.get("Regex") in KNOWN_PATTERNS
 
 
-def _growth(part: Mapping[str, Any], once: set[str]) -> int:
-    """The factor by which a part may lengthen a text. `once`: what was left out already."""
-    kind = str(part.get("type"))
-    written = next((value for name in ("content", "prepend") if isinstance(value := part.get(name), str)), "")
-    if kind == "ByteLevel" or not unicodedata.is_normalized("NFKD", written):
-        once.add(
-            "form"
-        )  # `Bounds.form` is computed for the request's text: characters that a part writes must be counted
-    if kind in _FORMS or kind == "ByteLevel":
-        is_first = (group := "form" if kind in _FORMS else kind) not in once
-        once.add(group)
-        spaced = 2 if kind == "ByteLevel" and part.get("add_prefix_space") is True else 1
-        return spaced if is_first else spaced * (4 if kind in ("NFC", "NFD", "ByteLevel") else 18)
+def _growth(part: Mapping[str, Any], kind: str) -> int:
+    """The number of characters that a part may make of one."""
     if kind == "Replace" or "content" in part:  # the library knows parts without a type by their fields
         pattern, content = part.get("pattern"), part.get("content")
         text = pattern.get("String") if isinstance(pattern, Mapping) else None
         if text and isinstance(text, str):
             return max(1, -(-_size(content) // len(text)))
         return 1 + _size(content)  # of a regular expression, which may match nothing before each character
-    if (
-        kind == "Prepend" or "prepend" in part
-    ):  # before every text between two added tokens, which may have one character
+    if kind == "Prepend" or "prepend" in part:  # before every text between two added tokens, which may be short
         return 1 + _size(part.get("prepend"))
-    return {"Metaspace": 2, "Lowercase": 3, "BertNormalizer": 3}.get(kind, 1)
+    return _GROWTHS.get(kind, 1)
 
 
 def _check_frame(part: Mapping[str, Any], name: str) -> None:

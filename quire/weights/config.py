@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, Family, Recurrence, Ropes, Windows
+from quire.weights.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BY_NAME, DELTA_NET, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
 from quire.weights.quantization import read_quantization
 from quire.weights.spec import (
@@ -47,9 +47,7 @@ MAX_THETA = 1e12
 MIN_FACTOR = 1e-3  # factors are divisors
 MAX_FACTOR = 1e6
 MAX_TAPS = 64
-MAX_STATE_HEADS = 4096
-MAX_STATE_HEAD_SIZE = 1024
-MAX_SIZE = 1 << 20
+MAX_EPS = 0.5
 MAX_PLE_SIZE = 8192
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
@@ -81,7 +79,7 @@ class Shape:
 
 
 def read_shape(fields: Fields) -> Shape:
-    heads = fields.key("num_attention_heads")
+    heads, eps = fields.key("num_attention_heads"), "rms_norm_eps"
     hidden_size = fields.whole("hidden_size", 1, MAX_HIDDEN_SIZE)
     num_heads = fields.whole("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = fields.whole("num_key_value_heads", 1, MAX_HEADS, num_heads)
@@ -89,8 +87,11 @@ def read_shape(fields: Fields) -> Shape:
     head_size = fields.find_whole("head_dim", 2, MAX_HEAD_SIZE)
     if head_size is None:
         head_size = hidden_size // num_heads
-        is_right = hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE
-        fields.require(is_right, "hidden_size", f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}")
+        fields.require(
+            hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE,
+            "hidden_size",
+            f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}",
+        )
     fields.require(head_size % 2 == 0, "head_dim", f"heads of {head_size} cannot be rotated: the size is not even")
     return Shape(
         num_layers=fields.whole("num_hidden_layers", 1, MAX_LAYERS),
@@ -101,15 +102,9 @@ def read_shape(fields: Fields) -> Shape:
         head_size=head_size,
         vocab_size=fields.whole("vocab_size", 1, MAX_VOCAB_SIZE),
         max_model_len=fields.whole("max_position_embeddings", 1, MAX_CONTEXT),
-        norm_eps=_eps(fields),
+        # llama.cpp and LFM2 have no default.
+        norm_eps=fields.real(eps, 0, MAX_EPS, 1e-6 if fields.key(eps) == eps else None, above_low=True),
     )
-
-
-def _eps(fields: Fields) -> float:
-    has_default = fields.key("rms_norm_eps") == "rms_norm_eps"  # llama.cpp and LFM2 have none
-    eps = fields.real("rms_norm_eps", 0, 1, 1e-6 if has_default else None, above_low=True)
-    fields.require(eps < 1, "rms_norm_eps", "not below 1")
-    return eps
 
 
 def spec_from_config(
@@ -155,8 +150,10 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
     if family.name == "gemma4":
         _refuse_gemma4_settings(fields)
     elif family.is_gemma:
-        is_causal = not fields.flag("use_bidirectional_attention", False)
-        fields.support(is_causal, "use_bidirectional_attention is true: only causal models are supported")
+        fields.support(
+            not fields.flag("use_bidirectional_attention", False),
+            "use_bidirectional_attention is true: only causal models are supported",
+        )
     if family.activation is Activation.CLAMPED_SWIGLU:
         for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
             fields.support(
@@ -172,66 +169,52 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
 
 
 def _layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerSpec, ...]:
-    ropes, is_gemma, scale = _ropes(fields, family, shape), family.is_gemma, float(shape.head_size) ** -0.5
-    if is_gemma:
+    scale = float(shape.head_size) ** -0.5
+    if family.is_gemma:
         scale = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) ** -0.5
     elif family.has_multipliers:
         scale = read_multiplier(fields, family, "attention_multiplier")
-    activation = family.activation or _activation(fields, "hidden_activation" if is_gemma else "hidden_act")
+    return read_layers(fields, family, shape, _ropes(fields, family, shape), scale)
+
+
+def read_layers(
+    fields: Fields, family: Family, shape: Shape, ropes: tuple[RopeSpec, RopeSpec | None], scale: float
+) -> tuple[LayerSpec, ...]:
+    """Read the layers of a family whose layers differ in mixer, window, rope and MLP only.
+
+    `ropes`: of the layers with full attention, and of those with a window if it differs.
+    """
+    activation = family.activation or _activation(fields, "hidden_activation" if family.is_gemma else "hidden_act")
     dense = MlpSpec(shape.ffn_size, activation, has_bias=_bias(fields, family.mlp_bias))
-    experts = _experts(fields, family, shape.num_layers, activation)
+    experts = read_experts(fields, family, shape.num_layers, activation)
     is_routed = _routed_layers(fields, family, shape.num_layers)
+    windows = _windows(fields, family, shape.num_layers)
+    has_rope = _has_rope(fields, family, shape.num_layers)
+    recurrent = _recurrent(fields, family, shape.num_layers)
     attention = AttentionSpec(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         scale=scale,
         rope=None,
-        softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
+        softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
         qk_norm=family.qk_norm,
-        query_scaling=read_query_scaling(fields.table("rope_parameters"), family),
+        query_scaling=_query_scaling(fields, family),
         has_qkv_bias=_bias(fields, family.qkv_bias),
         has_output_bias=_bias(fields, family.output_bias),
         has_sinks=family.has_sinks,
         has_gate=family.has_gate,
     )
-    return make_layers(
-        family,
-        attention,
-        ropes,
-        _windows(fields, family, shape.num_layers),
-        _has_rope(fields, family, shape.num_layers),
-        _recurrent(fields, family, shape.num_layers),
-        [experts if experts and routed else dense for routed in is_routed],
-        read_multiplier(fields, family, "residual_multiplier"),
-    )
-
-
-def make_layers(
-    family: Family,
-    attention: AttentionSpec,
-    ropes: tuple[RopeSpec, RopeSpec | None],
-    windows: Sequence[int],
-    has_rope: Sequence[bool],
-    recurrent: Sequence[RecurrentSpec | None],
-    mlps: Sequence[MlpSpec | ExpertsSpec],
-    residual_scale: float,
-) -> tuple[LayerSpec, ...]:
-    """Make the layers of a family whose layers differ in mixer, window, rope and MLP only. Lists have one entry each.
-
-    `ropes`: of the layers with full attention, and of those with a window if it differs.
-    """
-    by_window = [ropes[1] if window and ropes[1] else ropes[0] for window in windows]
-    layer_ropes = [rope if has_one else None for rope, has_one in zip(by_window, has_rope, strict=True)]
+    layer_ropes = [(ropes[1] if window and ropes[1] else ropes[0]) for window in windows]
     return tuple(
         LayerSpec(
-            mixer=recurrent[i] or replace(attention, window=window, rope=layer_ropes[i]),
-            mlp=mlps[i],
+            mixer=recurrent[i] or replace(attention, window=windows[i], rope=layer_ropes[i] if has_rope[i] else None),
+            mlp=experts if experts and is_routed[i] else dense,
             has_pre_norms=family.has_pre_norms,
             has_post_norms=family.has_post_norms,
-            residual_scale=residual_scale,
+            residual_scale=read_multiplier(fields, family, "residual_multiplier"),
         )
-        for i, window in enumerate(windows)
+        for i in range(shape.num_layers)
     )
 
 
@@ -242,11 +225,8 @@ def _bias(fields: Fields, rule: bool | str) -> bool:
 def _has_rope(fields: Fields, family: Family, num_layers: int) -> list[bool]:
     if not family.no_rope_every:
         return [True] * num_layers
-    listed = fields.get("no_rope_layers")  # despite its name, 1 is for a layer with positions
-    if listed is not None:
-        is_right = isinstance(listed, list) and len(listed) == num_layers and all(one in (0, 1) for one in listed)
-        fields.require(is_right, "no_rope_layers", f"not a list of {num_layers} times 0 or 1")
-        return [bool(one) for one in listed]
+    if "no_rope_layers" in fields:  # despite its name, 1 is for a layer with positions
+        return fields.flags("no_rope_layers", num_layers)
     every = fields.whole("no_rope_layer_interval", 1, MAX_LAYERS, family.no_rope_every)
     return [(i + 1) % every != 0 for i in range(num_layers)]
 
@@ -255,73 +235,76 @@ def read_multiplier(fields: Fields, family: Family, name: str) -> float:
     return fields.real(name, 0, MAX_MULTIPLIER, 1.0, above_low=True) if family.has_multipliers else 1.0
 
 
-def read_query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
-    beta = fields.find_real("llama_4_scaling_beta", 0, MAX_FACTOR)
+def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
+    holder = fields.table("rope_parameters") if "rope_parameters" in fields else fields
+    beta = holder.find_real("llama_4_scaling_beta", 0, MAX_FACTOR)
     if not family.has_query_scaling or not beta:
         return None
-    return QueryScaling(beta, fields.whole("original_max_position_embeddings", 1, MAX_CONTEXT))
+    return QueryScaling(beta, holder.whole("original_max_position_embeddings", 1, MAX_CONTEXT))
 
 
 # Recurrent layers
 
 RecurrentSpec = DeltaNetSpec | ShortConvSpec
-_KINDS = {Recurrence.DELTA_NET: "linear_attention", Recurrence.SHORT_CONV: "conv"}  # names in layer_types
 
 
 def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[RecurrentSpec | None]:
     """Return the mixers of the layers that do not attend, None for the others, from config.json."""
-    if family.recurrence is Recurrence.NONE:
+    if not family.recurrence:
         return [None] * num_layers
     fields.support(
         not family.has_gate or fields.flag("attn_output_gate", True),
         f"{fields.prefix}attn_output_gate is false: not supported",
     )
     attends = _attends(fields, family, num_layers)
-    mixer = read_delta_net(fields) if family.recurrence is Recurrence.DELTA_NET else read_short_conv(fields)
+    mixer = _delta_net(fields) if family.recurrence == DELTA_NET else _short_conv(fields)
     return [None if one else mixer for one in attends]
 
 
 def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
-    kind = _KINDS[family.recurrence]
     name = "layer_types"
     if name in fields:
-        attends = [one == "full_attention" for one in _layer_types(fields, num_layers, kind)]
-    elif family.recurrence is Recurrence.DELTA_NET:
+        attends = [one == "full_attention" for one in _layer_types(fields, num_layers, family.recurrence)]
+    elif family.recurrence == DELTA_NET:
         name = "full_attention_interval"
-        every = fields.whole(name, 1, MAX_SIZE)
+        every = fields.whole(name, 1, MAX_FFN_SIZE)
         attends = [(i + 1) % every == 0 for i in range(num_layers)]
     else:
         name = "full_attn_idxs"
         indices = fields.get(name) if name in fields else list(range(num_layers))
-        is_right = isinstance(indices, list) and all(isinstance(one, int) for one in indices)
-        fields.require(is_right, name, "not a list of layer numbers")
+        fields.require(
+            isinstance(indices, list) and all(isinstance(one, int) for one in indices),
+            name,
+            "not a list of layer numbers",
+        )
         attends = [i in indices for i in range(num_layers)]
     fields.require(any(attends), name, "no layer attends")
     return attends
 
 
-def read_delta_net(fields: Fields, value_size: int | None = None) -> DeltaNetSpec:
-    """Read the sizes of a delta net. `value_size`: of all value heads together, in files of llama.cpp."""
-    num_key_heads = fields.whole("linear_num_key_heads", 1, MAX_STATE_HEADS)
-    num_heads = fields.whole("linear_num_value_heads", 1, MAX_STATE_HEADS)
-    is_multiple = num_heads % num_key_heads == 0
-    fields.require(is_multiple, "linear_num_value_heads", f"not a multiple of {num_key_heads} key heads")
+def _delta_net(fields: Fields) -> DeltaNetSpec:
+    num_key_heads = fields.whole("linear_num_key_heads", 1, MAX_HEADS)
+    num_heads = fields.whole("linear_num_value_heads", 1, MAX_HEADS)
+    fields.require(
+        num_heads % num_key_heads == 0, "linear_num_value_heads", f"not a multiple of {num_key_heads} key heads"
+    )
+    value_size = fields.find_whole("ssm.inner_size", 1, MAX_FFN_SIZE)  # of all value heads, in files of llama.cpp
     if value_size is None:
-        head_size = fields.whole("linear_value_head_dim", 1, MAX_STATE_HEAD_SIZE)
+        head_size = fields.whole("linear_value_head_dim", 1, MAX_HEAD_SIZE)
     else:
         fields.require(value_size % num_heads == 0, "ssm.inner_size", f"not a multiple of {num_heads} heads")
         head_size = value_size // num_heads
     return DeltaNetSpec(
         num_key_heads=num_key_heads,
         num_value_heads=num_heads,
-        key_head_size=fields.whole("linear_key_head_dim", 1, MAX_STATE_HEAD_SIZE),
+        key_head_size=fields.whole("linear_key_head_dim", 1, MAX_HEAD_SIZE),
         value_head_size=head_size,
         num_taps=fields.whole("linear_conv_kernel_dim", 2, MAX_TAPS),
         is_tiled=value_size is not None and num_heads != num_key_heads,
     )
 
 
-def read_short_conv(fields: Fields) -> ShortConvSpec:
+def _short_conv(fields: Fields) -> ShortConvSpec:
     return ShortConvSpec(fields.whole("conv_L_cache", 2, MAX_TAPS), has_bias=fields.flag("conv_bias", False))
 
 
@@ -336,7 +319,7 @@ def _lfm2_ffn_size(fields: Fields, given: int) -> int:
     if not fields.flag("block_auto_adjust_ff_dim", False):
         return given
     size = 2 * given // 3
-    multiple = fields.whole("block_multiple_of", 1, MAX_SIZE)
+    multiple = fields.whole("block_multiple_of", 1, MAX_FFN_SIZE)
     if fields.get("block_ffn_dim_multiplier") is not None:
         size = int(fields.real("block_ffn_dim_multiplier", 0, 1e3, above_low=True) * size)
         size = -(-size // multiple) * multiple
@@ -346,21 +329,22 @@ def _lfm2_ffn_size(fields: Fields, given: int) -> int:
 # Experts
 
 
-def read_num_experts(fields: Fields, name: str, num_layers: int) -> int:
+def _num_experts(fields: Fields, name: str, num_layers: int) -> int:
     num_experts = fields.whole(name, 1, MAX_EXPERTS)
-    is_right = num_experts * num_layers <= MAX_ALL_EXPERTS
-    fields.require(is_right, name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers")
+    fields.require(
+        num_experts * num_layers <= MAX_ALL_EXPERTS, name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers"
+    )
     return num_experts
 
 
-def _experts(fields: Fields, family: Family, num_layers: int, activation: Activation) -> ExpertsSpec | None:
+def read_experts(fields: Fields, family: Family, num_layers: int, activation: Activation) -> ExpertsSpec | None:
     names = family.experts
     if names is None or (names.flag and not fields.flag(names.flag, False)):
         return None
     holder = names.num_experts
     if names.num_experts == "num_experts" and fields.get("num_local_experts") is not None:
         holder = "num_local_experts"  # as transformers 5 writes it
-    num_experts = read_num_experts(fields, holder, num_layers)
+    num_experts = _num_experts(fields, holder, num_layers)
     rule = names.renormalizes
     return ExpertsSpec(
         num_experts=num_experts,
@@ -373,9 +357,7 @@ def _experts(fields: Fields, family: Family, num_layers: int, activation: Activa
         has_expert_bias=bool(names.bias) and fields.flag(names.bias, False),
         shared_size=fields.whole(names.shared_size, 1, MAX_FFN_SIZE) if names.shared_size else 0,
         has_bias=names.has_bias,
-        has_router_bias=names.has_bias,
         has_router_norm=names.is_parallel,
-        has_expert_scales=names.is_parallel,
     )
 
 
@@ -387,8 +369,11 @@ def _routed_layers(fields: Fields, family: Family, num_layers: int) -> list[bool
         return [i >= num_dense for i in range(num_layers)]
     every = fields.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
     dense = fields.get("mlp_only_layers") or []
-    is_right = isinstance(dense, list) and all(isinstance(one, int) for one in dense)
-    fields.require(is_right, "mlp_only_layers", "not a list of layer numbers")
+    fields.require(
+        isinstance(dense, list) and all(isinstance(one, int) for one in dense),
+        "mlp_only_layers",
+        "not a list of layer numbers",
+    )
     return [i not in dense and (i + 1) % every == 0 for i in range(num_layers)]
 
 
@@ -407,8 +392,11 @@ def name_architecture(config: Fields) -> str:
         config.require(isinstance(named, list) and len(named) == 1, "architectures", "not a list of one name")
         name = named[0]
     is_name = isinstance(name, str) and _ARCHITECTURE.fullmatch(name) is not None
-    problem = f"not a name of at most {MAX_NAME_LENGTH} letters, digits, '_', '-' and '.'"
-    config.require(is_name, "architectures" if named else "model_type", problem)
+    config.require(
+        is_name,
+        "architectures" if named else "model_type",
+        f"not a name of at most {MAX_NAME_LENGTH} letters, digits, '_', '-' and '.'",
+    )
     return str(name)
 
 
@@ -429,9 +417,7 @@ def refuse_quantized(config: Fields) -> None:
     """
     if has_packed_experts(config):
         return
-    inner = config.get("text_config")
-    nested = Fields(config.source, inner, "text_config.") if isinstance(inner, dict) else Fields(config.source, {})
-    for fields in (config, nested):
+    for fields in (config, config.find_table("text_config")):
         if value := fields.get("quantization"):
             value = value.get("bits") if isinstance(value, dict) else value
             raise UnsupportedModel(
@@ -580,8 +566,7 @@ def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: Family) 
     )
     rotary_size = int(shape.head_size * part)
     is_right = rotary_size >= 2 and rotary_size % 2 == 0
-    problem = f"rotates {rotary_size} of {shape.head_size}: not an even number"
-    holder.require(is_right, "partial_rotary_factor", problem)
+    holder.require(is_right, "partial_rotary_factor", f"rotates {rotary_size} of {shape.head_size}: not an even number")
     return rotary_size
 
 
@@ -706,8 +691,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]
     else:
         first = fields.whole("max_window_layers", 0, MAX_LAYERS, 0)
         has_window = [window is not None and i >= first for i in range(num_layers)]
-    is_right = window is not None or not any(has_window)
-    fields.require(is_right, "sliding_window", "layers with a sliding window need it")
+    fields.require(window is not None or not any(has_window), "sliding_window", "layers with a sliding window need it")
     return tuple((window or 0) if one else 0 for one in has_window)
 
 
@@ -749,8 +733,11 @@ class Gemma4Layers:
         first, kv_heads = len(self.windows) - self.num_shared, sorted(set(self.num_kv_heads))
         has_sources = set(self.windows[first:]) <= set(self.windows[:first])
         fields.require(has_sources, "num_kv_shared_layers", "no layer of the same kind comes before")
-        is_right = not any(self.num_heads % one for one in kv_heads)
-        fields.require(is_right, "num_attention_heads", f"not a multiple of the numbers of KV heads {kv_heads}")
+        fields.require(
+            not any(self.num_heads % one for one in kv_heads),
+            "num_attention_heads",
+            f"not a multiple of the numbers of KV heads {kv_heads}",
+        )
         return tuple(self._spec(index, activation) for index in range(len(self.windows)))
 
     def _spec(self, index: int, activation: Activation) -> LayerSpec:
@@ -804,7 +791,7 @@ def _gemma4_layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerS
         ple_size=_ple_size(fields),
         rope=_gemma4_rope(ropes.table("full_attention"), 1e6, full_size),
         local_rope=_gemma4_rope(ropes.table("sliding_attention"), 1e4, shape.head_size),
-        experts=_experts(fields, family, num_layers, activation),
+        experts=read_experts(fields, family, num_layers, activation),
     ).specs(fields, activation)
 
 
@@ -823,10 +810,7 @@ def _refuse_gemma4_settings(fields: Fields) -> None:
 def _full_layers(fields: Fields, num_layers: int) -> list[bool]:
     if "layer_types" not in fields:
         return [(i + 1) % FULL_EVERY == 0 for i in range(num_layers - 1)] + [True]
-    types = fields.listed("layer_types", num_layers, "names")
-    for one in types:
-        is_known = one in ("sliding_attention", "full_attention")
-        fields.support(is_known, f"{fields.prefix}layer_types has {show(one)}: not supported")
+    types = _layer_types(fields, num_layers, "sliding_attention")
     return [one == "full_attention" for one in types[:-1]] + [True]  # transformers forces the last
 
 
@@ -837,8 +821,11 @@ def _gemma4_heads(
     listed = fields.table("per_layer_config")
     if "per_layer_config" in fields:
         for name, entry in listed.values.items():
-            is_right = isinstance(entry, dict) and all(field in _OVERRIDES for field in entry)
-            listed.require(is_right, name, f"not an object with {' and '.join(_OVERRIDES)} only")
+            listed.require(
+                isinstance(entry, dict) and all(field in _OVERRIDES for field in entry),
+                name,
+                f"not an object with {' and '.join(_OVERRIDES)} only",
+            )
         tables = [listed.table(str(i)) for i in range(len(is_full))]
     else:
         values = {"head_dim": fields.whole("global_head_dim", 2, MAX_HEAD_SIZE, 512)}
@@ -847,18 +834,25 @@ def _gemma4_heads(
         whole, none = Fields(fields.source, values, fields.prefix), Fields(fields.source, {}, fields.prefix)
         tables = [whole if full else none for full in is_full]
     sizes = [table.whole("head_dim", 2, MAX_HEAD_SIZE, head_size) for table in tables]
-    is_even = all(size % 2 == 0 for size in sizes)
-    fields.require(is_even, "head_dim", "heads cannot be rotated: the size of one is not even")
+    fields.require(
+        all(size % 2 == 0 for size in sizes), "head_dim", "heads cannot be rotated: the size of one is not even"
+    )
     by_kind = {(full, size) for full, size in zip(is_full, sizes, strict=True)}
-    is_right = len(by_kind) <= len(set(is_full))
-    fields.require(is_right, "per_layer_config", "layers of the same kind have different head sizes: not supported")
+    fields.require(
+        len(by_kind) <= len(set(is_full)),
+        "per_layer_config",
+        "layers of the same kind have different head sizes: not supported",
+    )
     return sizes, [table.whole("num_key_value_heads", 1, MAX_HEADS, num_kv_heads) for table in tables]
 
 
 def _ple_size(fields: Fields) -> int:
     size = fields.find_whole("hidden_size_per_layer_input", 0, MAX_PLE_SIZE) or 0
-    is_right = not size or fields.get("vocab_size_per_layer_input") in (None, fields.get("vocab_size"))
-    fields.require(is_right, "vocab_size_per_layer_input", f"not vocab_size {show(fields.get('vocab_size'))}")
+    fields.require(
+        not size or fields.get("vocab_size_per_layer_input") in (None, fields.get("vocab_size")),
+        "vocab_size_per_layer_input",
+        f"not vocab_size {show(fields.get('vocab_size'))}",
+    )
     return size
 
 

@@ -30,12 +30,9 @@ class Ropes(Enum):
     LOCAL_UNSCALED = 2  # layers with a window have the same base, without scaling (OLMo 3)
 
 
-class Recurrence(Enum):
-    """What the layers that do not attend have instead."""
-
-    NONE = 0  # all layers attend
-    DELTA_NET = 1
-    SHORT_CONV = 2
+# What the layers that do not attend have instead, as layer_types names them.
+DELTA_NET = "linear_attention"
+SHORT_CONV = "conv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ class Family:
     activation: Activation | None = None  # None: the one the file names
     has_norm_offset: bool = False  # norm weights are stored minus 1 in the files of transformers
     has_gate: bool = False  # of the output of attention; its rows and those of the queries alternate by head
-    recurrence: Recurrence = Recurrence.NONE
+    recurrence: str = ""  # DELTA_NET or SHORT_CONV; empty: all layers attend
     has_multipliers: bool = False  # of embeddings, attention, residuals and logits (Granite)
     experts: ExpertFields | None = None
     ffn_size: str = "intermediate_size"
@@ -677,7 +674,7 @@ FAMILIES: tuple[Family, ...] = (
         has_partial_rotary=True,
         has_norm_offset=True,
         has_gate=True,
-        recurrence=Recurrence.DELTA_NET,
+        recurrence=DELTA_NET,
         names=_DELTA_NET,
         gguf_names=_GGUF_DELTA_NET,
         nested=("Qwen3_5ForConditionalGeneration",),
@@ -706,7 +703,7 @@ FAMILIES: tuple[Family, ...] = (
         has_partial_rotary=True,
         has_norm_offset=True,
         has_gate=True,
-        recurrence=Recurrence.DELTA_NET,
+        recurrence=DELTA_NET,
         experts=ExpertFields(shared_size="shared_expert_intermediate_size"),
         ffn_size="moe_intermediate_size",  # it has no other: all layers are routed
         names={**_DELTA_NET, **_SHARED, "mlp.shared_expert_gate": ("shared_gate",)},
@@ -732,7 +729,7 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=QKNorm.HEAD,
         norm_eps="norm_eps",
         norm_names=("model.embedding_norm", "token_embd_norm"),
-        recurrence=Recurrence.SHORT_CONV,
+        recurrence=SHORT_CONV,
         names=_SHORT_CONV,
         gguf_names=_GGUF_SHORT_CONV,
     ),
@@ -755,7 +752,7 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=QKNorm.HEAD,
         norm_eps="norm_eps",
         norm_names=("model.embedding_norm", "token_embd_norm"),
-        recurrence=Recurrence.SHORT_CONV,
+        recurrence=SHORT_CONV,
         experts=ExpertFields(
             renormalizes="norm_topk_prob", num_dense_layers="num_dense_layers", bias="use_expert_bias"
         ),

@@ -79,8 +79,11 @@ class Fields:
             return None
         # Compared before it is converted: an int may be too large for a float. NaN is in no range.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_right = is_number and low <= value <= high and not (above_low and value == low)
-        self.require(is_right, name, f"not a number {'above' if above_low else 'from'} {low:g} to {high:g}")
+        self.require(
+            is_number and low <= value <= high and not (above_low and value == low),
+            name,
+            f"not a number {'above' if above_low else 'from'} {low:g} to {high:g}",
+        )
         return float(value)
 
     def real(
@@ -107,6 +110,11 @@ class Fields:
         self.require(isinstance(value, dict), name, "not an object")
         return Fields(self.source, value, f"{self.prefix}{name}.")
 
+    def find_table(self, name: str) -> Fields:
+        """Return a nested mapping, empty if the field is missing or something else."""
+        value = self.get(name)
+        return Fields(self.source, value if isinstance(value, dict) else {}, f"{self.prefix}{name}.")
+
     def listed(self, name: str, length: int, what: str) -> list[Any]:
         """Return a list of exactly `length` items, which are not checked."""
         value = self.get(name)
@@ -121,8 +129,11 @@ class Fields:
     def flags(self, name: str, length: int) -> list[bool]:
         """Return a list with one entry per layer, true or false, which some files write as 1 or 0."""
         value = self.get(name)
-        is_right = isinstance(value, list) and len(value) == length and all(one in (0, 1) for one in value)
-        self.require(is_right, name, f"not {length} times true or false")
+        self.require(
+            isinstance(value, list) and len(value) == length and all(one in (0, 1) for one in value),
+            name,
+            f"not {length} times true or false",
+        )
         return [bool(one) for one in value]
 
     def reals(self, name: str, length: int, low: float, high: float) -> tuple[float, ...]:

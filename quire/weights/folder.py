@@ -23,7 +23,7 @@ MAX_TEMPLATE_BYTES = 4 << 20
 
 
 class ModelFolder:
-    """The contents of the folder's small files."""
+    """The contents of the folder's small files. Checkpoints add the weights."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,12 +38,13 @@ class ModelFolder:
         self.quantization = read_quantization(fields) if is_packed else None
         self.is_multimodal = self.family is not None and self.architecture in self.family.nested
         self._generation = self._json("generation_config.json")
+        self.generation: GenerationDefaults = read_generation(self._generation, str(path / "generation_config.json"))
 
-    def spec(self, quantization: str) -> ModelSpec:
+    def read_spec(self, quantization: str) -> ModelSpec:
         return read_spec(self.config, self._generation, str(self._config_path), quantization)
 
-    def generation(self) -> GenerationDefaults:
-        return read_generation(self._generation, str(self.path / "generation_config.json"))
+    def close(self) -> None:
+        """Free the weights, if there are any."""
 
     def tokenizer_files(self) -> TokenizerFiles:
         config = self._json("tokenizer_config.json")

@@ -169,8 +169,11 @@ class _Cursor:
         self.require(kind == _STRING or kind in _READERS, name, f"is {kind}: not a GGUF value type")
         length = self.count(_U64, f"length of {field}", 0, MAX_ARRAY)
         self.num_elements += length
-        problem = f"brings the array elements to {self.num_elements}: more than {MAX_ARRAYS}"
-        self.require(self.num_elements <= MAX_ARRAYS, field, problem)
+        self.require(
+            self.num_elements <= MAX_ARRAYS,
+            field,
+            f"brings the array elements to {self.num_elements}: more than {MAX_ARRAYS}",
+        )
         if kind == _STRING:
             return self.strings(length, field)
         start = self.take(length * _READERS[kind].size, field)
@@ -223,8 +226,11 @@ def read_header(path: Path, buffer: Buffer, size: int | None = None) -> GgufHead
 def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    is_right = is_whole and 8 <= value <= 4096 and not value & (value - 1)
-    cursor.require(is_right, "general.alignment", f"is {show(value)}: not a power of two from 8 to 4096")
+    cursor.require(
+        is_whole and 8 <= value <= 4096 and not value & (value - 1),
+        "general.alignment",
+        f"is {show(value)}: not a power of two from 8 to 4096",
+    )
     return int(value)
 
 
@@ -241,8 +247,9 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
         field = f"tensor {show(name)}"
         cursor.require(offset >= end, field, f"at {offset} overlaps {show(before)}, which ends at {end}")
         end, before = offset + info.num_bytes, name
-        problem = f"at {offset} has {info.num_bytes} bytes: the file ends at {cursor.size}"
-        cursor.require(end <= cursor.size, field, problem)
+        cursor.require(
+            end <= cursor.size, field, f"at {offset} has {info.num_bytes} bytes: the file ends at {cursor.size}"
+        )
     return tensors
 
 
@@ -261,8 +268,11 @@ def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> GgufTensor:
         )
     kind, block = FILE_TYPES[number]
     offset = cursor.number(_U64, f"offset of {field}")
-    problem = f"is {dims[0]}: not a multiple of {kind}'s {block.num_elements}"
-    cursor.require(dims[0] % block.num_elements == 0, f"dimension 0 of {field}", problem)
+    cursor.require(
+        dims[0] % block.num_elements == 0,
+        f"dimension 0 of {field}",
+        f"is {dims[0]}: not a multiple of {kind}'s {block.num_elements}",
+    )
     num_bytes = math.prod(dims) // block.num_elements * block.num_bytes
     is_inside = num_bytes <= cursor.size and offset <= cursor.size
     cursor.require(is_inside, field, f"of {num_bytes} bytes at {offset} is not in a file of {cursor.size}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
@@ -15,35 +16,25 @@ from quire.weights.config import (
     MAX_FACTOR,
     MAX_FFN_SIZE,
     MAX_HEAD_SIZE,
-    MAX_LAYERS,
-    MAX_MULTIPLIER,
     MAX_PLE_SIZE,
-    MAX_SIZE,
     MAX_THETA,
     MIN_FACTOR,
     MIN_THETA,
     Gemma4Layers,
-    RecurrentSpec,
     Shape,
-    make_layers,
-    read_delta_net,
+    read_experts,
     read_generation,
+    read_layers,
     read_multiplier,
-    read_num_experts,
-    read_query_scaling,
     read_shape,
-    read_short_conv,
     scaled_rope,
 )
-from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, Family, Recurrence, Ropes, Windows
+from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, SHORT_CONV, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
 from quire.weights.spec import (
     Activation,
-    AttentionSpec,
-    ExpertsSpec,
     GenerationDefaults,
     LayerSpec,
-    MlpSpec,
     ModelSpec,
     RopeSpec,
 )
@@ -65,6 +56,9 @@ _NAMES = {  # llama.cpp's names of the fields that it stores as config.json does
     "logits_scaling": "logit_scale",
     "llama_4_scaling_beta": "attention.temperature_scale",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "routed_scaling_factor": "expert_weights_scale",
     "num_kv_shared_layers": "attention.shared_kv_layers",
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
@@ -124,6 +118,7 @@ def spec_from_gguf(
     fields = Fields(source, values | _first_sizes(values, family), prefix, _NAMES)
     _refuse_other_shapes(fields, family)
     shape = read_shape(fields)
+    fields, family = _as_in_config(fields, family, shape, tensors)
     quantization = most_common_type(tensors)
     tokens = Fields(source, metadata)
     embedding_scale = read_multiplier(fields, family, "embedding_multiplier")
@@ -133,7 +128,13 @@ def spec_from_gguf(
         layers=(
             _gemma4_layers(fields, values, family, shape, tensors, read_floats)
             if family.name == "gemma4"
-            else _layers(fields, family, shape, tensors, read_floats)
+            else read_layers(
+                fields,
+                family,
+                shape,
+                _ropes(fields, family, shape, read_floats),
+                _attention_scale(fields, family, shape),
+            )
         ),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
@@ -141,7 +142,7 @@ def spec_from_gguf(
         norm_eps=shape.norm_eps,
         embedding_scale=math.sqrt(shape.hidden_size) if family.is_gemma else embedding_scale,
         logit_scale=1 / read_multiplier(fields, family, "logits_scaling"),
-        logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
+        logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
         norm_offset=0.0,  # Gemma's offset of 1 is already in the weights
         rounds_norms_first=family.rounds_norms_first,
         is_tied="output.weight" not in tensors,
@@ -161,47 +162,63 @@ def _first_sizes(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {name: sizes[0] for name, sizes in listed.items() if sizes}
 
 
-def _softcap(fields: Fields, family: Family, name: str) -> float:
-    default = float(family.defaults.get(name, 0.0))  # Gemma 2's files may omit it
-    return fields.real(name, 0, 1e6, default) if family.is_gemma else 0.0
-
-
-# Layers
-
-
-def _layers(
-    fields: Fields, family: Family, shape: Shape, tensors: Mapping[str, TensorInfo], read_floats: ReadFloats
-) -> tuple[LayerSpec, ...]:
-    layers = range(shape.num_layers)
-    activation = family.activation or (Activation.GELU_TANH if family.is_gemma else Activation.SILU)
-    dense = MlpSpec(shape.ffn_size, activation, has_bias="blk.0.ffn_down.bias" in tensors)
-    experts = _experts(fields, family, shape, activation)
-    recurrent = _recurrent(fields, family, shape.num_layers)
-    first = recurrent.index(None)  # whose tensors show the biases
-    attention = AttentionSpec(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        scale=_attention_scale(fields, family, shape),
-        rope=None,
-        softcap=_softcap(fields, family, "attn_logit_softcapping"),
-        qk_norm=family.qk_norm,
-        query_scaling=read_query_scaling(fields, family) if family.has_query_scaling else None,
-        has_qkv_bias=family.qkv_bias is True or f"blk.{first}.attn_q.bias" in tensors,
-        has_output_bias=f"blk.{first}.attn_output.bias" in tensors,
-        has_gate=family.has_gate,
-        has_sinks=family.has_sinks,
-    )
-    return make_layers(
+def _as_in_config(
+    fields: Fields, family: Family, shape: Shape, tensors: Mapping[str, TensorInfo]
+) -> tuple[Fields, Family]:
+    """Return fields and the family's row as `read_layers` reads them. Tensors show what the metadata omits."""
+    values = dict(fields.values)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):  # Gemma 2's files may omit these, and the window
+        values.setdefault(name, family.defaults.get(name))
+    if family.name == "gemma2":
+        values.setdefault("attention.sliding_window", family.defaults["sliding_window"])
+    # 0: none. The key of Qwen is present even if the model ignores it.
+    values["attention.sliding_window"] = values.get("attention.sliding_window") or None
+    if isinstance(values.get("attention.sliding_window_pattern"), list):
+        is_local = fields.flags("attention.sliding_window_pattern", shape.num_layers)
+        values["layer_types"] = ["sliding_attention" if one else "full_attention" for one in is_local]
+    if family.recurrence:
+        values |= _recurrent_layers(fields, family, shape.num_layers)
+    experts = family.experts
+    if experts is not None:
+        names = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
+        values = dict.fromkeys(names, shape.ffn_size) | {experts.bias: True} | values
+        values["expert_weights_scale"] = values.get("expert_weights_scale") or None
+        has_router = [f"blk.{i}.ffn_gate_inp.weight" in tensors for i in range(shape.num_layers)]
+        values["mlp_only_layers"] = [i for i, one in enumerate(has_router) if not one]
+        experts = replace(
+            experts,
+            num_experts="expert_count",
+            num_chosen="expert_used_count",
+            size=names[0],
+            shared_size=names[1] if experts.shared_size else "",
+            # llama.cpp has it as a constant of the architecture: Qwen 3 renormalises and OLMoE does not.
+            renormalizes=experts.renormalizes is True or family.name in ("qwen3_moe", "lfm2_moe"),
+            num_dense_layers="",
+            flag="",
+        )
+    in_layers = {name.split(".", 2)[-1] for name in tensors}
+    family = replace(
         family,
-        attention,
-        _ropes(fields, family, shape, read_floats),
-        _windows(fields, family, shape.num_layers),
-        [not family.no_rope_every or (i + 1) % family.no_rope_every != 0 for i in layers],
-        recurrent,
-        [experts if experts and f"blk.{i}.ffn_gate_inp.weight" in tensors else dense for i in layers],
-        read_multiplier(fields, family, "residual_multiplier"),
+        qkv_bias=family.qkv_bias is True or "attn_q.bias" in in_layers,
+        output_bias="attn_output.bias" in in_layers,
+        mlp_bias="ffn_down.bias" in in_layers,
+        windows=Windows.NONE if family.window_flag else family.windows,
+        activation=family.activation or (Activation.GELU_TANH if family.is_gemma else Activation.SILU),
+        experts=experts if values.get("expert_count") or (family.experts and not family.experts.flag) else None,
     )
+    return Fields(fields.source, values, fields.prefix, _NAMES), family
+
+
+def _recurrent_layers(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
+    """Return the fields of config.json that say which layers do not attend."""
+    if "attention.recurrent_layers" in fields:
+        has_state = fields.flags("attention.recurrent_layers", num_layers)
+    elif (counts := fields.get("kv_heads_by_layer")) is not None:
+        fields.require(len(counts) == num_layers, "num_key_value_heads", f"not a list of {num_layers} numbers")
+        has_state = [one == 0 for one in counts]
+    else:
+        return {"full_attention_interval": fields.whole("full_attention_interval", 1, MAX_FFN_SIZE, 4)}
+    return {"layer_types": [family.recurrence if one else "full_attention" for one in has_state]}
 
 
 def _gemma4_layers(
@@ -217,11 +234,11 @@ def _gemma4_layers(
     pattern = fields.flags("attention.sliding_window_pattern", shape.num_layers)
     full_size = fields.whole("head_dim", 2, MAX_HEAD_SIZE)
     local_size = fields.whole("attention.key_length_swa", 2, MAX_HEAD_SIZE, full_size)
-    is_even = full_size % 2 == 0 and local_size % 2 == 0
-    fields.require(is_even, "head_dim", "heads cannot be rotated: the size is not even")
+    fields.require(
+        full_size % 2 == 0 and local_size % 2 == 0, "head_dim", "heads cannot be rotated: the size is not even"
+    )
     for name, size in (("rope.dimension_count", full_size), ("rope.dimension_count_swa", local_size)):
-        is_right = fields.whole(name, 2, MAX_HEAD_SIZE, size) == size
-        fields.require(is_right, name, f"not the size of a head, {size}")
+        fields.require(fields.whole(name, 2, MAX_HEAD_SIZE, size) == size, name, f"not the size of a head, {size}")
     return Gemma4Layers(
         num_heads=shape.num_heads,
         head_sizes=[local_size if one else full_size for one in pattern],
@@ -233,7 +250,7 @@ def _gemma4_layers(
         ple_size=fields.whole("embedding_length_per_layer_input", 0, MAX_PLE_SIZE, 0),
         rope=_gemma4_rope(fields, read_floats, full_size),
         local_rope=RopeSpec(fields.real("rope.freq_base_swa", MIN_THETA, MAX_THETA, 1e4), local_size),
-        experts=_experts(fields, family, shape, Activation.GELU_TANH),
+        experts=read_experts(fields, family, shape.num_layers, Activation.GELU_TANH),
     ).specs(fields, Activation.GELU_TANH)
 
 
@@ -242,7 +259,7 @@ def _sizes(fields: Fields, by_layer: Mapping[str, Any], name: str, num_layers: i
     listed = value if isinstance(value, list) else [value] * num_layers
     fields.require(len(listed) == num_layers, name, f"not a list of {num_layers} numbers")
     items = fields.items(name, listed)
-    return [items.whole(item, 1, MAX_SIZE) for item in items.values]
+    return [items.whole(item, 1, MAX_FFN_SIZE) for item in items.values]
 
 
 def _gemma4_rope(fields: Fields, read_floats: ReadFloats, head_size: int) -> RopeSpec:
@@ -258,32 +275,6 @@ def _measured(fields: Fields, factors: Sequence[float]) -> tuple[float, ...]:
     """Check the divisors of a tensor of them, if there is one."""
     checked = Fields(fields.source, {"rope_freqs.weight": factors})
     return checked.reals("rope_freqs.weight", len(factors), MIN_FACTOR, MAX_FACTOR)
-
-
-def _experts(fields: Fields, family: Family, shape: Shape, activation: Activation) -> ExpertsSpec | None:
-    if family.experts is None or (family.experts.flag and not fields.get("expert_count")):
-        return None
-    num_experts = read_num_experts(fields, "expert_count", shape.num_layers)
-    rule = family.experts.renormalizes
-    has_shared = bool(family.experts.shared_size)
-    return ExpertsSpec(
-        num_experts=num_experts,
-        num_chosen=fields.whole("expert_used_count", 1, num_experts),
-        size=fields.whole("expert_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size),
-        activation=activation,
-        # llama.cpp has it as a constant of the architecture: Qwen 3 renormalises and OLMoE does not.
-        renormalizes=rule if isinstance(rule, bool) else family.name in ("qwen3_moe", "lfm2_moe"),
-        scale=fields.real("expert_weights_scale", 0, MAX_MULTIPLIER, 1.0) or 1.0,
-        has_sigmoid=bool(family.experts.bias),
-        has_expert_bias=bool(family.experts.bias),
-        shared_size=(
-            fields.whole("expert_shared_feed_forward_length", 1, MAX_FFN_SIZE, shape.ffn_size) if has_shared else 0
-        ),
-        has_bias=family.experts.has_bias,
-        has_router_bias=family.experts.has_bias,
-        has_router_norm=family.experts.is_parallel,
-        has_expert_scales=family.experts.is_parallel,
-    )
 
 
 def most_common_type(tensors: Mapping[str, TensorInfo]) -> str:
@@ -311,7 +302,7 @@ def _refuse_other_shapes(fields: Fields, family: Family) -> None:
         f"{fields.prefix}rope.scaling.finetuned is false: not supported",
     )
     fields.support(
-        family.recurrence is not Recurrence.SHORT_CONV or not fields.get("attention.sliding_window"),
+        family.recurrence != SHORT_CONV or not fields.get("attention.sliding_window"),
         f"{fields.prefix}attention.sliding_window: not supported",
     )
     fields.support(
@@ -338,7 +329,7 @@ def _eos(tokens: Fields, vocab_size: int) -> tuple[int, ...]:
 def _plain_values(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return metadata in the form of models without a recurrence: one number of KV heads, no layers of the MTP head."""
     found = dict(values)
-    if family.recurrence is Recurrence.NONE:
+    if not family.recurrence:
         return found
     if "feed_forward_length" not in found and "expert_feed_forward_length" in found:
         found["feed_forward_length"] = found["expert_feed_forward_length"]
@@ -358,37 +349,16 @@ def _plain_values(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return found
 
 
-def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[RecurrentSpec | None]:
-    """Return the mixers of the layers that do not attend, None for the others."""
-    if family.recurrence is Recurrence.NONE:
-        return [None] * num_layers
-    if family.recurrence is Recurrence.DELTA_NET:
-        net = read_delta_net(fields, fields.whole("ssm.inner_size", 1, MAX_SIZE))
-        return [net if one else None for one in _delta_layers(fields, num_layers)]
-    conv, counts = read_short_conv(fields), fields.get("kv_heads_by_layer")
-    if counts is None:  # a single number: all layers attend
-        return [None] * num_layers
-    fields.require(len(counts) == num_layers, "num_key_value_heads", f"not a list of {num_layers} numbers")
-    return [conv if one == 0 else None for one in counts]
-
-
-def _delta_layers(fields: Fields, num_layers: int) -> list[bool]:
-    if "attention.recurrent_layers" in fields:
-        found = fields.flags("attention.recurrent_layers", num_layers)
-    else:
-        every = fields.whole("full_attention_interval", 1, MAX_SIZE, 4)
-        found = [(i + 1) % every != 0 for i in range(num_layers)]
-    fields.require(not all(found), "full_attention_interval", "no layer attends")
-    return found
-
-
 # Rotary embeddings
 
 
 def _ropes(fields: Fields, family: Family, shape: Shape, read_floats: ReadFloats) -> tuple[RopeSpec, RopeSpec | None]:
     rotary_size = fields.whole("rope.dimension_count", 2, shape.head_size, shape.head_size)
-    is_right = rotary_size % 2 == 0 and (rotary_size == shape.head_size or family.has_partial_rotary)
-    fields.require(is_right, "rope.dimension_count", f"not the size of a head, {shape.head_size}")
+    fields.require(
+        rotary_size % 2 == 0 and (rotary_size == shape.head_size or family.has_partial_rotary),
+        "rope.dimension_count",
+        f"not the size of a head, {shape.head_size}",
+    )
     theta = fields.real("rope.freq_base", MIN_THETA, MAX_THETA, 1e4)
     scaling = _scaling(fields, family, shape)
     for key, name in (("short_factor", "rope_factors_short.weight"), ("long_factor", "rope_factors_long.weight")):
@@ -448,19 +418,3 @@ def _yarn(fields: Fields, family: Family, factor: float) -> dict[str, Any]:
         "truncate": family.name != "gpt_oss",  # as the model was trained; llama.cpp truncates for every model
         "attention_factor": given * grown(1) / (grown(multiplier) if multiplier else 1),
     }
-
-
-# Windows
-
-
-def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
-    if family.windows is Windows.NONE or family.window_flag:  # Qwen's key is present even if the model ignores it
-        return (0,) * num_layers
-    default = int(family.defaults.get("sliding_window") or 0) if family.name == "gemma2" else 0
-    window = fields.whole("attention.sliding_window", 0, MAX_CONTEXT, default)
-    if family.windows is Windows.ALL:
-        return (window,) * num_layers
-    if isinstance(fields.get("attention.sliding_window_pattern"), list):
-        return tuple(window if one else 0 for one in fields.flags("attention.sliding_window_pattern", num_layers))
-    every = fields.whole("attention.sliding_window_pattern", 1, MAX_LAYERS, family.full_every)
-    return tuple(window if (i + 1) % every else 0 for i in range(num_layers))

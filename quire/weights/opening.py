@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType, TokenizerFiles
+from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.config import DTYPES, has_packed_experts
 from quire.weights.fields import Fields
 from quire.weights.folder import ModelFolder
 from quire.weights.gguf import GgufCheckpoint, is_later_part, part_paths
 from quire.weights.gpt_oss import BLOCK_BYTES, GROUP
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
-from quire.weights.spec import OTHER
 from quire.weights.tensors import expected_tensors
 
 if TYPE_CHECKING:
@@ -36,22 +35,20 @@ def _info(name: str, shape: tuple[int, ...], *, is_packed: bool) -> TensorInfo:
     return TensorInfo(name, TYPE, shape, math.prod(shape) * ITEM_BYTES)
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(ModelFolder):
     """A `Checkpoint` that lists the tensors its model would have, but cannot read them."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder
-        self._folder = ModelFolder(folder)
-        self.spec = self._folder.spec(TYPE)
+        super().__init__(folder)
+        self.spec = self.read_spec(TYPE)
         if self.spec.quantization not in DTYPES:  # random weights of a packed type have no use
             raise UnsupportedModel(self.spec.unsupported)
-        self.generation = self._folder.generation()
-        is_packed = self.spec.family != OTHER and has_packed_experts(Fields(str(folder), self._folder.config))
+        is_packed = self.family is not None and has_packed_experts(Fields(str(folder), self.config))
         if is_packed:
             self.spec = replace(self.spec, quantization=TensorType.MXFP4)
         self.tensors: Mapping[str, TensorInfo] = {
             name: _info(name, shape, is_packed=is_packed and ".experts." in name and len(shape) == 2)
-            for name, shape in (expected_tensors(self.spec) if self.spec.family != OTHER else {}).items()
+            for name, shape in (expected_tensors(self.spec) if self.family is not None else {}).items()
         }
 
     def read(self, name: str) -> RawTensor:
@@ -59,14 +56,6 @@ class DummyCheckpoint:
 
     def read_packed(self, name: str) -> PackedMatrix | None:
         """None: a backend invents the weights itself."""
-        del name
-        return None
-
-    def tokenizer_files(self) -> TokenizerFiles:
-        return self._folder.tokenizer_files()
-
-    def close(self) -> None:
-        pass
 
 
 LOAD_FORMATS = ("auto", "dummy")  # the weights in the files; random weights in the shapes of config.json

@@ -42,17 +42,26 @@ MAX_LISTED_CHARS = 200
 
 # Objects of a multimodal config.json that hold the fields of its language model.
 _NESTED = ("text_config", "language_config", "llm_config")
-# The names of each size in the configs of different models; the first that is given counts.
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
-_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
-_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
-_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
-_HEAD_SIZE = ("head_dim", "kv_channels", "attention_head_dim")
-_VOCAB_SIZE = ("vocab_size", "padded_vocab_size", "num_vocab")
-_MAX_MODEL_LEN = (
-    "max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length", "max_seq_len",
-    "max_context_length", "model_max_length", "block_size",
-)  # fmt: skip
+# The names of each size in the configs of different models, of which the first that is given counts, and its limit.
+_SIZES: Mapping[str, tuple[tuple[str, ...], int]] = {
+    "num_layers": (
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"), MAX_LAYERS,
+    ),
+    "hidden_size": (("hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim"), MAX_HIDDEN_SIZE),
+    "num_heads": (("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads"), MAX_HEADS),
+    "num_kv_heads": (("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num"), MAX_HEADS),
+    "head_size": (("head_dim", "kv_channels", "attention_head_dim"), MAX_HEAD_SIZE),
+    "latent_size": (("kv_lora_rank",), MAX_LATENT_SIZE),
+    "rotated_size": (("qk_rope_head_dim",), MAX_HEAD_SIZE),
+    "vocab_size": (("vocab_size", "padded_vocab_size", "num_vocab"), MAX_VOCAB_SIZE),
+    "max_model_len": (
+        (
+            "max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length", "max_seq_len",
+            "max_context_length", "model_max_length", "block_size",
+        ),
+        MAX_CONTEXT,
+    ),
+}  # fmt: skip
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers
 _ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
 _PATTERN = "hybrid_override_pattern"  # one letter per layer: M is Mamba
@@ -129,36 +138,20 @@ def _known_type(quantization: str) -> str:
 # Architectures that quire does not know
 
 
-class _Sizes:
-    """Reads sizes by any of their names, from the language model's fields before those of the whole config."""
-
-    def __init__(self, whole: Fields, reason: str) -> None:
-        nested = [whole.table(name) for name in _NESTED if name in whole]
-        self.holders = [*nested[:1], whole]
-        self._reason = reason
-
-    def find(self, names: Sequence[str], high: int) -> int | None:
-        for holder in self.holders:
-            for name in names:
-                if name in holder:
-                    return _whole_or_largest(holder, name, high)
-        return None
-
-    def read(self, names: Sequence[str], high: int) -> int:
-        found = self.find(names, high)
-        if found is None:
-            is_known = bool(find_other_layers(self.holders[-1].values))  # a better reason than a missing size
-            missing = "" if is_known else f"; {self.holders[0].prefix}{names[0]} is missing"
-            raise UnsupportedModel(f"{self._reason}{missing}")
-        return found
-
-    def num_layers(self) -> int:
-        """Return the number of layers. Some models have only a list of them (nemotron_h)."""
-        for holder in self.holders:
-            for name in LAYER_TYPES:
-                if isinstance(kinds := holder.get(name), list) and 1 <= len(kinds) <= MAX_LAYERS:
-                    return self.find(_NUM_LAYERS, MAX_LAYERS) or len(kinds)
-        return self.read(_NUM_LAYERS, MAX_LAYERS)
+def _read_sizes(holders: Sequence[Fields], reason: str) -> dict[str, int]:
+    """Read sizes by any of their names, from the language model's fields before those of the whole config."""
+    sizes: dict[str, int] = {}
+    for size, (names, high) in _SIZES.items():
+        if given := [(holder, name) for holder in holders for name in names if name in holder]:
+            sizes[size] = _whole_or_largest(*given[0], high)
+    listed = [kinds for holder in holders for name in LAYER_TYPES if isinstance(kinds := holder.get(name), list)]
+    if listed and 1 <= len(listed[0]) <= MAX_LAYERS:  # some models have only a list of their layers (nemotron_h)
+        sizes.setdefault("num_layers", len(listed[0]))
+    missing = [_SIZES[size][0][0] for size in ("num_layers", "hidden_size", "vocab_size") if size not in sizes]
+    if missing:
+        is_known = bool(find_other_layers(holders[-1].values))  # a better reason than a missing size
+        raise UnsupportedModel(reason if is_known else f"{reason}; {holders[0].prefix}{missing[0]} is missing")
+    return sizes
 
 
 def _whole_or_largest(fields: Fields, name: str, high: int) -> int:
@@ -172,25 +165,27 @@ def _whole_or_largest(fields: Fields, name: str, high: int) -> int:
 
 
 def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: str, reason: str) -> ModelSpec:
-    sizes = _Sizes(whole, reason)
-    num_layers = sizes.num_layers()
-    hidden_size = sizes.read(_HIDDEN_SIZE, MAX_HIDDEN_SIZE)
-    vocab_size = sizes.read(_VOCAB_SIZE, MAX_VOCAB_SIZE)
-    num_heads = sizes.find(_NUM_HEADS, MAX_HEADS) or 1  # state-space models have none
-    num_kv_heads, head_size = _kv_shape(sizes, hidden_size, num_heads)
+    nested = [whole.table(name) for name in _NESTED if name in whole]
+    inner = nested[0] if nested else whole
+    sizes = _read_sizes([*nested[:1], whole], reason)
+    hidden_size, vocab_size = sizes["hidden_size"], sizes["vocab_size"]
+    num_heads = sizes.get("num_heads", 1)  # state-space models have none
+    num_kv_heads, head_size = sizes.get("num_kv_heads", num_heads), sizes.get("head_size", hidden_size // num_heads)
+    # Twice the product of KV heads and head size is the number of elements per token in a layer's KV.
+    if "latent_size" in sizes:  # latent attention caches one vector, and the rotated part of the key
+        num_kv_heads, head_size = 1, -(-(sizes["latent_size"] + sizes.get("rotated_size", 0)) // 2)
     # The outer file takes precedence for these, as in `spec_from_config`.
-    inner = sizes.holders[0]
     fields = Fields(
         whole.source, {**inner.values, **{key: one for key, one in whole.values.items() if one is not None}}
     )
-    attention = AttentionSpec(num_heads, num_kv_heads, head_size, scale=1.0, rope=None)
+    attention = AttentionSpec(num_heads, num_kv_heads, max(1, head_size), scale=1.0, rope=None)
     return ModelSpec(
         family=OTHER,
         architecture=name_architecture(whole),
-        layers=(LayerSpec(attention, MlpSpec(0, Activation.SILU)),) * num_layers,
+        layers=(LayerSpec(attention, MlpSpec(0, Activation.SILU)),) * sizes["num_layers"],
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        max_model_len=sizes.find(_MAX_MODEL_LEN, MAX_CONTEXT) or DEFAULT_CONTEXT,
+        max_model_len=sizes.get("max_model_len", DEFAULT_CONTEXT),
         norm_eps=0.0,
         embedding_scale=1.0,
         logit_scale=1.0,
@@ -206,17 +201,6 @@ def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: st
     )
 
 
-def _kv_shape(sizes: _Sizes, hidden_size: int, num_heads: int) -> tuple[int, int]:
-    """Return KV heads and head size. Twice their product is the number of elements per token in a layer's KV."""
-    latent = sizes.find(("kv_lora_rank",), MAX_LATENT_SIZE)
-    if latent is not None:  # latent attention caches one vector, and the rotated part of the key
-        rotated = sizes.find(("qk_rope_head_dim",), MAX_HEAD_SIZE) or 0
-        return 1, -(-(latent + rotated) // 2)
-    num_kv_heads = sizes.find(_NUM_KV_HEADS, MAX_HEADS) or num_heads
-    head_size = sizes.find(_HEAD_SIZE, MAX_HEAD_SIZE) or max(1, hidden_size // num_heads)
-    return num_kv_heads, head_size
-
-
 def _dtype(fields: Fields, quantization: str) -> str:
     given = fields.find_text("dtype" if "dtype" in fields else "torch_dtype") or ""
     name = given.removeprefix("torch.")
@@ -228,8 +212,7 @@ def _dtype(fields: Fields, quantization: str) -> str:
 
 def _quantization(whole: Fields) -> str:
     """Return how weights are quantised: "4 bits, groups of 64", "mxfp4"; empty: they are not."""
-    inner = whole.get("text_config")
-    for holder in (whole, Fields(whole.source, inner if isinstance(inner, dict) else {}, "text_config.")):
+    for holder in (whole, whole.find_table("text_config")):
         for name in QUANTIZED:
             if holder.get(name):
                 return _describe(holder.table(name))

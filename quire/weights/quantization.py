@@ -62,7 +62,6 @@ class Quantization:
     method: Method
     schemes: tuple[WeightScheme, ...]  # a matrix has one of them
     zero_offset: int = 0  # added to stored zero points
-    has_kv_scales: bool = False  # files contain scales of keys and values, which are not used
 
 
 def read_quantization(config: Fields) -> Quantization | None:
@@ -70,7 +69,7 @@ def read_quantization(config: Fields) -> Quantization | None:
 
     Multimodal models may say so beside their language model's sizes.
     """
-    holder = config if config.get(FIELD) else _nested(config)
+    holder = config if config.get(FIELD) else config.find_table("text_config")
     if not holder.get(FIELD):
         return None
     fields = holder.table(FIELD)
@@ -81,11 +80,6 @@ def read_quantization(config: Fields) -> Quantization | None:
         f"with it, but with {', '.join(_METHODS)}; use another file, the original model or a GGUF of it",
     )
     return _METHODS[method](fields)
-
-
-def _nested(config: Fields) -> Fields:
-    inner = config.get("text_config")
-    return Fields(config.source, inner if isinstance(inner, dict) else {}, f"{config.prefix}text_config.")
 
 
 def _refuse_unless(is_known: bool, fields: Fields, name: str, known: str) -> None:
@@ -119,8 +113,11 @@ def _read_fp8(fields: Fields) -> Quantization:
 def _block(fields: Fields, name: str) -> tuple[int, int]:
     value = fields.get(name)
     is_pair = isinstance(value, list) and len(value) == 2 and all(type(one) is int for one in value)
-    is_right = is_pair and all(1 <= one <= MAX_GROUP_SIZE for one in value)
-    fields.require(is_right, name, f"not two whole numbers from 1 to {MAX_GROUP_SIZE}")
+    fields.require(
+        is_pair and all(1 <= one <= MAX_GROUP_SIZE for one in value),
+        name,
+        f"not two whole numbers from 1 to {MAX_GROUP_SIZE}",
+    )
     return value[0], value[1]
 
 
@@ -137,11 +134,14 @@ def _read_compressed(fields: Fields) -> Quantization:
     is_plain = not transforms.get("config_groups")
     _refuse_unless(is_plain, transforms, "config_groups", "weights without transforms of their inputs")
     groups = fields.table("config_groups")
-    is_right = 1 <= len(groups.values) <= MAX_CONFIG_GROUPS
-    fields.require(is_right, "config_groups", f"not an object of 1 to {MAX_CONFIG_GROUPS} groups")
+    fields.require(
+        1 <= len(groups.values) <= MAX_CONFIG_GROUPS,
+        "config_groups",
+        f"not an object of 1 to {MAX_CONFIG_GROUPS} groups",
+    )
     schemes = [_compressed_scheme(groups.table(name)) for name in groups.values]
     known = tuple(dict.fromkeys(one for one in schemes if one is not None))
-    return Quantization(Method.COMPRESSED, known, has_kv_scales=fields.get("kv_cache_scheme") is not None)
+    return Quantization(Method.COMPRESSED, known)
 
 
 def _check_format(fields: Fields) -> None:
@@ -175,8 +175,9 @@ def _compressed_group(weights: Fields) -> tuple[int, int]:
     group_size = weights.get("group_size")
     default = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
     strategy = weights.get("strategy") or default
-    is_known = strategy in ("tensor", "channel", "group", "block")
-    _refuse_unless(is_known, weights, "strategy", "tensor, channel, group and block")
+    _refuse_unless(
+        strategy in ("tensor", "channel", "group", "block"), weights, "strategy", "tensor, channel, group and block"
+    )
     if strategy == "group":
         return 1, _group_size(weights)
     if strategy == "block":
@@ -200,10 +201,13 @@ _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # the first format stores zero points
 
 def _read_gptq(fields: Fields) -> Quantization:
     name = fields.get("checkpoint_format") or "gptq"
-    is_known = isinstance(name, str) and name in _GPTQ_OFFSETS
-    _refuse_unless(is_known, fields, "checkpoint_format", "checkpoint_format gptq and gptq_v2")
-    is_known = not fields.get("is_marlin_format")
-    _refuse_unless(is_known, fields, "is_marlin_format", "checkpoint_format gptq and gptq_v2")
+    _refuse_unless(
+        isinstance(name, str) and name in _GPTQ_OFFSETS,
+        fields,
+        "checkpoint_format",
+        "checkpoint_format gptq and gptq_v2",
+    )
+    _refuse_unless(not fields.get("is_marlin_format"), fields, "is_marlin_format", "checkpoint_format gptq and gptq_v2")
     return _gptq(fields, _GPTQ_OFFSETS[name])
 
 
@@ -276,10 +280,11 @@ _PART_ENDINGS = (
     ".weight_packed", ".weight_shape", ".weight_scale", "_scale_inv", ".weight_zero_point", ".weight_g_idx",
     ".qweight", ".qzeros", ".scales", ".g_idx",
 )  # fmt: skip
-# Scales of activations, which keep 16 bits here.
-_UNUSED_ENDINGS = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point")
-KV_SCALES = "scales of the KV cache"
-_KV_ENDINGS = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+# Scales of activations, and of keys and values, which keep 16 bits here.
+_UNUSED_ENDINGS = (
+    ".input_scale", ".activation_scale", ".output_scale", ".input_zero_point",
+    ".k_scale", ".v_scale", ".q_scale", ".prob_scale",
+)  # fmt: skip
 
 
 class FileTensor(NamedTuple):
@@ -316,10 +321,6 @@ def is_part(name: str, dtype: object) -> bool:
 
 def is_unused(name: str) -> bool:
     return name.endswith(_UNUSED_ENDINGS)
-
-
-def is_kv_scale(name: str) -> bool:
-    return name.endswith(_KV_ENDINGS)
 
 
 # Finding matrices
@@ -393,8 +394,11 @@ class _Finder:
         }
         fitting = [one for one in sorted(groups) if num_groups(shape, one) == found]
         expected = " or ".join(str(num_groups(shape, one)) for one in sorted(groups)) or "another type"
-        problem = f"scales of {show(codes.name)} {shape}, {bits} bits, need {expected} by config.json"
-        self.require(len(fitting) == 1, scales, problem)
+        self.require(
+            len(fitting) == 1,
+            scales,
+            f"scales of {show(codes.name)} {shape}, {bits} bits, need {expected} by config.json",
+        )
         return fitting[0]
 
     def _tensor(self, name: str, kind: TensorType, shape: tuple[int, ...], *parts: FileTensor | None) -> TensorInfo:
@@ -408,16 +412,22 @@ class _Finder:
         scales = self._find(f"{codes.name}_scale_inv", _SCALE_TYPES)
         if scales is None:
             scales = self._need(f"{codes.name}_scale", _SCALE_TYPES, codes)
-        is_right = not is_stack or (len(scales.shape) == 3 and scales.shape[0] == codes.shape[0])
-        self.require(is_right, scales, f"not scales of {show(codes.name)} {codes.shape}")
+        self.require(
+            not is_stack or (len(scales.shape) == 3 and scales.shape[0] == codes.shape[0]),
+            scales,
+            f"not scales of {show(codes.name)} {codes.shape}",
+        )
         one = scales._replace(shape=scales.shape[1:]) if is_stack else scales
         is_float = codes.dtype == "F8_E4M3"
         rows, columns = codes.shape[-2:]
         group = self._group(codes, one, (rows, columns), 8, is_float=is_float)
         zeros = None if is_float else self._find(f"{codes.name}_zero_point", ("I8",))
         if zeros is not None:
-            is_right = not is_stack and _scale_shape(zeros, rows) == _scale_shape(scales, rows)
-            self.require(is_right, zeros, f"not of the shape of {show(scales.name)}")
+            self.require(
+                not is_stack and _scale_shape(zeros, rows) == _scale_shape(scales, rows),
+                zeros,
+                f"not of the shape of {show(scales.name)}",
+            )
         kind = TensorType.FP8 if is_float else TensorType.INT8
         info = self._tensor(codes.name, kind, codes.shape, codes, scales, zeros)
         return PackedTensor(info, self.quantization.method, group, codes, scales, zeros)
@@ -453,8 +463,11 @@ class _Finder:
         data = stored.buffer.copy(stored.offset, stored.num_bytes)
         given = struct.unpack("<2q" if stored.dtype == "I64" else "<2i", data)
         fitting = [bits for bits in candidates if -(-given[1] * bits // 32) == words]
-        is_right = bool(fitting) and given[0] == rows and given[1] > 0 and given[1] % 2 == 0
-        self.require(is_right, codes, f"does not hold the even rows of a matrix {given} by config.json")
+        self.require(
+            bool(fitting) and given[0] == rows and given[1] > 0 and given[1] % 2 == 0,
+            codes,
+            f"does not hold the even rows of a matrix {given} by config.json",
+        )
         return (rows, given[1]), fitting[0]
 
     def _columns(self, codes: FileTensor) -> PackedTensor:
@@ -469,13 +482,19 @@ class _Finder:
         outputs = outputs * per_word if is_awq else outputs
         group = scheme.group_of(outputs, inputs)
         groups = num_groups((outputs, inputs), group)[1]
-        is_right = scales.shape == (groups, outputs) and inputs % 2 == 0
-        self.require(is_right, scales, f"scales of {show(codes.name)} need {(groups, outputs)} by config.json")
+        self.require(
+            scales.shape == (groups, outputs) and inputs % 2 == 0,
+            scales,
+            f"scales of {show(codes.name)} need {(groups, outputs)} by config.json",
+        )
         zeros = self._find(f"{stem}qzeros", ("I32",))
         if zeros is not None:
             expected = (groups, outputs // per_word)
-            is_right = zeros.shape == expected and outputs % per_word == 0
-            self.require(is_right, zeros, f"zero points of {show(codes.name)} need {expected}")
+            self.require(
+                zeros.shape == expected and outputs % per_word == 0,
+                zeros,
+                f"zero points of {show(codes.name)} need {expected}",
+            )
         order = None if is_awq else self._index(f"{stem}g_idx", inputs, group)
         shape = (outputs, inputs)
         info = self._tensor(f"{stem}weight", _KINDS[scheme.bits], shape, codes, scales, zeros, order)

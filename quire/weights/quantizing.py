@@ -6,6 +6,7 @@ One tensor is in memory at a time. The copy is written into a temporary folder, 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import struct
@@ -13,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,20 +89,19 @@ def _open(source: Path) -> SafetensorsCheckpoint:
     return checkpoint
 
 
-class _Output(NamedTuple):
+class _Part(NamedTuple):
     """A tensor to write."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    num_bytes: int
+    data: NDArray[Any]
 
 
 class _Matrix(NamedTuple):
     """Rows of a tensor of the source that become one quantised matrix."""
 
     module: str  # name of the matrix without .weight
-    source: TensorInfo
     first_row: int  # counted through a stack
     shape: tuple[int, int]
 
@@ -114,24 +114,15 @@ class _Writer:
         self._format = form
         self._group_size = group_size
         self._progress = progress
-        files = checkpoint.file_tensors()
-        self._num_source_bytes = sum(info.num_bytes for infos in files.values() for info in infos)
-        self._files = files
-        names = [info.name for infos in files.values() for info in infos]
-        self._matrices = self._choose(names)
+        self._files = checkpoint.file_tensors()
+        infos = {info.name: info for infos in self._files.values() for info in infos}
+        self._num_source_bytes = sum(info.num_bytes for info in infos.values())
+        self._matrices = self._choose(infos)
         self._num_done = 0
         self._num_written = 0
 
     def write(self, folder: Path) -> Report:
-        weight_map: dict[str, str] = {}
-        for file, infos in self._files.items():
-            outputs = [output for info in infos for output in self._outputs(info)]
-            weight_map |= dict.fromkeys((output.name for output in outputs), file)
-            with (folder / file).open("wb") as stream:
-                _write_header(stream, outputs)
-                for info in infos:
-                    self._write_tensor(stream, info)
-            self._num_written += sum(output.num_bytes for output in outputs)
+        weight_map = {name: file for file in self._files for name in self._write_file(folder / file)}
         if len(self._files) > 1:
             index = {"metadata": {"total_size": self._num_written}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2))
@@ -139,13 +130,37 @@ class _Writer:
         num_matrices = sum(map(len, self._matrices.values()))
         return Report(num_matrices, self._num_written, self._num_source_bytes)
 
+    def _write_file(self, path: Path) -> list[str]:
+        """Write the tensors of one file and return their names. The header is written last, into room left for it."""
+        infos = self._files[path.name]
+        named = [one.module for info in infos for one in self._matrices.get(info.name, ())]
+        named += [info.name for info in infos]
+        room = sum(_MAX_PARTS * (len(json.dumps(name)) + _ENTRY_BYTES) for name in named) // 8 * 8
+        header: dict[str, Any] = {}
+        with path.open("wb") as stream:
+            start = stream.seek(8 + room)
+            for info in infos:
+                for part in self._parts(info):
+                    at = stream.tell() - start
+                    stream.write(np.ascontiguousarray(part.data).data)
+                    offsets = [at, stream.tell() - start]
+                    header[part.name] = {"dtype": str(part.dtype), "shape": list(part.shape), "data_offsets": offsets}
+                self._num_done += info.num_bytes
+                if self._progress is not None:
+                    self._progress(self._num_done, self._num_source_bytes)
+            self._num_written += stream.tell() - start
+            stream.seek(0)
+            data = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+            stream.write(struct.pack("<Q", room) + data.ljust(room))
+        return list(header)
+
     # Which tensors
 
-    def _choose(self, names: list[str]) -> dict[str, list[_Matrix]]:
+    def _choose(self, infos: Mapping[str, TensorInfo]) -> dict[str, list[_Matrix]]:
         """Return the matrices that each tensor of the source becomes. Tensors that are not here are copied."""
         family = self._checkpoint.family
-        targets = transformers_targets(names, family, self._checkpoint.spec.architecture)
-        infos = {info.name: info for tensors in self._files.values() for info in tensors}
+        assert family is not None
+        targets = transformers_targets(infos, family, self._checkpoint.architecture)
         chosen: dict[str, list[_Matrix]] = {}
         for name, target in targets.items():
             ends = [own.removesuffix(".weight").rpartition(".")[2] for own in target.names]
@@ -181,64 +196,33 @@ class _Writer:
 
     # What is written
 
-    def _outputs(self, info: TensorInfo) -> Iterator[_Output]:
-        if info.name not in self._matrices:
-            yield _Output(info.name, info.type, info.shape, info.num_bytes)
-            return
-        for matrix in self._matrices[info.name]:
-            rows, columns = matrix.shape
-            scale_type = "F32" if self._format.group[0] > 1 else info.type
-            for ending, dtype, shape in self._parts(rows, columns, scale_type):
-                num_items = 1
-                for size in shape:
-                    num_items *= size
-                yield _Output(f"{matrix.module}.{ending}", dtype, shape, num_items * _ITEM_BYTES[dtype])
-
-    def _parts(self, rows: int, columns: int, scale_type: str) -> list[tuple[str, str, tuple[int, ...]]]:
-        form = self._format
-        if form.is_float:
-            height, width = form.group[0], form.group[1] or columns
-            scales = (-(-rows // height), -(-columns // width))
-            return [("weight", "F8_E4M3", (rows, columns)), ("weight_scale", scale_type, scales)]
-        groups = columns // self._group_size
-        parts: list[tuple[str, str, tuple[int, ...]]] = [
-            ("weight_packed", "I32", (rows, columns * form.bits // 32)),
-            ("weight_scale", scale_type, (rows, groups)),
-            ("weight_shape", "I64", (2,)),
-        ]
-        if not form.is_symmetric:
-            parts.append(("weight_zero_point", "I32", (-(-rows * form.bits // 32), groups)))
-        return parts
-
-    def _write_tensor(self, stream: BinaryIO, info: TensorInfo) -> None:
+    def _parts(self, info: TensorInfo) -> Iterator[_Part]:
+        """The tensors that a tensor of the source becomes."""
         data = self._checkpoint.read_file_tensor(info.name)
         if info.name not in self._matrices:
-            stream.write(data.data)
-        for matrix in self._matrices.get(info.name, ()):
-            row_bytes = matrix.shape[1] * _ITEM_BYTES[info.type]
-            rows = data[matrix.first_row * row_bytes : (matrix.first_row + matrix.shape[0]) * row_bytes]
-            raw = RawTensor(TensorInfo(info.name, info.type, matrix.shape, len(rows)), rows)
-            for part in self._encode(info, to_float32(raw)):
-                stream.write(part)
-        self._num_done += info.num_bytes
-        if self._progress is not None:
-            self._progress(self._num_done, self._num_source_bytes)
+            yield _Part(info.name, info.type, info.shape, data)
+        for one in self._matrices.get(info.name, ()):
+            row_bytes = len(data) // math.prod(info.shape[:-1])
+            rows = data[one.first_row * row_bytes : (one.first_row + one.shape[0]) * row_bytes]
+            raw = RawTensor(TensorInfo(info.name, info.type, one.shape, len(rows)), rows)
+            for ending, dtype, values in self._encode(info, to_float32(raw)):
+                yield _Part(f"{one.module}.{ending}", dtype, values.shape, values)
 
-    def _encode(self, info: TensorInfo, weights: NDArray[np.float32]) -> Iterator[bytes]:
-        """Yield the bytes of a quantised matrix in the order of `_parts`."""
+    def _encode(self, info: TensorInfo, weights: NDArray[np.float32]) -> Iterator[tuple[str, str, NDArray[Any]]]:
+        """Yield the tensors of a quantised matrix: ending, type and values."""
         if not np.isfinite(weights).all():
             raise ModelFileError(f"{self._checkpoint.path}: tensor {info.name} has weights that are not finite")
         form = self._format
         scale_type = "F32" if form.group[0] > 1 else info.type
         matrix = self._round(weights, lambda scales: floats(_encoded(scales, scale_type).view(np.uint8), scale_type))
-        is_bytes = form.bits == 8 and not form.is_float
-        yield (matrix.codes ^ np.uint8(128) if is_bytes else matrix.codes).tobytes()
-        yield _encoded(matrix.scales, scale_type).tobytes()
         if form.is_float:
-            return
-        yield np.array(weights.shape, "<i8").tobytes()
+            yield "weight", "F8_E4M3", matrix.codes
+        else:
+            yield "weight_packed", "I32", (matrix.codes ^ np.uint8(128) if form.bits == 8 else matrix.codes).view("<i4")
+            yield "weight_shape", "I64", np.array(weights.shape, "<i8")
+        yield "weight_scale", scale_type, _encoded(matrix.scales, scale_type)
         if matrix.zeros is not None:
-            yield _pack_rows(matrix.zeros.astype(np.uint8)).tobytes()
+            yield "weight_zero_point", "I32", _pack_rows(matrix.zeros.astype(np.uint8))
 
     def _round(self, weights: NDArray[np.float32], store: Any) -> PackedMatrix:
         form = self._format
@@ -300,7 +284,7 @@ class _Writer:
 def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
     """Return the matrices of a tensor. A stack becomes a matrix per expert, under the names that files of FP8 use."""
     if not is_stack:
-        return [_Matrix(info.name.removesuffix(".weight"), info, 0, _pair(info.shape))] if len(info.shape) == 2 else []
+        return [_Matrix(info.name.removesuffix(".weight"), 0, _pair(info.shape))] if len(info.shape) == 2 else []
     stack = _STACK.fullmatch(info.name)
     if stack is None or len(info.shape) != 3:
         return []
@@ -308,7 +292,7 @@ def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
     names = ("gate_proj", "up_proj") if stack[2] == "gate_up" else ("down_proj",)
     height = rows // len(names)
     return [
-        _Matrix(f"{stack[1]}.{expert}.{name}", info, expert * rows + place * height, (height, columns))
+        _Matrix(f"{stack[1]}.{expert}.{name}", expert * rows + place * height, (height, columns))
         for expert in range(count)
         for place, name in enumerate(names)
     ]
@@ -320,19 +304,8 @@ def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
 
 # Bytes
 
-_ITEM_BYTES = {"F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
-
-
-def _write_header(stream: BinaryIO, outputs: list[_Output]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for output in outputs:
-        offsets = [at, at + output.num_bytes]
-        header[output.name] = {"dtype": str(output.dtype), "shape": list(output.shape), "data_offsets": offsets}
-        at += output.num_bytes
-    data = json.dumps(header).encode()
-    data += b" " * (-len(data) % 8)
-    stream.write(struct.pack("<Q", len(data)) + data)
+_MAX_PARTS = 4  # tensors of a matrix
+_ENTRY_BYTES = 200  # of a tensor in a header, beside its name
 
 
 def _encoded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:

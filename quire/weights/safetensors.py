@@ -7,7 +7,6 @@ nothing is copied. Only files of the folder itself are opened, whatever names an
 from __future__ import annotations
 
 import json
-import logging
 import math
 import struct
 from collections.abc import Iterator, Mapping
@@ -18,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights import gpt_oss
-from quire.weights.checkpoint import FileMap, RawTensor, TensorInfo, TensorType, TokenizerFiles, map_file
-from quire.weights.families import Family
+from quire.weights.checkpoint import FileMap, RawTensor, TensorInfo, TensorType, map_file
 from quire.weights.fields import member, read_json, show
 from quire.weights.folder import ModelFolder
 from quire.weights.gguf_spec import most_common_type
@@ -28,7 +26,6 @@ from quire.weights.quantization import (
     FileTensor,
     PackedTensor,
     find_packed,
-    is_kv_scale,
     is_part,
     is_unused,
 )
@@ -49,8 +46,6 @@ if TYPE_CHECKING:
 
     from quire.weights.packed import PackedMatrix
 
-log = logging.getLogger(__name__)
-
 MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
 MAX_SHARDS = 4096
@@ -70,12 +65,11 @@ class _Shard(NamedTuple):
     header: Mapping[str, Any]
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(ModelFolder):
     """A `Checkpoint` in safetensors."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder
-        self._folder = ModelFolder(folder)
+        super().__init__(folder)
         self._shards: list[_Shard] = []
         self._file_tensors: dict[str, FileTensor] = {}
         self._experts: dict[str, gpt_oss.ExpertPart] = {}
@@ -83,14 +77,14 @@ class SafetensorsCheckpoint:
         self._packed: dict[str, PackedTensor] = {}
         self._skipped: set[str] = set()  # parts of the model
         try:
-            if self._folder.unsupported:
+            if self.unsupported:
                 self._add_others()
             else:
                 for shard, name in self._listed():
                     self._add(shard, name)
             found = {name: _info(one) for name, one in self._file_tensors.items()}
             found |= self._find_packed()
-            self.spec = replace(self._folder.spec(most_common_type(found)), skipped=tuple(sorted(self._skipped)))
+            self.spec = replace(self.read_spec(most_common_type(found)), skipped=tuple(sorted(self._skipped)))
             self._places = self._find_places(found)
             if self.spec.is_tied and self._has_own_head():  # the rule of transformers
                 self.spec = replace(self.spec, is_tied=False)
@@ -101,7 +95,6 @@ class SafetensorsCheckpoint:
             **{name: place.info for name, place in self._places.items()},
             **{name: part.info for name, part in self._experts.items()},
         }
-        self.generation = self._folder.generation()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -130,19 +123,8 @@ class SafetensorsCheckpoint:
         return None if tensor is None else reading.read_packed(tensor, place, self._heads(place), str(self.path))
 
     def _heads(self, place: Place) -> Heads | None:
-        family = self._folder.family
-        return rotated_heads(place.info, self.spec, str(self.path)) if family and family.is_interleaved else None
-
-    @property
-    def family(self) -> Family:
-        """The family of a model that quire has equations for."""
-        assert self._folder.family is not None
-        return self._folder.family
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The contents of config.json."""
-        return self._folder.config
+        is_moved = self.family is not None and self.family.is_interleaved
+        return rotated_heads(place.info, self.spec, str(self.path)) if is_moved else None
 
     def file_tensors(self) -> dict[str, list[TensorInfo]]:
         """Return all tensors under their names in the files, by file, also those that quire does not use."""
@@ -158,9 +140,6 @@ class SafetensorsCheckpoint:
 
         shard = next(one for one in self._shards if file_name in one.header)
         return reading.tensor_bytes(_read_entry(shard, file_name))
-
-    def tokenizer_files(self) -> TokenizerFiles:
-        return self._folder.tokenizer_files()
 
     def close(self) -> None:
         for shard in self._shards:
@@ -240,18 +219,18 @@ class SafetensorsCheckpoint:
     def _add(self, shard: _Shard, name: str) -> None:
         if is_left_over(name):
             return
-        family = self._folder.family
-        if family and (part := find_skipped(name, family, is_multimodal=self._folder.is_multimodal)):
+        family = self.family
+        if family and (part := find_skipped(name, family, is_multimodal=self.is_multimodal)):
             self._skipped.add(part)
             return
         if name in self._file_tensors or name in self._parts:
             raise ModelFileError(f"{shard.path}: tensor {show(name)} is also in another file of the folder")
-        if self._folder.quantization is None or not self._add_part(shard, name):
+        if self.quantization is None or not self._add_part(shard, name):
             self._file_tensors[name] = _read_entry(shard, name)
 
     def _add_part(self, shard: _Shard, name: str) -> bool:
         """Add a tensor that belongs to a quantised matrix. Returns whether it does."""
-        if is_unused(name) or is_kv_scale(name):
+        if is_unused(name):
             return True
         entry = shard.header[name]
         if not is_part(name, entry.get("dtype") if isinstance(entry, dict) else None):
@@ -261,15 +240,13 @@ class SafetensorsCheckpoint:
 
     def _find_packed(self) -> dict[str, TensorInfo]:
         """Find the quantised matrices and return their descriptions by the name of a plain matrix."""
-        quantization = self._folder.quantization
+        quantization = self.quantization
         if quantization is None:
             return {}
         self._packed = find_packed(self._parts, quantization, str(self.path))
         for name in self._packed:
             if name in self._file_tensors:
                 raise ModelFileError(f"{self.path}: {show(name)} is stored twice, plain and quantised")
-        if quantization.has_kv_scales:
-            log.info("%s: kv_cache_scheme is not used: keys and values keep 16 bits", self.path)
         return {name: tensor.info for name, tensor in self._packed.items()}
 
     def _has_own_head(self) -> bool:
@@ -288,15 +265,15 @@ class SafetensorsCheckpoint:
         return tensor.buffer.copy(tensor.offset + place.offset + at, min(COMPARED, place.info.num_bytes - at))
 
     def _find_places(self, found: Mapping[str, TensorInfo]) -> dict[str, Place]:
-        family = self._folder.family
+        family = self.family
         if family is None:
             return {name: Place(info, name, 0) for name, info in found.items()}
         if family.name == gpt_oss.FAMILY:
             self._experts = gpt_oss.find_parts(found, self.spec, str(self.path))
             found = {name: info for name, info in found.items() if not gpt_oss.is_experts(name)}
-        targets = transformers_targets(found, family, self._folder.architecture)
+        targets = transformers_targets(found, family, self.architecture)
         places = place_tensors(found, targets, self.spec, str(self.path))
-        return places if self._folder.quantization is None else self._without_zero_biases(places)
+        return places if self.quantization is None else self._without_zero_biases(places)
 
     def _without_zero_biases(self, places: dict[str, Place]) -> dict[str, Place]:
         """Leave out biases that the model does not have. AutoGPTQ writes one, full of zeros, for every matrix."""

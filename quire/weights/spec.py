@@ -163,10 +163,10 @@ class ExpertsSpec:
     has_sigmoid: bool = False
     has_expert_bias: bool = False  # a bias is added to the scores for the choice, but not to the weights
     shared_size: int = 0  # of an MLP beside them whose output is multiplied by sigmoid(shared_gate(x)); 0: none
-    has_bias: bool = False  # gate, up and down of every expert
-    has_router_bias: bool = False
-    has_router_norm: bool = False  # the router reads norm(residual) * hidden_size ** -0.5, with a norm of its own
-    has_expert_scales: bool = False  # the weight of a chosen expert is multiplied by a factor of the expert
+    has_bias: bool = False  # router, and gate, up and down of every expert
+    # The router reads norm(residual) * hidden_size ** -0.5, with a norm of its own, and the weight of a chosen expert
+    # is multiplied by a factor of the expert.
+    has_router_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

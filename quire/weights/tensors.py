@@ -146,11 +146,9 @@ def _mlp(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
 
 
 def _experts(experts: ExpertsSpec, hidden_size: int) -> dict[str, Shape]:
-    tensors = _linear("router", experts.num_experts, hidden_size, has_bias=experts.has_router_bias)
+    tensors = _linear("router", experts.num_experts, hidden_size, has_bias=experts.has_bias)
     if experts.has_router_norm:
-        tensors["router_norm.weight"] = (hidden_size,)
-    if experts.has_expert_scales:
-        tensors["expert_scales.weight"] = (experts.num_experts,)
+        tensors |= {"router_norm.weight": (hidden_size,), "expert_scales.weight": (experts.num_experts,)}
     if experts.has_expert_bias:
         tensors["expert_bias"] = (experts.num_experts,)
     for expert in range(experts.num_experts):

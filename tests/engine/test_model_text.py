@@ -107,7 +107,11 @@ def test_a_marker_that_is_a_special_token_reaches_the_parser(make: Made) -> None
     marker = text.tokenizer.added["[TOOL_CALLS]"]
     assert marker in text.tokenizer.special_ids
     chat = ChatRequest(HI, tools=TOOLS)
-    answer = [*text.tokenizer.encode_plain("Well."), marker, *text.tokenizer.encode_plain('[{"name": "now"}]')]
+    answer = [
+        *text.tokenizer.encode_plain("Well."),
+        marker,
+        *text.tokenizer.encode_plain('[{"name": "now", "arguments": {}}]'),
+    ]
     found = pieces_of(text, chat, answer)
     assert [piece.name for piece in found if isinstance(piece, CallStart)] == ["now"]
     assert "".join(piece.text for piece in found if isinstance(piece, Words)) == "Well."

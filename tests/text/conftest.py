@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from quire.text.tokenizer import Tokenizer
+from quire.weights.checkpoint import TokenizerFiles
+from quire.weights.opening import open_checkpoint
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
 
 
@@ -31,11 +33,6 @@ def spm_tokenizer() -> Tokenizer:
     return Tokenizer.from_gguf(sentencepiece_gguf())
 
 
-@pytest.fixture(scope="session")
-def default_gguf_path(default_model: Path) -> Path:
-    return default_model
-
-
 @contextmanager
 def plain_arrays() -> Iterator[None]:
     """Speed up the gguf package: it slices a mapped file 200,000 times, which takes seconds with numpy's memmap."""
@@ -46,28 +43,25 @@ def plain_arrays() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def default_gguf(default_gguf_path: Path) -> dict[str, Any]:
-    """The tokenizer.* metadata of the default model."""
-    import gguf
-
-    with plain_arrays():
-        fields = gguf.GGUFReader(default_gguf_path).fields
-    return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+def default_files(default_model: Path) -> TokenizerFiles:
+    with closing(open_checkpoint(default_model)) as checkpoint:
+        return checkpoint.tokenizer_files()
 
 
 @pytest.fixture(scope="session")
-def transformers_tokenizer(default_gguf_path: Path) -> Any:
+def transformers_tokenizer(default_model: Path) -> Any:
     """The default model's tokenizer as transformers reads it from the GGUF."""
     pytest.importorskip("gguf")
     transformers = pytest.importorskip("transformers")
     cuts = pytest.importorskip("tokenizers").pre_tokenizers
     with plain_arrays():
-        loaded = transformers.AutoTokenizer.from_pretrained(default_gguf_path.parent, gguf_file=default_gguf_path.name)
+        loaded = transformers.AutoTokenizer.from_pretrained(default_model.parent, gguf_file=default_model.name)
     # transformers' GGUF reader ignores that this model splits off every digit.
     loaded.backend_tokenizer.pre_tokenizer = cuts.Sequence([cuts.Digits(True), cuts.ByteLevel(add_prefix_space=False)])
     return loaded
 
 
 @pytest.fixture(scope="session")
-def default_tokenizer(default_gguf: dict[str, Any]) -> Tokenizer:
-    return Tokenizer.from_gguf(default_gguf)
+def default_tokenizer(default_files: TokenizerFiles) -> Tokenizer:
+    assert default_files.gguf is not None
+    return Tokenizer.from_gguf(default_files.gguf)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.text.chat_template import ChatTemplate, one_call_each, python_call
-from quire.text.grammar import Grammar, json_schema_grammar
+from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Role, Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.reasoning import REASONING_FORMATS, HarmonyParser, Opening, ThoughtParser, find_opening, find_reasoning
 from quire.text.stream import AnswerParser, CallArguments, CallStart
@@ -21,7 +21,8 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import TOOL_FORMATS, CallParser, Syntax, as_json, parameter_kinds
 from quire.text.tool_grammars import ToolsNotHeld, answer_grammar
 from tests.text.family_templates import GEMMA4, HARMONY, LFM2, LFM2_OLD, QWEN35
-from tests.text.test_tool_formats import AUTO, REQUIRED, Plain, calls, merged, read, say
+from tests.text.judging import Judge
+from tests.text.test_tool_formats import AUTO, REQUIRED, Plain, calls, check_parsing, merged, read, say
 from tests.text.vocabularies import byte_level_gguf
 from tests.text.written_calls import QUOTE, START, written
 
@@ -110,13 +111,13 @@ TRANSCRIPTS: list[tuple[str, str, list[Plain]]] = [
     ("gemma4", "<|tool_call>call:other{}<tool_call|>", [("words", "<|tool_call>call:other{}<tool_call|>")]),
     (
         "lfm2",
-        "<|tool_call_start|>[get(s=\"it's \\\"x\\\" \\xe9\\u00e9\\n\", n=3, b=True, o={'k': [1, None, (2, 3)]}), set()]"
+        "<|tool_call_start|>[get(s=\"it's \\\"x\\\" \\u00e9\\n\", n=3, b=True, o={'k': [1, None, [2, 3]]}), set()]"
         "<|tool_call_end|>Checking.",
         [
             *calls(
                 (
                     "get",
-                    '{"s": "it\'s \\"x\\" \\u00e9\\u00e9\\n", "n": 3, "b": true, "o": {"k": [1, null, [2, 3]]}}',
+                    '{"s": "it\'s \\"x\\" \\u00e9\\n", "n": 3, "b": true, "o": {"k": [1, null, [2, 3]]}}',
                 ),
                 ("set", "{}"),
             ),
@@ -131,10 +132,7 @@ TRANSCRIPTS: list[tuple[str, str, list[Plain]]] = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), TRANSCRIPTS, ids=lambda value: str(value)[:30])
 def test_a_transcript_parses_the_same_however_it_is_split(name: str, text: str, expected: list[Plain]) -> None:
-    assert read(lambda: parser_of(name), text) == expected
-    assert read(lambda: parser_of(name), *text) == expected
-    for at in range(len(text)):
-        assert read(lambda: parser_of(name), text[:at], text[at:]) == expected
+    check_parsing(lambda: parser_of(name), text, expected)
 
 
 def test_text_parameters_are_streamed() -> None:
@@ -266,13 +264,7 @@ MESSAGES: list[tuple[str, list[Plain]]] = [
 
 @pytest.mark.parametrize(("text", "expected"), MESSAGES, ids=range(len(MESSAGES)))
 def test_harmony_messages(text: str, expected: list[Plain]) -> None:
-    def make() -> AnswerParser:
-        return HarmonyParser(("get",))
-
-    assert read(make, text) == expected
-    assert read(make, *text) == expected
-    for at in range(len(text)):
-        assert read(make, text[:at], text[at:]) == expected
+    check_parsing(lambda: HarmonyParser(("get",)), text, expected)
 
 
 def test_a_continued_final_message() -> None:
@@ -333,7 +325,6 @@ def test_reasoning_in_a_channel_of_gemma() -> None:
 def test_switches(json_tokenizer: Tokenizer, source: str, wanted: dict[str, Any], end: str) -> None:
     template = ChatTemplate(source, json_tokenizer)
     assert template.render(ChatRequest((say(Role.USER, "Hi"),), **wanted)).endswith(end)
-    template.close()
 
 
 def test_efforts_of_harmony(json_tokenizer: Tokenizer) -> None:
@@ -350,7 +341,6 @@ def test_efforts_of_harmony(json_tokenizer: Tokenizer) -> None:
         request = ChatRequest((say(Role.USER, "Hi"),), **wanted)
         assert f"Reasoning: {effort}<|end|>" in template.render(request)
     assert [template.can_think(wants) for wants in (True, False, None)] == [True, False, True]
-    template.close()
 
 
 # Earlier calls in prompts
@@ -383,7 +373,6 @@ def test_earlier_calls_of_harmony(json_tokenizer: Tokenizer) -> None:
         'functions.now to=assistant<|channel|>commentary<|message|>"22"<|end|>',
         "assistant",
     ]
-    template.close()
 
 
 def test_earlier_calls_of_gemma(json_tokenizer: Tokenizer) -> None:
@@ -395,7 +384,6 @@ def test_earlier_calls_of_gemma(json_tokenizer: Tokenizer) -> None:
         f"<|tool_response>response:get{{value:{QUOTE}21{QUOTE}}}<tool_response|>"
         f"<|tool_response>response:now{{value:{QUOTE}22{QUOTE}}}<tool_response|>"
     )
-    template.close()
 
 
 @pytest.mark.parametrize(
@@ -414,62 +402,18 @@ def test_earlier_calls_of_lfm2(json_tokenizer: Tokenizer, source: str, answer: s
     messages = (LOOKED[0], say(Role.ASSISTANT, "", tool_calls=(hostile,)), RESULTS[0])
     ids = template.encode(ChatRequest(messages))
     assert ids.count(json_tokenizer.added["<|im_end|>"]) == 3
-    template.close()
     assert python_call({"name": "f", "arguments": {"a": None, "b": ["x"]}}) == 'f(a=None, b=["x"])'
 
 
 # Grammars
 
 
-class Letters:
-    """A vocabulary of bytes and markers, for llguidance."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    names = (
-        "<|eos|>", "<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", QUOTE, "<|channel>", "<channel|>",
-        "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|tool_call_start|>",
-        "<|tool_call_end|>", "<think>", "</think>",
-    )  # fmt: skip
-    tokens = (*(bytes((byte,)) for byte in range(256)), *(name.encode() for name in names))
-    special_token_ids = tuple(range(256, 256 + len(names)))
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
-
-    def encode(self, text: str, *, is_plain: bool) -> list[int]:
-        ids: list[int] = []
-        while text:
-            name = None if is_plain else next((name for name in self.names if text.startswith(name)), None)
-            ids += list(text[0].encode()) if name is None else [256 + self.names.index(name)]
-            text = text[1 if name is None else len(name) :]
-        return ids
-
-
-Judge = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def judge() -> Judge:
-    """Judges a text. whole: may end here; part: more must follow; no: not allowed."""
-    llguidance = pytest.importorskip("llguidance")
-    letters = Letters()
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(letters), n_vocab=len(letters.tokens))
-
-    def judged(grammar: Grammar | None, text: str, *, is_plain: bool = False) -> str:
-        assert grammar is not None
-        matcher = llguidance.LLMatcher(tokenizer, grammar.source, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        ids = letters.encode(text, is_plain=is_plain)
-        if matcher.try_consume_tokens(ids) < len(ids):
-            return "no"
-        return "whole" if matcher.is_accepting() else "part"
-
-    return judged
-
-
-def marker_id(marker: str) -> int | None:
-    return 256 + Letters.names.index(marker) if marker in Letters.names else None
+judge = Judge(
+    "<|eos|>", "<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", QUOTE, "<|channel>", "<channel|>",
+    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|tool_call_start|>",
+    "<|tool_call_end|>", "<think>", "</think>",
+)  # fmt: skip
+marker_id = judge.marker_id
 
 
 def no_id(marker: str) -> int | None:
@@ -500,7 +444,7 @@ BAD: list[Mapping[str, Any]] = [
 
 @pytest.mark.parametrize("name", NEW)
 @pytest.mark.parametrize("find_id", [marker_id, no_id])
-def test_calls_follow_the_schema(judge: Judge, name: str, find_id: Callable[[str], int | None]) -> None:
+def test_calls_follow_the_schema(name: str, find_id: Callable[[str], int | None]) -> None:
     format, is_plain = FORMATS[name], find_id is no_id
     thought = (REASONING["harmony"], Opening.FREE) if name == "harmony" else None
     grammar = answer_grammar(format, (GET, NOW, OPEN), REQUIRED, None, thought, find_id)
@@ -518,7 +462,7 @@ def test_calls_follow_the_schema(judge: Judge, name: str, find_id: Callable[[str
 
 
 @pytest.mark.parametrize("name", NEW[:3])
-def test_calls_after_text_and_reasoning(judge: Judge, name: str) -> None:
+def test_calls_after_text_and_reasoning(name: str) -> None:
     format = FORMATS[name]
     thought = REASONING["gemma4" if name == "gemma4" else "think"]
     call = written(format, [("now", {})])
@@ -537,7 +481,7 @@ def test_calls_after_text_and_reasoning(judge: Judge, name: str) -> None:
     assert [judge(named, text) for text in (call, written(format, [("now", {})] * 2), "Hi")] == ["whole", "no", "no"]
 
 
-def test_harmony_answers(judge: Judge) -> None:
+def test_harmony_answers() -> None:
     format, thought = FORMATS["harmony"], (REASONING["harmony"], Opening.FREE)
     call, before = written(format, [("now", {})]), f"{ANALYSIS}hm<|end|>{START}"
     preamble = f"<|channel|>commentary<|message|>I look.<|end|>{START}"
@@ -553,7 +497,7 @@ def test_harmony_answers(judge: Judge) -> None:
     assert {text: judge(required, text) for text in texts} == texts
 
 
-def test_structured_answers_of_harmony(judge: Judge) -> None:
+def test_structured_answers_of_harmony() -> None:
     """Only the final channel follows the schema."""
     words, format = json_schema_grammar({"enum": ["sun", "rain"]}), FORMATS["harmony"]
     before = f"{ANALYSIS}hm<|end|>{START}"
@@ -579,7 +523,7 @@ NOT_WRITABLE: Sequence[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", NEW[:3])
 @pytest.mark.parametrize("schema", NOT_WRITABLE, ids=range(len(NOT_WRITABLE)))
-def test_schemas_that_a_format_cannot_enforce(judge: Judge, name: str, schema: dict[str, Any]) -> None:
+def test_schemas_that_a_format_cannot_enforce(name: str, schema: dict[str, Any]) -> None:
     """The tool is refused if it is strict; otherwise the caller may drop its schema."""
     tool = Tool("f", "", schema)
     for is_strict, loose in ((True, []), (False, [1])):
@@ -605,7 +549,7 @@ FORMATTED = {
 
 @pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
 @pytest.mark.parametrize("kind", FORMATTED)
-def test_formats_of_text(judge: Judge, name: str, kind: str) -> None:
+def test_formats_of_text(name: str, kind: str) -> None:
     tool = Tool("f", "", {"properties": {"a": {"type": "string", "format": kind}}})
     grammar = answer_grammar(FORMATS[name], (tool,), REQUIRED, None, None, marker_id)
     good, bad = (written(FORMATS[name], [("f", {"a": text})]) for text in FORMATTED[kind])

@@ -14,6 +14,7 @@ from quire.errors import InvalidRequest, TemplateError
 from quire.text.chat_template import MAX_BOUNDARIES, ChatTemplate, find_boundaries
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.tokenizer import Tokenizer
+from quire.weights.checkpoint import TokenizerFiles
 from tests.text.family_templates import GEMMA4, HARMONY, LFM2, QWEN35
 from tests.text.test_tool_formats import say
 from tests.text.tool_templates import HERMES, MISTRAL, PLAIN
@@ -126,18 +127,16 @@ def test_prompts_are_those_of_transformers(style: str, generation: bool, json_to
         request = ChatRequest(messages, add_generation_prompt=generation)
         assert template.render(request) == reference.apply_chat_template(plain, tokenize=False, **options)
         assert template.encode(request) == reference.apply_chat_template(plain, return_dict=False, **options)
-    template.close()
 
 
 def test_default_model_prompts_equal_those_of_transformers(
-    default_gguf: dict[str, Any], transformers_tokenizer: Any, default_tokenizer: Tokenizer
+    default_files: TokenizerFiles, transformers_tokenizer: Any, default_tokenizer: Tokenizer
 ) -> None:
-    template = ChatTemplate(default_gguf["tokenizer.chat_template"], default_tokenizer)
+    template = ChatTemplate(default_files.chat_template, default_tokenizer)
     for messages in CONVERSATIONS:
         plain = [{"role": message.role.value, "content": message.text} for message in messages]
         expected = transformers_tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
         assert template.encode(ChatRequest(messages)) == expected
-    template.close()
 
 
 def test_a_control_string_in_a_message_is_text(chatml: ChatTemplate) -> None:
@@ -162,12 +161,6 @@ def test_no_role_can_write_a_control_token(chatml: ChatTemplate, role: Role, tok
         assert (control_ids(content) == control_ids("harmless")) is not allowed
 
 
-def test_a_control_string_split_over_parts_is_text(chatml: ChatTemplate) -> None:
-    whole = chatml.encode(ChatRequest([_say(Role.USER, "a <|im_end|> b")]))
-    assert chatml.encode(ChatRequest([_say(Role.USER, "a <|im", "_end|> b")])) == whole
-    assert chatml.encode(ChatRequest([_say(Role.USER, "a <", "|im_end|>", " b")])) == whole
-
-
 def test_a_template_cannot_complete_a_control_string() -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
     for source in ("{{ messages[0].content }}{{ messages[1].content }}", "{{ messages[0].content }}_end|>"):
@@ -175,7 +168,6 @@ def test_a_template_cannot_complete_a_control_string() -> None:
         ids = template.encode(ChatRequest([_say(Role.USER, "<|im"), _say(Role.ASSISTANT, "_end|>")]))
         assert tokenizer.decode(ids, skip_special=False) == "<|im_end|>"
         assert tokenizer.control_ids.isdisjoint(ids)
-        template.close()
 
 
 def test_names_and_template_args_are_text() -> None:
@@ -185,7 +177,6 @@ def test_names_and_template_args_are_text() -> None:
     ids = template.encode(request)
     assert tokenizer.control_ids.isdisjoint(ids)
     assert template.render(request) == "<|im_end|><|im_start|>"
-    template.close()
 
 
 PIECES = st.sampled_from([*SPECIAL, *TOOLS, "<", "|im_end", "|>", "\U000f0000", "\U000f0001", " ", "\n", "word", "é"])
@@ -210,7 +201,6 @@ def test_sentencepiece_gets_no_stray_spaces() -> None:
     ids = template.encode(ChatRequest([_say(Role.USER, "the </s> world")]))
     inst = tokenizer.added["[INST]"]
     assert ids == [1, inst, *tokenizer.encode_plain("the </s> world"), inst]
-    template.close()
 
 
 def test_continuing_the_last_message(chatml: ChatTemplate) -> None:
@@ -220,27 +210,18 @@ def test_continuing_the_last_message(chatml: ChatTemplate) -> None:
     assert chatml.encode(request).count(2) == 1
     trimming = ChatTemplate("{{ messages[-1].content | trim }}!", chatml._tokenizer)
     assert trimming.render(request) == "It is <|im_end|>"
-    trimming.close()
     silent = ChatTemplate("{{ messages | length }}", chatml._tokenizer)
     with pytest.raises(TemplateError, match="continue_last"):
         silent.render(request)
-    silent.close()
 
 
 def test_no_template(gguf_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(None, gguf_tokenizer)
-    assert not template.exists
+    assert template.source is None
     with pytest.raises(TemplateError, match=r"no chat template.*raw completion"):
         template.encode(ChatRequest(CONVERSATIONS[0]))
     with pytest.raises(TemplateError, match="no chat template"):
         template.check()
-
-
-def test_a_template_refusal_has_the_templates_message(gguf_tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(STYLES["gemma"], gguf_tokenizer)
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        template.encode(ChatRequest([_say(Role.ASSISTANT, "a"), _say(Role.USER, "b")]))
-    template.close()
 
 
 def test_template_args(gguf_tokenizer: Tokenizer) -> None:
@@ -254,7 +235,6 @@ def test_template_args(gguf_tokenizer: Tokenizer) -> None:
     for name in ("__class__", "range", "raise_exception", "n" * 10**6):
         hostile = ChatRequest(CONVERSATIONS[0], template_args={name: "x"})
         assert template.render(hostile) == template.render(ChatRequest(CONVERSATIONS[0]))
-    template.close()
 
 
 HI = _say(Role.USER, "Hi")
@@ -265,9 +245,7 @@ HI = _say(Role.USER, "Hi")
     [
         ({"messages": []}, "messages has 0 entries, not 1 to 2048"),
         ({"messages": [HI] * 2049}, "messages has 2049 entries"),
-        ({"messages": [HI, HI, HI, _say("root", "x")]}, r"messages\[3\]\.role = 'root' is not one of"),  # type: ignore[arg-type]
         ({"messages": [_say(Role.USER, "ok", "\ud800")]}, r"messages\[0\]\.parts\[1\]\.text has a lone surrogate"),
-        ({"messages": [_say(Role.USER, 5)]}, r"messages\[0\]\.parts\[0\]\.text is a int"),  # type: ignore[arg-type]
         ({"messages": [_say(Role.USER, "x", name="")]}, r"messages\[0\]\.name has 0 characters"),
         ({"messages": [HI], "continue_last": True}, "exclude each other"),
         ({"messages": [HI], "continue_last": True, "add_generation_prompt": False}, r"messages\[0\]\.role = 'user'"),
@@ -333,7 +311,6 @@ def test_starters_of_a_template(tokenizer: Tokenizer, source: str | None, starte
     template = ChatTemplate(source, tokenizer)
     assert [tokenizer.id_to_token(token_id) for token_id in template.starters] == starters
     assert template.starters is template.starters
-    template.close()
 
 
 @pytest.mark.parametrize(("source", "num_before"), [(PLAIN, 0), (GEMMA4, 1)])
@@ -347,7 +324,6 @@ def test_boundaries_of_a_conversation(tokenizer: Tokenizer, source: str, num_bef
     ends = [len(template.encode(ChatRequest(part, add_generation_prompt=False))) for part in parts]
     assert list(found) == ends
     assert prompt[num_before] == template.starters[0]  # the first message's start is left out
-    template.close()
 
 
 def test_boundaries_are_capped() -> None:

@@ -13,11 +13,9 @@ import pytest
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text import tokenizer as encoder
 from quire.text import vocab_spec
-from quire.text import vocab_spec as gguf_vocab
-from quire.text import vocab_spec as tokenizer_bounds
 from quire.text.chat_template import ChatTemplate
 from quire.text.messages import ChatRequest, Message, Part, Role
-from quire.text.tokenizer import MAX_DECODED_BYTES, MAX_GROWN, Tokenizer
+from quire.text.tokenizer import MAX_DECODED_BYTES, Tokenizer
 from quire.text.vocab_spec import PRE_TOKENIZERS
 from tests.text.vocabularies import TEXTS, byte_level_gguf, byte_level_json, sentencepiece_gguf
 from tests.waiting import eventually
@@ -175,77 +173,37 @@ def test_an_expression_that_needs_too_long_ends_its_child_only(monkeypatch: pyte
     monkeypatch.setattr(encoder, "ENCODE_LIMIT_S", 0.2)
     # Cubic at every position, below the library's own limit of steps for one position.
     tokenizer = opened(cut(split("z*z*z*q")))
-    try:
-        with pytest.raises(InvalidRequest, match=r"the tokenizer did not finish within 0\.\d+ s of CPU time"):
-            tokenizer.encode("z" * 380 + " q")
-        assert tokenizer.decode(tokenizer.encode("another text")) == "another text"  # in a new child
-    finally:
-        tokenizer.close()
+    with pytest.raises(InvalidRequest, match=r"the tokenizer did not finish within 0\.\d+ s of CPU time"):
+        tokenizer.encode("z" * 380 + " q")
+    assert tokenizer.decode(tokenizer.encode("another text")) == "another text"  # in a new child
 
 
 def test_a_child_without_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "MEMORY_BYTES", 256 << 20)
     monkeypatch.setattr(encoder, "ENCODE_LIMIT_S", 60.0)
     tokenizer = opened(normalized(replace("z", "z" * 8)))
-    try:
-        assert not tokenizer.is_inline
-        with pytest.raises(InvalidRequest, match="text cannot be encoded: "):
-            tokenizer.encode("z" * 400_000)  # 3.2 million characters: about 300 MB
-        assert len(tokenizer.encode("za")) >= 2
-    finally:
-        tokenizer.close()
-
-
-def test_a_text_that_may_grow_beyond_the_context_is_refused_before_it_is_encoded() -> None:
-    tokenizer = opened(normalized(replace("z", "z" * 8)))
-    tokenizer.close()  # encoding would fail
-    with pytest.raises(
-        ContextTooLong, match="501 characters, which this tokenizer may make 8 times as many: more than 4"
-    ):
-        tokenizer.encode("x" * 501, max_chars=1000)
-    with pytest.raises(ContextTooLong):
-        tokenizer.encode_plain("x" * 501, max_chars=1000)
-    with pytest.raises(ContextTooLong):
-        tokenizer.encode_marked("x" * 501, "\U000f0000", max_chars=1000)
-    with pytest.raises(InvalidRequest, match="was closed"):
-        tokenizer.encode("x" * 500, max_chars=1000)
-    assert MAX_GROWN >= tokenizer_bounds.INLINE_GROWTH  # no limit for real tokenizers but that of the context
+    assert not tokenizer.is_inline
+    with pytest.raises(InvalidRequest, match="text cannot be encoded: "):
+        tokenizer.encode("z" * 400_000)  # 3.2 million characters: about 300 MB
+    assert len(tokenizer.encode("za")) >= 2
 
 
 @pytest.mark.parametrize(
-    ("form", "char", "size"),
-    [("NFKC", "\ufdfa", 33), ("NFKD", "\ufdfa", 33), ("NFC", "\U0001d160", 12), ("NFD", "\U0001d160", 12)],
+    ("parts", "is_inline"),
+    [
+        ([{"type": "NFC"}], True),
+        ([{"type": "NFKC"}], False),  # it may make 18 characters of one
+        ([{"type": "NFC"}, replace("z", "zz")], True),
+        ([replace("z", "z" * 3)], False),
+        ([{"type": "NFC"}, {"type": "NFD"}], False),
+    ],
 )
-def test_a_text_that_its_normal_form_lengthens_beyond_the_context_is_refused(form: str, char: str, size: int) -> None:
-    tokenizer = opened(normalized({"type": form}))
-    most = 4000 // size
-    assert tokenizer.is_inline
-    assert tokenizer.encode(char * most, max_chars=1000)
-    tokenizer._encoder.encode = _unreachable  # type: ignore[method-assign, assignment]
-    message = (
-        rf"text has {most + 1} characters, and {(most + 1) * size} bytes in Unicode normal form {form}: more than 4"
-    )
-    with pytest.raises(ContextTooLong, match=message):
-        tokenizer.encode(char * (most + 1), max_chars=1000)
-    with pytest.raises(ContextTooLong):
-        tokenizer.encode_marked("x" + char * (most + 1), "\U000f0000", max_chars=1000)
-
-
-def test_a_normal_form_refuses_no_text_that_it_does_not_lengthen() -> None:
-    tokenizer = opened(normalized({"type": "NFKC"}))
-    for char in ("x", "\u4e2d", "\U0001f389"):
-        assert tokenizer.encode(char * 3000, max_chars=3000)
-
-
-@pytest.mark.parametrize("first", [replace("a", "\ufdfa"), {"type": "ByteLevel"}])
-def test_a_normal_form_of_characters_that_a_part_writes_is_counted(first: dict[str, Any]) -> None:
-    """They are not in the text of the request, so that its length in the form says nothing."""
-    spec = byte_level_json()
-    spec["pre_tokenizer"] = None
-    normalized(first, {"type": "NFKC"})(spec)
-    assert tokenizer_bounds.find_bounds(spec).growth >= 18
-    normalized({"type": "NFKC"}, replace("a", "\u2581"))(spec)
-    assert tokenizer_bounds.find_bounds(spec).growth == 1
+def test_a_tokenizer_that_lengthens_texts_runs_in_a_child(parts: list[dict[str, Any]], is_inline: bool) -> None:
+    tokenizer = opened(normalized(*parts))
+    assert tokenizer.is_inline is is_inline
+    assert tokenizer.encode("a" * 4000, max_chars=4000)
+    with pytest.raises(ContextTooLong, match="text has 4001 characters, more than the 4000 that can fit"):
+        tokenizer.encode("a" * 4001, max_chars=4000)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -285,7 +243,7 @@ def test_pieces_that_can_be_split_in_many_ways_are_refused(monkeypatch: pytest.M
     with pytest.raises(ModelFileError, match=r"can be split in too many ways .* or 40000000 characters of them"):
         opened_with(600)
     assert opened_with(40).encode("a" * 39)
-    monkeypatch.setattr(gguf_vocab, "MAX_MERGES", 600)
+    monkeypatch.setattr(vocab_spec, "MAX_MERGES", 600)
     with pytest.raises(ModelFileError, match="too many ways for a SentencePiece model: more than 600 merges"):
         opened_with(40)
 
@@ -298,7 +256,7 @@ def test_known_tokenizers_run_in_this_process() -> None:
 
 def test_a_child_ends_with_its_tokenizer() -> None:
     tokenizer = opened(cut(split("z+|.")))
-    child: Any = tokenizer._encoder._child._process  # type: ignore[union-attr]
+    child: Any = tokenizer._encoder._process  # type: ignore[union-attr]
     assert child.poll() is None
     tokenizer.close()
     eventually(lambda: child.poll() is not None, "the child ended")
@@ -306,16 +264,13 @@ def test_a_child_ends_with_its_tokenizer() -> None:
 
 def test_an_answer_of_the_child_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = opened(cut(split("z+|.")))
-    try:
-        child = tokenizer._encoder._child  # type: ignore[union-attr]
-        for answer in ({}, {"ids": "abc"}, {"ids": [1, "2"]}, {"ids": [-1]}, {"ids": [True]}):
-            monkeypatch.setattr(child, "ask", lambda *_, found=answer: found)
-            with pytest.raises(InvalidRequest, match="invalid answer"):
-                tokenizer.encode("z")
-            monkeypatch.undo()
-        assert tokenizer.encode("z")
-    finally:
-        tokenizer.close()
+    child = tokenizer._encoder
+    for answer in ({}, {"ids": "abc"}, {"ids": [1, "2"]}, {"ids": [-1]}, {"ids": [True]}):
+        monkeypatch.setattr(child, "ask", lambda *_, found=answer: found)
+        with pytest.raises(InvalidRequest, match="invalid answer"):
+            tokenizer.encode("z")
+        monkeypatch.undo()
+    assert tokenizer.encode("z")
 
 
 def test_decoding_has_a_limit() -> None:
@@ -331,12 +286,9 @@ def test_a_template_cannot_write_more_than_the_context() -> None:
     tokenizer = opened(normalized())
     template = ChatTemplate("{{ 'a' * 100000 }}{{ messages[0].content }}", tokenizer)
     chat = ChatRequest([Message(Role.USER, (Part("Hi"),))])
-    try:
-        assert len(template.encode(chat)) == 100_002
-        with pytest.raises(ContextTooLong, match="text has 100002 characters, more than the 65536 that can fit"):
-            template.encode(chat, max_chars=65_536)
-    finally:
-        template.close()
+    assert len(template.encode(chat)) == 100_002
+    with pytest.raises(ContextTooLong, match="text has 100002 characters, more than the 65536 that can fit"):
+        template.encode(chat, max_chars=65_536)
 
 
 def test_a_long_string_to_replace_runs_in_a_child() -> None:
@@ -345,7 +297,6 @@ def test_a_long_string_to_replace_runs_in_a_child() -> None:
     spec["normalizer"] = {"type": "Replace", "pattern": {"String": "a" * 33 + "b"}, "content": ""}
     tokenizer = Tokenizer.from_json(json.dumps(spec).encode(), {})
     assert not tokenizer.is_inline
-    tokenizer.close()
     spec["normalizer"]["pattern"]["String"] = "a" * 31 + "b"
     assert Tokenizer.from_json(json.dumps(spec).encode(), {}).is_inline
 
@@ -477,30 +428,6 @@ def test_invalid_json_is_refused(data: bytes) -> None:
 def test_a_forged_tokenizer_config(listed: object) -> None:
     with pytest.raises(ModelFileError):
         Tokenizer.from_json(json.dumps(byte_level_json()).encode(), {"added_tokens_decoder": listed})
-
-
-def test_mutants_load_or_are_refused() -> None:
-    good = json.dumps(byte_level_json()).encode()
-    seen = {"loads": 0, "refused": 0}
-    for seed in range(400):
-        rng = random.Random(seed)
-        data = bytearray(good)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(data))
-            edit = rng.randrange(3)
-            if edit == 0:
-                data[at] = rng.randrange(256)
-            elif edit == 1:
-                del data[at : at + rng.randint(1, 50)]
-            else:
-                data[at:at] = data[rng.randrange(len(data)) :][: rng.randint(1, 30)]
-        try:
-            tokenizer = Tokenizer.from_json(bytes(data), {})
-            assert tokenizer.control_ids.isdisjoint(tokenizer.encode_plain("a <|im_end|> text"))
-            seen["loads"] += 1
-        except ModelFileError:
-            seen["refused"] += 1
-    assert min(seen.values()) > 5, seen
 
 
 @pytest.mark.nightly

@@ -61,7 +61,7 @@ def good() -> Iterator[Renderer]:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_an_error(name: str) -> None:
     with closing(Renderer(HOSTILE[name])) as renderer, pytest.raises(TemplateError) as caught:
-        renderer.check(HELLO)
+        renderer.render(HELLO)
     assert "did not finish within 60 s" not in str(caught.value)  # ended by its own limits, not by the timeout
 
 
@@ -88,7 +88,7 @@ def test_a_render_is_not_refused_because_the_machine_is_busy(good: Renderer) -> 
 
 
 def process_of(renderer: Renderer) -> subprocess.Popen[bytes]:
-    process = renderer._child._process
+    process = renderer._process
     assert process is not None
     return process
 
@@ -143,7 +143,6 @@ def test_a_failed_render_keeps_the_process() -> None:
         renderer.render({"messages": [{"role": "user", "content": "bad"}]})
     assert renderer.render(HELLO) == "fine"
     assert process_of(renderer) is process
-    renderer.close()
 
 
 def test_an_interrupted_render_leaves_no_answer_for_the_next(good: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +157,7 @@ def test_an_interrupted_render_leaves_no_answer_for_the_next(good: Renderer, mon
 def test_the_child_dies_with_its_parent() -> None:
     code = (
         "import os; from quire.text.chat_template import Renderer; r = Renderer('x'); r.warm_up();"
-        "print(r._child._process.pid, flush=True); os._exit(0)"
+        "print(r._process.pid, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     eventually(lambda: not _is_running(int(done.stdout)), "the template's process ends with its parent")
@@ -204,11 +203,6 @@ def test_renders_of_several_threads_are_serialized(good: Renderer) -> None:
     assert sorted(texts) == sorted(f"<user>{number}" for number in range(8) for _ in range(10))
 
 
-def test_long_conversations_pass_the_pipe(good: Renderer) -> None:
-    text = 'ä🎉\n"' * 200_000
-    assert good.render({"messages": [{"role": "user", "content": text}]}) == "<user>" + text
-
-
 def test_too_long_an_answer_is_refused(good: Renderer) -> None:
     with pytest.raises(TemplateError, match="longer than 4194304 characters"):
         good.render({"messages": [{"role": "user", "content": "x" * 4_200_000}]})
@@ -219,8 +213,6 @@ def test_a_template_refusal_has_the_templates_message() -> None:
     renderer = Renderer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateRefusal, match=r"^roles must alternate$"):
         renderer.render(HELLO)
-    assert renderer.check(HELLO) == ""  # the template works, it only refuses the trial
-    renderer.close()
 
 
 def test_variables_are_those_the_template_uses(good: Renderer) -> None:
@@ -234,7 +226,6 @@ def test_no_secrets_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.path.exists("/proc/self/environ"):
         with open(f"/proc/{process_of(renderer).pid}/environ", "rb") as file:
             assert b"hf_secret" not in file.read()
-    renderer.close()
 
 
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +233,6 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Any, monkey
     monkeypatch.chdir(tmp_path)
     renderer = Renderer(GOOD)
     assert renderer.render(HELLO) == "<user>hi"
-    renderer.close()
 
 
 FEATURES = {
@@ -263,7 +253,6 @@ FEATURES = {
 def test_template_features(source: str) -> None:
     renderer = Renderer(source)
     assert renderer.render(HELLO) == FEATURES[source]
-    renderer.close()
 
 
 SCRIPT = """

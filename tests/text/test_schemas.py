@@ -9,14 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
-from urllib.parse import urljoin
 
 import jsonschema_rs
 import llguidance
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.text import schemas
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool
 from quire.text.patterns import MAX_NESTING, hold_pattern
@@ -77,8 +75,8 @@ ROWS: dict[str, Row] = {
     "a length with a point": Row({**STR, "maxLength": 2.0}, ["ab"], ["abc"]),
     "pattern": Row({**STR, "pattern": "^[a-c]+$"}, ["abc"], ["abd", ""]),
     "a pattern without quotes": Row({**STR, "pattern": '^[^"]+$'}, ["a\\b"], ['a"b']),
-    "a pattern with look-aheads that may stand alone": Row(
-        {**STR, "pattern": r"^(?=.*\d)(?=.*[a-z]).{3,5}$"}, ["ab1", "1a..."], ["abc", "123", "a1", "a1...."]
+    "a pattern with look-aheads": Row(
+        {**STR, "pattern": r"^(?=.*\d)(?=.*[a-z]).{3,5}$"}, ["ab1", "1a..."], ["a1", "a1...."], ("pattern",)
     ),
     "a pattern with a look-ahead": Row({**STR, "pattern": "^(?!a)[a-z]+$"}, ["ba"], ["ab", "7"], ("pattern",)),
     "a pattern with a word boundary": Row({**STR, "pattern": r"\bx\b"}, ["a x"], ["axb", "y"], ("pattern",)),
@@ -171,7 +169,9 @@ ROWS: dict[str, Row] = {
         obj({"a": INT}, allOf=[{"properties": {"b": INT}}], unevaluatedProperties=False),
         [{"a": 1, "b": 1}],
         [{"a": 1, "c": 1}],
+        ("unevaluatedProperties",),
     ),
+    "unevaluatedProperties alone": Row(obj({"a": INT}, unevaluatedProperties=False), [{"a": 1}], [{"b": 1}]),
     "unevaluatedProperties beside a condition": Row(
         obj({"a": INT}, **{"if": {"required": ["a"]}, "then": {"properties": {"b": {}}}}, unevaluatedProperties=False),
         [{"a": 1}],
@@ -256,8 +256,9 @@ ROWS: dict[str, Row] = {
     "a reference with siblings": Row({"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": INT}}, [3], [4, "a"]),
     "a tree": Row(TREE, [{}, {"kids": [{"kids": []}]}], [{"kids": [1]}]),
     "the root": Row(obj({"next": {"$ref": "#"}}), [{"next": {"next": {}}}], [{"next": 1}]),
-    "an anchor": Row({"$ref": "#x", "$defs": {"a": {"$anchor": "x", **INT}}}, [1], ["a"]),
-    "an id": Row({"$id": "http://a.b/c", "$ref": "d", "$defs": {"d": {"$id": "d", **INT}}}, [1], ["a"]),
+    "an anchor": Row({"$ref": "#x", "$defs": {"a": {"$anchor": "x", **INT}}}, [1], [], ("$ref",)),
+    "an id": Row({"$id": "http://a.b/c", "$ref": "d", "$defs": {"d": {"$id": "d", **INT}}}, [1], [], ("$ref",)),
+    "a pointer below the id of the root": Row({"$id": "x", "$ref": "#/$defs/d", "$defs": {"d": INT}}, [1], ["a"]),
     "a pointer with escapes": Row({"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": INT}}, [1], ["a"]),
     "a remote reference": Row(obj({"a": {"$ref": "https://x.org/s"}}), [{"a": 1}], [[]], ("properties.a.$ref",)),
     "a dynamic reference": Row({"$dynamicRef": "#x"}, [1], [], ("$dynamicRef",)),
@@ -351,14 +352,16 @@ NAMES: list[tuple[dict[str, Any], bool]] = [
     ({**CLOSED, "patternProperties": {"^other$": INT}}, True),
     ({**CLOSED, "patternProperties": {"^x": INT}}, False),
     ({"allOf": [CLOSED, {"properties": {"other": {}}}]}, True),
-    ({"allOf": [CLOSED, {"properties": {"b": {}}}]}, False),
+    ({"allOf": [CLOSED, {"properties": {"b": {}}}]}, True),
+    ({"allOf": [CLOSED]}, False),
     ({"$ref": "#/$defs/c", "properties": {"other": INT}, "$defs": {"c": CLOSED}}, True),
-    ({"$ref": "#/$defs/c", "properties": {"b": INT}, "$defs": {"c": CLOSED}}, False),
+    ({"$ref": "#/$defs/c", "properties": {"b": INT}, "$defs": {"c": CLOSED}}, True),
+    ({"$ref": "#/$defs/c", "type": "object", "$defs": {"c": CLOSED}}, False),
     ({"anyOf": [CLOSED, {"type": "string"}]}, False),
     ({"anyOf": [CLOSED, {"type": "object"}]}, True),
     ({**CLOSED, "anyOf": [{"required": ["a"]}]}, False),
     ({**CLOSED, "anyOf": [{"properties": {"other": INT}}, {"properties": {"b": INT}}]}, True),
-    ({**CLOSED, "anyOf": [{"properties": {"c": INT}}, {"properties": {"b": INT}}]}, False),
+    ({**CLOSED, "anyOf": [{"properties": {"a": {"minimum": 1}}}, {"required": ["a"]}]}, False),
     ({**CLOSED, "if": {"required": ["a"]}, "then": {"properties": {"other": {}}}}, True),
     ({**CLOSED, "required": ["other"]}, True),
     ({**CLOSED, "minProperties": 2}, True),
@@ -380,7 +383,6 @@ def test_objects_described_in_two_places_are_not_closed_against_each_other() -> 
     matcher = compiled(hold_schema({"allOf": [first, second]}).schema)
     assert allows(matcher, '{"x": {"a": 1, "b": 2}}')
     assert not allows(matcher, '{"x": {"a": 1}}')
-    assert not allows(matcher, '{"y": 1}')
 
 
 def test_a_listed_name_cannot_be_written_as_another() -> None:
@@ -428,7 +430,7 @@ def test_hostile_schemas_cost_little(schema: dict[str, Any]) -> None:
 
 
 def test_a_schema_that_is_too_large_is_reported_as_a_whole() -> None:
-    assert [one.path for one in hold_schema({"type": "array", **HOSTILE["a chain"]}).unenforced] == ["$"]
+    assert list(hold_schema({"type": "array", **HOSTILE["a chain"]}).unenforced) == ["$"]
     assert hold_schema({"type": "array", **HOSTILE["a chain"]}).schema == {"type": "array"}
 
 
@@ -443,7 +445,7 @@ PRODUCTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "users of many names": (
         {"$defs": {"A": obj(MANY_NAMES)}, "properties": USERS},
-        "properties.a799.additionalProperties",
+        "",
     ),
     "pairs of schemas": ({"oneOf": [{"allOf": [{}] * 2000}, {"allOf": [{}] * 2000}]}, "oneOf"),
     "pairs with many values": ({"oneOf": [{"allOf": [{}] * 2000}, {"enum": [*range(8000)]}]}, "oneOf"),
@@ -489,7 +491,7 @@ def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) ->
     source = json.dumps(schema)
     schema = json.loads(source)  # every part is a separate object
     held = with_few_calls(lambda: hold_schema(schema))
-    paths = [one.path for one in held.unenforced]
+    paths = list(held.unenforced)
     if paths == ["$"]:  # given up as a whole, after equally little work
         assert len(source) > MAX_HELD_CHARS
         return
@@ -499,48 +501,18 @@ def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) ->
             hold_schema(schema, strict=True)
 
 
-def test_a_long_address_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_chars = 0
-
-    def counting(base: str, url: str) -> str:
-        nonlocal num_chars
-        num_chars += len(base) + len(url)
-        return urljoin(base, url)
-
-    monkeypatch.setattr(schemas, "urljoin", counting)
-    users = {f"a{i}": {"$ref": "x"} for i in range(1500)}
-    held = hold_schema({"$id": "http://a/" + "b/" * 12_000, "properties": users})
-    assert {one.path for one in held.unenforced} == {f"properties.{name}.$ref" for name in users}
-    hold_schema({"$id": "http://a/b/", "properties": {f"a{i}": {"$ref": "c" * 3000} for i in range(20)}})
-    hold_schema({"$id": "http://a/b/" + "c" * 1000, "properties": users})
-    assert num_chars < 5000
-
-
-def test_references_below_a_long_address_do_not_resolve_to_the_outer_schema() -> None:
-    inner = {"$id": "http://a/" + "b/" * 50, "$defs": {"d0": {"type": "string"}}, "properties": {"x": defined(0)}}
+@pytest.mark.parametrize("name", ["$id", "id"])
+def test_references_below_an_id_do_not_resolve_to_the_outer_schema(name: str) -> None:
+    inner = {name: "http://a/b", "$defs": {"d0": {"type": "string"}}, "properties": {"x": defined(0)}}
     held = hold_schema({"$defs": {"d0": {"type": "integer"}}, "properties": {"in": inner, "out": defined(0)}})
-    assert [one.path for one in held.unenforced] == ["properties.in.properties.x.$ref"]
+    assert list(held.unenforced) == ["properties.in.properties.x.$ref"]
     assert not allows(compiled(held.schema), '{"out": "a"}')
-
-
-def test_schemas_in_a_circle_share_their_names() -> None:
-    circle = {
-        "$defs": {
-            "d0": {"properties": {"a": INT}, "anyOf": [defined(1), {}]},
-            "d1": {"properties": {"b": INT}, "anyOf": [defined(0), {}]},
-        },
-        "properties": {"x": {**defined(0), "type": "object"}, "y": {**defined(1), "type": "object"}},
-    }
-    held = hold_schema(circle)
-    for name in ("x", "y"):
-        assert held.schema["properties"][name]["properties"].keys() == {"a", "b"}
-        assert held.schema["properties"][name]["additionalProperties"] is False
 
 
 def test_a_pattern_with_an_invalid_class_is_reported() -> None:
     for pattern in (r"[\B]", r"[a-\B]"):
         held = hold_schema(obj({"a": {**STR, "pattern": pattern}}))
-        assert [one.path for one in held.unenforced] == ["properties.a.pattern"]
+        assert list(held.unenforced) == ["properties.a.pattern"]
         assert "pattern" not in held.schema["properties"]["a"]
         with pytest.raises(SchemaNotHeld, match=r"properties\.a\.pattern cannot be enforced: \\B is not a character"):
             hold_schema(obj({"a": {**STR, "pattern": pattern}}), strict=True)
@@ -634,8 +606,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"$ref": "#/definitions/A"}}}, 'properties.a.$ref = "#/definitions/A" is not in this schema'),
     ({"$ref": "#/anyOf/-1", "anyOf": [{}]}, '$ref = "#/anyOf/-1" is not in this schema'),
     ({"$ref": "#/anyOf/ 0", "anyOf": [{}]}, '$ref = "#/anyOf/ 0" is not in this schema'),
-    ({"$ref": "#nowhere"}, '$ref = "#nowhere" is not in this schema'),
-    ({"$id": "http://a/b", "$ref": "b#/x"}, '$ref = "b#/x" is not in this schema'),
+    ({"$id": "http://a/b", "$ref": "#/x"}, '$ref = "#/x" is not in this schema'),
     ({"$ref": "#/title", "title": "t"}, 'title = "t" is not a schema'),
     ({"$ref": "#"}, '$ref = "#" leads back to itself'),
     (
@@ -688,17 +659,14 @@ ODD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a dynamic reference": ({"$dynamicRef": "#x"}, ("$dynamicRef",)),
     "an anchor of draft 7": ({"$ref": "#a", "definitions": {"a": {"$id": "#a", "type": "string"}}}, ("$ref",)),
     "ids of draft 4": ({"$ref": "#a", "definitions": {"a": {"id": "#a", "type": "string"}}}, ("$ref",)),
-    "an address that is too long": (
-        {"$id": "http://a/" + "b/" * 100, "$ref": "#/$defs/a", "$defs": {"a": ADDRESS}},
-        ("$ref",),
-    ),
+    "an anchor that does not exist": ({"$ref": "#nowhere"}, ("$ref",)),
     "recursion with content": (
         {"type": "object", "properties": {"next": {"$ref": "#"}, "kids": {"items": {"$ref": "#"}}}},
         (),
     ),
     "a reference within a part with a URN": (
-        {"$ref": "urn:a:b", "$defs": {"c": {"$id": "urn:a:b", "$defs": {"d": ADDRESS}, "$ref": "#/$defs/d"}}},
-        (),
+        {"$ref": "#/$defs/c", "$defs": {"c": {"$id": "urn:a:b", "$defs": {"d": ADDRESS}, "$ref": "#/$defs/d"}}},
+        ("$defs.c.$ref",),
     ),
     "a look-around": ({"type": "string", "pattern": "a(?!b)"}, ("pattern",)),
     "another dialect": ({"type": "string", "pattern": "(?i)^a++$"}, ("pattern",)),
@@ -742,12 +710,11 @@ EXACT: list[tuple[str, list[str], list[str]]] = [
     ("^{.*}$", ["{x}"], ["x"]),
     (r"^\/a\-b\.$", ["/a-b."], ["/a-bx"]),
     ("[^]", ["a", "\n"], [""]),
-    (PASSWORD, ["Secret123", "aaaaaaA1"], ["secret123", "Secretttt", "S1"]),
 ]
 
 
 def texts_allowed(pattern: str, texts: list[str]) -> list[str]:
-    schema = {"type": "string", "allOf": [{"pattern": source} for source in hold_pattern(pattern).sources]}
+    schema = {"type": "string", "pattern": hold_pattern(pattern).source}
     matcher = compiled(schema)
     return [text for text in texts if any(allows(matcher, one) for one in spellings(text))]
 
@@ -761,6 +728,7 @@ def test_exact_patterns(pattern: str, right: list[str], wrong: list[str]) -> Non
 @pytest.mark.parametrize(
     ("pattern", "problem", "right", "wrong"),
     [
+        (PASSWORD, "a look-around is not supported", ["Secret123", "secret123"], ["S1"]),
         (ZOD_EMAIL, "a look-around is not supported", ["a.b@c.org", ".a@c.org"], ["a@c", "a b@c.org"]),
         (r"\bfoo\b", "a word boundary is not supported", ["foo", "xfoox"], ["fo"]),
         (r"^(a|b)\1$", "a back-reference is not supported", ["aa", "ab"], ["ca"]),
@@ -780,14 +748,14 @@ def test_omitted_assertions_are_reported(pattern: str, problem: str, right: list
 )  # fmt: skip
 def test_invalid_patterns_enforce_nothing(pattern: str) -> None:
     held = hold_pattern(pattern)
-    assert held.sources == ()
+    assert held.source == ""
     assert held.problem
 
 
 @pytest.mark.parametrize("pattern", [r"[\B]", r"[^\B]", r"[a-\B]", r"[\B-a]", r"^x[\w\B]$"])
 def test_a_class_with_a_non_character_is_refused(pattern: str) -> None:
     held = hold_pattern(pattern)
-    assert held.sources == ()
+    assert held.source == ""
     assert held.problem == r"\B is not a character, so it cannot be in a class"
 
 
@@ -795,4 +763,4 @@ def test_a_class_with_a_non_character_is_refused(pattern: str) -> None:
 def test_odd_ranges_are_enforced_or_reported(pattern: str) -> None:
     held = hold_pattern(pattern)
     if not held.problem:
-        compiled({"type": "string", "pattern": held.sources[0]})
+        compiled({"type": "string", "pattern": held.source})

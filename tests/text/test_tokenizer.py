@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,6 @@ from hypothesis import strategies as st
 from quire.errors import InvalidRequest, UnsupportedModel
 from quire.text.tokenizer import Tokenizer
 from quire.text.vocab_spec import PRE_TOKENIZERS
-from tests.text.oracle import byte_pair_ids, sentencepiece_ids
 from tests.text.vocabularies import (
     SPECIAL,
     TEXTS,
@@ -24,11 +25,6 @@ from tests.text.vocabularies import (
     byte_level_json,
     library_tokenizer,
     sentencepiece_gguf,
-)
-
-# Up to this code point all versions of Unicode have the same categories.
-ANY_TEXT = st.text(
-    alphabet=st.characters(max_codepoint=0x24FF, exclude_categories=["Cn"]) | st.sampled_from("日本🎉👩\u200d")
 )
 
 
@@ -154,25 +150,6 @@ def test_every_pre_tokenizer_round_trips(name: str, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == expected
 
 
-@pytest.mark.parametrize(
-    ("pre", "text", "words"),
-    [
-        ("gpt-2", "it's 1234 a\n\nb", ["it", "'s", " 1234", " a", "\n", "\n", "b"]),
-        ("smollm", "in 1234", ["in", " ", "1", "2", "3", "4"]),
-        ("llama-bpe", "it'S 12345 (x)\n\n", ["it", "'S", " ", "123", "45", " (", "x", ")\n\n"]),
-        ("qwen2", "no 12\n", ["no", " ", "1", "2", "\n"]),
-        ("tekken", "HelloWorld 12/\n", ["Hello", "World", " ", "1", "2", "/\n"]),
-        ("gpt-4o", "HelloWorld's 1234", ["Hello", "World's", " ", "123", "4"]),
-    ],
-)
-def test_word_boundaries(pre: str, text: str, words: list[str]) -> None:
-    from quire.text.tokenizer import _ALPHABET
-
-    letters = {byte: char for char, byte in _ALPHABET.items()}
-    cut = library_tokenizer(byte_level_gguf(pre)).pre_tokenizer.pre_tokenize_str(text)
-    assert [word for word, _ in cut] == ["".join(letters[byte] for byte in word.encode()) for word in words]
-
-
 # Expressions as tokenizer.json files and llama.cpp have them, in full. The table under test builds them from parts.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -274,10 +251,32 @@ def test_pre_tokenizers_split_as_their_expressions(name: str, expressions: tuple
         assert [text[start:end] for _, (start, end) in found] == _split(expressions, text), text
 
 
-@given(ANY_TEXT)
-@settings(max_examples=200, deadline=None)
-def test_byte_pairs_follow_the_merges(text: str) -> None:
-    assert _shared().encode(text) == byte_pair_ids(byte_level_gguf(), text)
+def sentencepiece_ids(metadata: dict[str, Any], text: str) -> list[int]:
+    """SentencePiece: join the neighbours whose piece scores best, the leftmost on ties; then fall back to bytes."""
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    types = metadata["tokenizer.ggml.token_type"]
+    ids = []
+    vocab = {token: i for i, token in enumerate(tokens)}
+    for segment in re.split("(\n\n)", text):  # the only user-defined token in these texts
+        if segment == "\n\n":
+            ids.append(vocab[segment])
+            continue
+        parts = [
+            *(
+                "\u2581" * (bool(segment) and metadata["tokenizer.ggml.add_space_prefix"])
+                + segment.replace(" ", "\u2581")
+            )
+        ]
+        while True:
+            joint = [left + right for left, right in itertools.pairwise(parts)]
+            known = [(-scores[vocab[j]], i) for i, j in enumerate(joint) if j in vocab and types[vocab[j]] == 1]
+            if not known:
+                break
+            at = min(known)[1]
+            parts[at : at + 2] = [joint[at]]
+        for part in parts:
+            ids += [vocab[part]] if part in vocab else [vocab[f"<0x{byte:02X}>"] for byte in part.encode()]
+    return ids
 
 
 @given(st.text(alphabet="helowrdnagthi \n.é日🎉\u2581"))
@@ -374,14 +373,6 @@ def test_libraries_are_imported_lazily() -> None:
     loaded = "bool({'tokenizers', 'jinja2'} & {*sys.modules})"
     code = f"import quire.text.chat_template, quire.text.stream, sys; sys.exit({loaded})"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_default_model_follows_its_merges(
-    default_tokenizer: Tokenizer, default_gguf: dict[str, Any], text: str
-) -> None:
-    assert default_tokenizer.encode(text) == byte_pair_ids(default_gguf, text)
-    assert default_tokenizer.decode(default_tokenizer.encode(text)) == text
 
 
 def test_the_default_model_as_transformers_reads_it(transformers_tokenizer: Any, default_tokenizer: Tokenizer) -> None:

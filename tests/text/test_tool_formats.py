@@ -19,8 +19,9 @@ from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find
 from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, Thought, Words
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, named_tool_format
-from quire.text.tool_grammars import ToolsTooLarge, answer_grammar, guilty_tool, held_parameters
+from quire.text.tool_grammars import ToolsNotHeld, answer_grammar, guilty_tool, held_parameters
 from tests.text.family_templates import LFM2_OLD
+from tests.text.judging import Judge
 from tests.text.tool_templates import FOREIGN, HERMES, PLAIN, TEMPLATES, THINKING, UNCLOSED
 from tests.text.vocabularies import SPECIAL, TOOLS, byte_level_gguf, byte_level_json
 
@@ -34,10 +35,7 @@ NOW = Tool("now")
 
 
 def detected(source: str | None) -> str:
-    template = ChatTemplate(source, Tokenizer.from_gguf(byte_level_gguf()))
-    name = template.tool_format.name
-    template.close()
-    return name
+    return ChatTemplate(source, Tokenizer.from_gguf(byte_level_gguf())).tool_format.name
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -50,7 +48,6 @@ def test_calls_that_no_parser_reads_are_prompted(name: str) -> None:
     template = ChatTemplate(FOREIGN[name], Tokenizer.from_gguf(byte_level_gguf()))
     assert template.tool_format is PROMPTED
     rendered = template.render(ChatRequest(CONVERSATIONS[1], tools=(WEATHER,)))
-    template.close()
     assert rendered.count('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"') == 1
     assert '{"name": "get_weather", "description": "Of a city"' in rendered
     assert "<tool_response>\n21\n</tool_response>" in rendered
@@ -83,7 +80,6 @@ def test_a_format_is_not_detected_for_chats_without_tools(json_tokenizer: Tokeni
     assert "Weather?" in template.render(ChatRequest((ASKED,)))
     with pytest.raises(TemplateError, match="did not finish within 1 s"):
         template.render(ChatRequest((ASKED,), tools=(WEATHER,)))
-    template.close()
 
 
 # Rendering
@@ -139,7 +135,6 @@ def test_prompts_with_tools_are_those_of_transformers(name: str, json_tokenizer:
             request = ChatRequest(messages, tools=tools)
             assert template.render(request) == reference.apply_chat_template(plain, tokenize=False, **options)
             assert template.encode(request) == reference.apply_chat_template(plain, return_dict=False, **options)
-    template.close()
 
 
 def test_tools_as_text(json_tokenizer: Tokenizer) -> None:
@@ -161,7 +156,6 @@ def test_tools_as_text(json_tokenizer: Tokenizer) -> None:
     assert results_turn == f"<|im_start|>user\n{response}\n\nSo?"  # turns alternate
     none = ChatRequest((ASKED,), tools=(WEATHER,), tool_choice=ToolChoice(ToolMode.NONE))
     assert template.render(none) == template.render(ChatRequest((ASKED,)))
-    template.close()
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "qwen_xml", "gemma4", "harmony", "lfm2", "words"])
@@ -181,7 +175,6 @@ def test_no_part_of_a_tool_can_write_a_control_token(name: str, token: str) -> N
     if name != "words" or token in SPECIAL:
         for text in (token, f"a{token}b", f"{token[:-1]}{token}"):
             assert control_ids(text) == control_ids("harmless")
-    template.close()
 
 
 def test_call_ids_of_a_required_length() -> None:
@@ -222,6 +215,13 @@ def read(make: Callable[[], AnswerParser], *texts: str) -> list[Plain]:
     return merged([*pieces, *parser.finish()])
 
 
+def check_parsing(make: Callable[[], AnswerParser], text: str, expected: list[Plain]) -> None:
+    """A text parses the same however it is split."""
+    assert read(make, text) == read(make, *text) == expected
+    for at in range(len(text)):
+        assert read(make, text[:at], text[at:]) == expected
+
+
 def calls(*made: tuple[str, str]) -> list[Plain]:
     found: list[Plain] = []
     for number, (name, arguments) in enumerate(made):
@@ -234,24 +234,31 @@ TRANSCRIPTS: list[tuple[str, str, list[Plain]]] = [
     ("hermes", " Just words.\n", [("words", " Just words.\n")]),
     (
         "hermes",
-        f"Let me see.\n{HERMES_CALL}\n<tool_call>\n{{\"arguments\": {{\"x\": 1}}, \"name\": \"set\"}}\n</tool_call>\n",
+        f"Let me see.\n{HERMES_CALL}\n"
+        '<tool_call>\n{"name": "set", "arguments": {"x": 1}, "id": ["}"]}\n</tool_call>\n',
         [("words", "Let me see."), *calls(("get", '{"a": "}\\"{", "b": [1, {"c": null}]}'), ("set", '{"x": 1}'))],
     ),
-    ("hermes", '<tool_call>{"name": "get"}</tool_call> done ', [*calls(("get", "{}")), ("words", "done ")]),
-    ("hermes", '<tool_call>{"name":"get","arguments":null}</tool_call>', calls(("get", "{}"))),
-    ("hermes", '<tool_call>\n{"name": "get", "arguments": "{\\"a\\": 1}"}', calls(("get", '{"a": 1}'))),
+    (
+        "hermes",
+        '<tool_call>{"name":"get","arguments":{}}</tool_call> done ',
+        [*calls(("get", "{}")), ("words", "done ")],
+    ),
     ("hermes", '<tool_call>\n{"name": "get", "arguments": {"a": "cut off', calls(("get", '{"a": "cut off'))),
     ("hermes", '<tool_call>\n{"name": "ge', [("words", '<tool_call>\n{"name": "ge')]),
     ("hermes", 'a <tool_call> b <tool_call>{"name": "x"} c', [("words", 'a <tool_call> b <tool_call>{"name": "x"} c')]),
-    ("hermes", '<tool_call><tool_call>{"name": "set"}', [("words", "<tool_call>"), *calls(("set", "{}"))]),
+    (
+        "hermes",
+        '<tool_call><tool_call>{"name": "set", "arguments": {}}',
+        [("words", "<tool_call>"), *calls(("set", "{}"))],
+    ),
     ("hermes", '<tool_call>{"name": "get", "arguments": 1}', [("words", '<tool_call>{"name": "get", "arguments": 1}')]),
-    ("hermes", '<tool_call>{"name": "get"}</tool_call><tool_call>{"na', calls(("get", "{}"))),
+    ("hermes", '<tool_call>{"name": "get", "arguments": {}}</tool_call><tool_call>{"na', calls(("get", "{}"))),
     (
         "mistral",
         '[TOOL_CALLS] [{"name": "get", "arguments": {"a": 1}}, {"name": "set", "arguments": {}, "id": "123456789"}]',
         calls(("get", '{"a": 1}'), ("set", "{}")),
     ),
-    ("mistral", 'Well. [TOOL_CALLS][{"name":"set"}]', [("words", "Well."), *calls(("set", "{}"))]),
+    ("mistral", 'Well. [TOOL_CALLS][{"name":"set","arguments":{}}]', [("words", "Well."), *calls(("set", "{}"))]),
     ("mistral", '[TOOL_CALLS]{"name": "get"}', [("words", '[TOOL_CALLS]{"name": "get"}')]),
     ("mistral", "[TOOL_CALL", [("words", "[TOOL_CALL")]),
     ("llama3", ' {"name": "get", "parameters": {"a": 1}}', calls(("get", '{"a": 1}'))),
@@ -265,13 +272,7 @@ TRANSCRIPTS: list[tuple[str, str, list[Plain]]] = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), TRANSCRIPTS, ids=lambda value: str(value)[:30])
 def test_a_transcript_parses_the_same_however_it_is_split(name: str, text: str, expected: list[Plain]) -> None:
-    def make() -> AnswerParser:
-        return CallParser(FORMATS[name], (Tool("get"), Tool("set")))
-
-    assert read(make, text) == expected
-    assert read(make, *text) == expected
-    for at in range(len(text)):
-        assert read(make, text[:at], text[at:]) == expected
+    check_parsing(lambda: CallParser(FORMATS[name], (Tool("get"), Tool("set"))), text, expected)
 
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "\n", " ", '{"name": "', "get", '"', "}", ",", "x"])))
@@ -390,13 +391,7 @@ THOUGHTS: list[tuple[Opening, str, list[Plain]]] = [
 
 @pytest.mark.parametrize(("opening", "text", "expected"), THOUGHTS)
 def test_reasoning_is_split_off(opening: Opening, text: str, expected: list[Plain]) -> None:
-    def make() -> AnswerParser:
-        return ThoughtParser(THINK, opening, CallParser(PROMPTED, (Tool("get"),)))
-
-    assert read(make, text) == expected
-    assert read(make, *text) == expected
-    for at in range(len(text)):
-        assert read(make, text[:at], text[at:]) == expected
+    check_parsing(lambda: ThoughtParser(THINK, opening, CallParser(PROMPTED, (Tool("get"),))), text, expected)
 
 
 def test_reasoning_formats_are_detected() -> None:
@@ -416,60 +411,15 @@ def test_reasoning_switches_of_templates(json_tokenizer: Tokenizer) -> None:
     assert template.render(own).endswith("</think>\n\n")  # an explicit variable has precedence
     past = (ASKED, say(Role.ASSISTANT, "Warm.", thought="hm"), ASKED)
     assert "assistant\n<think>\nhm\n</think>\n\nWarm.<|im_end|>" in template.render(ChatRequest(past))
-    template.close()
     plain = ChatTemplate(PLAIN, json_tokenizer)
     assert plain.render(ChatRequest((ASKED,), wants_thought=False, reasoning_effort="low")).endswith("assistant\n")
-    plain.close()
 
 
 # Grammars
 
 
-class Letters:
-    """A vocabulary of bytes and three special tokens, for llguidance."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    names = ("<|end|>", "<|python_tag|>", "[TOOL_CALLS]")
-    tokens = (*(bytes((byte,)) for byte in range(256)), *(name.encode() for name in names))
-    special_token_ids = (256, 257, 258)
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        while text:
-            name = next((name for name in self.names if text.startswith(name)), None)
-            ids += list(text[0].encode()) if name is None else [256 + self.names.index(name)]
-            text = text[1 if name is None else len(name) :]
-        return ids
-
-
-@pytest.fixture(scope="module")
-def follows() -> Callable[[Grammar | None, str], str]:
-    """Judges a text. whole: may end here; part: more must follow; no: not allowed."""
-    llguidance = pytest.importorskip("llguidance")
-    letters = Letters()
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(letters), n_vocab=259)
-
-    def judge(grammar: Grammar | None, text: str) -> str:
-        assert grammar is not None
-        assert grammar.kind is GrammarKind.LARK
-        matcher = llguidance.LLMatcher(tokenizer, grammar.source, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        ids = letters.encode(text)
-        if matcher.try_consume_tokens(ids) < len(ids):
-            return "no"
-        return "whole" if matcher.is_accepting() else "part"
-
-    return judge
-
-
-def control_id(marker: str) -> int | None:
-    return 256 + Letters.names.index(marker) if marker in Letters.names else None
-
-
+follows = Judge("<|end|>", "<|python_tag|>", "[TOOL_CALLS]")
+control_id = follows.marker_id
 WHOLE_NUMBER = {"properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"], "$defs": {"n": {"type": "integer"}}}
 GET = Tool("get", "", WHOLE_NUMBER)
 JSON_WORDS = json_schema_grammar({"enum": ["sun", "rain"]})
@@ -521,7 +471,6 @@ FORCED: list[tuple[str, ToolChoice, Grammar | None, Opening | None, dict[str, st
 
 @pytest.mark.parametrize(("name", "choice", "words", "opening", "judged"), FORCED)
 def test_answer_grammars(
-    follows: Callable[[Grammar | None, str], str],
     name: str,
     choice: ToolChoice,
     words: Grammar | None,
@@ -542,9 +491,7 @@ def test_answer_grammars(
         (Grammar(GrammarKind.LARK, 'start: "x" D\nD: /[0-9]{2}/'), "x12", "x1y"),
     ],
 )
-def test_a_grammar_after_reasoning(
-    follows: Callable[[Grammar | None, str], str], words: Grammar, good: str, bad: str
-) -> None:
+def test_a_grammar_after_reasoning(words: Grammar, good: str, bad: str) -> None:
     for opening, before in ((Opening.OPEN, "hm</think>"), (Opening.FREE, "<think>hm</think>\n\n"), (Opening.FREE, "")):
         grammar = answer_grammar(PROMPTED, (), AUTO, words, (THINK, opening), control_id)
         assert follows(grammar, before + good) == "whole"
@@ -573,7 +520,7 @@ def wide(name: str, num_properties: int, *, is_strict: bool = True) -> Tool:
 def test_tools_that_are_too_large_in_total_list_the_largest() -> None:
     tools = [wide("a", 200, is_strict=False), wide("b", 1200), wide("c", 900, is_strict=False), wide("d", 700)]
     rule = r"^grammar: tools: their schemas are too large in total: \d+ characters after rewriting, more than 65536$"
-    with pytest.raises(ToolsTooLarge, match=rule) as caught:
+    with pytest.raises(ToolsNotHeld, match=rule) as caught:
         answer_grammar(PROMPTED, tools, AUTO, None, None, control_id)
     assert caught.value.loose == [2]
     tools[2] = replace(tools[2], is_free=True)

@@ -18,7 +18,6 @@ from quire.text.template_worker import environment
 from quire.text.tokenizer import Tokenizer
 from tests.text.test_chat_template import STYLES
 from tests.text.tool_templates import TEMPLATES
-from tests.text.vocabularies import byte_level_gguf
 
 _ALTERNATE = """{%- for message in turns %}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
@@ -94,11 +93,6 @@ TALKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_gguf(byte_level_gguf())
-
-
 SOURCES = {
     **{f"strict {name}": text for name, text in STRICT.items()},
     **{f"tools {name}": text for name, text in TEMPLATES.items()},
@@ -107,26 +101,24 @@ SOURCES = {
 
 
 @pytest.fixture(scope="module", params=sorted(SOURCES))
-def template(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
-    made = ChatTemplate(SOURCES[request.param], tokenizer)
+def template(request: pytest.FixtureRequest, gguf_tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
+    made = ChatTemplate(SOURCES[request.param], gguf_tokenizer)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("name", STRICT)
-def test_the_rules_of_a_template_are_found(name: str, tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(STRICT[name], tokenizer)
+def test_the_rules_of_a_template_are_found(name: str, gguf_tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(STRICT[name], gguf_tokenizer)
     template.render(ChatRequest([SYSTEM, FIRST]))
     assert template._rules == RULES[name]
-    template.close()
 
 
-def test_a_permissive_template_gets_conversations_unchanged(tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(STYLES["chatml"], tokenizer)
+def test_a_permissive_template_gets_conversations_unchanged(gguf_tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(STYLES["chatml"], gguf_tokenizer)
     for talk in (TALKS["two questions"], TALKS["two answers"], TALKS["two systems"], TALKS["a late system"]):
         expected = "".join(f"<|im_start|>{one.role.value}\n{one.text}<|im_end|>\n" for one in talk)
         assert template.render(ChatRequest(talk, add_generation_prompt=False)) == expected
-    template.close()
 
 
 SECOND = [LAST, say("assistant", "", call("c2"), call("c3")), say("tool", "r2", of="c2"), say("tool", "r3", of="c3")]
@@ -145,22 +137,21 @@ ROUNDS = {
 
 
 @pytest.mark.parametrize("name", ROUNDS)
-def test_the_system_text_is_where_the_template_puts_it(name: str, tokenizer: Tokenizer) -> None:
+def test_the_system_text_is_where_the_template_puts_it(name: str, gguf_tokenizer: Tokenizer) -> None:
     turns, last_user = ROUNDS[name]
-    template = ChatTemplate(STRICT["mistral"], tokenizer)
+    template = ChatTemplate(STRICT["mistral"], gguf_tokenizer)
     tools = (Tool("look"),)
     rendered = template.render(ChatRequest([SYSTEM, *turns], tools=tools))
-    template.close()
-    start = directly(tokenizer, [SYSTEM, *turns[: last_user + 1]], tools)
+    start = directly(gguf_tokenizer, [SYSTEM, *turns[: last_user + 1]], tools)
     assert "[INST] s1\n\nu" in start
     assert rendered.startswith(start)  # a round of calls continues the prompt of its question
     placed = [*turns[:last_user], say("user", f"s1\n\n{turns[last_user].text}"), *turns[last_user + 1 :]]
-    assert rendered == directly(tokenizer, placed, tools)
+    assert rendered == directly(gguf_tokenizer, placed, tools)
     if turns[-1].role is Role.USER:
-        assert rendered == directly(tokenizer, [SYSTEM, *turns], tools)
+        assert rendered == directly(gguf_tokenizer, [SYSTEM, *turns], tools)
 
 
-def directly(tokenizer: Tokenizer, turns: list[Message], tools: tuple[Tool, ...]) -> str:
+def directly(gguf_tokenizer: Tokenizer, turns: list[Message], tools: tuple[Tool, ...]) -> str:
     """The turns as Jinja renders them with the template, without quire."""
     entries: list[dict[str, Any]] = []
     for turn in turns:
@@ -170,7 +161,7 @@ def directly(tokenizer: Tokenizer, turns: list[Message], tools: tuple[Tool, ...]
             entries[-1]["tool_calls"] = [{"function": function} for function in functions]
     shown = [template_tool(tool) for tool in tools]
     made = environment().from_string(STRICT["mistral"])
-    return made.render(messages=entries, tools=shown, **tokenizer.special_tokens)
+    return made.render(messages=entries, tools=shown, **gguf_tokenizer.special_tokens)
 
 
 @pytest.mark.parametrize("name", TALKS)
@@ -207,28 +198,26 @@ def chat_of(recorded: dict[str, Any]) -> ChatRequest:
     return chat
 
 
-def test_tools_are_described_in_the_first_user_turn_without_system_turns(tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(STRICT["no system"], tokenizer)
+def test_tools_are_described_in_the_first_user_turn_without_system_turns(gguf_tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(STRICT["no system"], gguf_tokenizer)
     rendered = template.render(ChatRequest([FIRST], tools=(Tool("look", "Looks."),)))
     assert rendered.startswith("<|im_start|>user\nYou can use these tools")
     assert '"name": "look"' in rendered
     assert rendered.endswith("\n\nu1<|im_end|>\n<|im_start|>model\n")
     hidden = ChatRequest([FIRST], tools=(Tool("look"),), tool_choice=ToolChoice(ToolMode.NONE))
     assert template.render(hidden) == "<|im_start|>user\nu1<|im_end|>\n<|im_start|>model\n"
-    template.close()
 
 
-def test_a_refused_reasoning_effort_is_dropped(tokenizer: Tokenizer) -> None:
+def test_a_refused_reasoning_effort_is_dropped(gguf_tokenizer: Tokenizer) -> None:
     source = (
         "{%- if reasoning_effort is defined and reasoning_effort not in ['low', 'high'] %}"
         "{{- raise_exception('reasoning_effort error') }}{%- endif %}"
         "{{- '<' + (reasoning_effort or 'none') + '>' }}"
         "{%- for message in messages %}{{- message.content }}{%- endfor %}"
     )
-    template = ChatTemplate(source, tokenizer)
+    template = ChatTemplate(source, gguf_tokenizer)
     assert template.render(ChatRequest([FIRST], reasoning_effort="low")) == "<low>u1"
     assert template.render(ChatRequest([FIRST], reasoning_effort="medium")) == "<none>u1"
-    template.close()
 
 
 def test_merge_turns() -> None:

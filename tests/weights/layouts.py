@@ -7,7 +7,6 @@ own definition gives the stored codes.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,19 @@ from numpy.typing import NDArray
 
 from quire.weights.checkpoint import TensorType
 from quire.weights.gguf import BLOCKS, FILE_TYPES
-from tests.weights.makers import EXPERTS, VOCAB, Tensor, llama_keys, make_gguf, moe_keys, set_scales
+from tests.weights.makers import (
+    EXPERTS,
+    VOCAB,
+    Stored,
+    Tensor,
+    llama_keys,
+    make_gguf,
+    mixed_safetensors,
+    moe_keys,
+    set_scales,
+)
 
 Floats = NDArray[np.float32]
-
-
-class Stored(NamedTuple):
-    dtype: str
-    array: NDArray[Any]  # bfloat16 and FP8 as their bits
 
 
 @dataclass(slots=True)
@@ -324,18 +328,6 @@ LAYOUTS: dict[str, Layout] = {
 # Folders
 
 
-def mixed_safetensors(tensors: Mapping[str, Stored]) -> bytes:
-    """Return a safetensors file of tensors of several types."""
-    header, body = {}, bytearray()
-    for name, (dtype, array) in tensors.items():
-        data = array.tobytes()
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(body), len(body) + len(data)]}
-        body += data
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    return struct.pack("<Q", len(head)) + head + bytes(body)
-
-
 def is_quantized(name: str) -> bool:
     return name.endswith("proj.weight")
 
@@ -393,7 +385,7 @@ def random_blocks(rng: np.random.Generator, kind: TensorType, rows: int, columns
         )
     block = BLOCKS[kind]
     blocks = rng.integers(0, 256, (rows * columns // block.num_elements, block.num_bytes), np.uint8)
-    set_scales(kind, blocks, rng.uniform(0.5, 1.5, (len(blocks), 2)) * SCALES[kind])
+    set_scales(kind, blocks, rng.uniform(0.5, 1.5, (len(blocks), 2)) * SCALES.get(kind, (1 / 64, 1 / 64)))
     return Tensor((columns, rows), NUMBERS[kind], blocks.tobytes())
 
 
@@ -436,8 +428,8 @@ def write_k_quants(folder: Path, kind: str | None = None) -> Path:
     return path
 
 
-def write_expert_quants(folder: Path, types: Sequence[tuple[str, str]]) -> Path:
-    """Write a mixture of experts. `types`: of gates and ups, and of downs, in each layer; other matrices are F32."""
+def expert_quants(types: Sequence[tuple[str, str]], ffn: int = FFN) -> bytes:
+    """Make a mixture of experts. `types`: of gates and ups, and of downs, in each layer; other matrices are F32."""
     rng = np.random.default_rng(0)
     head_size = HIDDEN // HEADS
 
@@ -464,19 +456,17 @@ def write_expert_quants(folder: Path, types: Sequence[tuple[str, str]]) -> Path:
             "attn_v": random_blocks(rng, F32, KV_HEADS * head_size, HIDDEN),
             "attn_output": random_blocks(rng, F32, HIDDEN, HIDDEN),
             "ffn_gate_inp": random_blocks(rng, F32, EXPERTS, HIDDEN),
-            "ffn_gate_exps": stack(gate_up, FFN, HIDDEN),
-            "ffn_up_exps": stack(gate_up, FFN, HIDDEN),
-            "ffn_down_exps": stack(down, HIDDEN, FFN),
+            "ffn_gate_exps": stack(gate_up, ffn, HIDDEN),
+            "ffn_up_exps": stack(gate_up, ffn, HIDDEN),
+            "ffn_down_exps": stack(down, HIDDEN, ffn),
         }
         tensors |= {f"blk.{i}.{name}.weight": one for name, one in layer.items()}
     keys = moe_keys(
         qwen3moe__block_count=len(types),
         qwen3moe__embedding_length=HIDDEN,
-        qwen3moe__expert_feed_forward_length=FFN,
+        qwen3moe__expert_feed_forward_length=ffn,
         qwen3moe__attention__head_count=HEADS,
         qwen3moe__attention__head_count_kv=KV_HEADS,
         qwen3moe__attention__key_length=head_size,
     )
-    path = folder / "experts.gguf"
-    path.write_bytes(make_gguf(keys, list(tensors.items())))
-    return path
+    return make_gguf(keys, list(tensors.items()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,53 +151,7 @@ def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
-def coded_weights(rng: np.random.Generator, name: str, number: int, block: tuple[int, int], *dims: int) -> Tensor:
-    """Make random codes of any quantised type, with scales of about 1/64. `block`: its weights and its bytes."""
-    blocks = rng.integers(0, 256, (int(np.prod(dims)) // block[0], block[1]), np.uint8)
-    set_scales(name, blocks, rng.uniform(-1, 1, (len(blocks), 2)) / 64)
-    return Tensor(dims, number, blocks.tobytes())
-
-
-EXPERTS, EXPERT_FFN, WIDE = 4, 32, 256
-
-
-def experts_gguf(types: Mapping[int, tuple[str, tuple[int, int]]], **changes: Any) -> bytes:
-    """Make a Qwen3-MoE of one layer per type. Its matrices of experts are [experts, rows, columns] of that type.
-
-    `types`: number in the file -> name, weights and bytes of a block.
-    """
-    rng = np.random.default_rng(0)
-    arch = "qwen3moe"
-    keys = [(str(key).replace("llama.", f"{arch}."), value) for key, value in llama_keys()]
-    sizes = {
-        "general.architecture": arch,
-        f"{arch}.block_count": len(types),
-        f"{arch}.embedding_length": WIDE,
-        f"{arch}.attention.key_length": HEAD,
-        f"{arch}.attention.value_length": HEAD,
-        f"{arch}.expert_count": EXPERTS,
-        f"{arch}.expert_used_count": 2,
-        f"{arch}.expert_feed_forward_length": EXPERT_FFN,
-        **changes,
-    }
-    tensors = {"token_embd.weight": weights(rng, WIDE, VOCAB, kind=Q8_0), "output_norm.weight": weights(rng, WIDE)}
-    for i, (number, (name, block)) in enumerate(types.items()):
-        layer = {
-            "attn_norm": weights(rng, WIDE),
-            "attn_q": weights(rng, WIDE, HEADS * HEAD, kind=Q4_0),
-            "attn_k": weights(rng, WIDE, KV_HEADS * HEAD, kind=Q4_0),
-            "attn_v": weights(rng, WIDE, KV_HEADS * HEAD, kind=F16),
-            "attn_q_norm": weights(rng, HEAD),
-            "attn_k_norm": weights(rng, HEAD),
-            "attn_output": weights(rng, HEADS * HEAD, WIDE, kind=Q4_0),
-            "ffn_norm": weights(rng, WIDE),
-            "ffn_gate_inp": weights(rng, WIDE, EXPERTS),
-            "ffn_gate_exps": coded_weights(rng, name, number, block, WIDE, EXPERT_FFN, EXPERTS),
-            "ffn_up_exps": coded_weights(rng, name, number, block, WIDE, EXPERT_FFN, EXPERTS),
-            "ffn_down_exps": weights(rng, EXPERT_FFN, WIDE, EXPERTS, kind=Q8_0),  # rows of 32: no type of 256
-        }
-        tensors |= {f"blk.{i}.{one}.weight": tensor for one, tensor in layer.items()}
-    return make_gguf(list((dict(keys) | sizes).items()), list(tensors.items()))
+EXPERTS = 4
 
 
 def tiny_gguf(**changes: Any) -> bytes:
@@ -244,16 +200,25 @@ def llama_arrays(seed: int = 0) -> dict[str, NDArray[np.float32]]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def safetensors_bytes(arrays: Mapping[str, NDArray[Any]], dtype: str = "F32") -> bytes:
+class Stored(NamedTuple):
+    dtype: str
+    array: NDArray[Any]  # bfloat16 and FP8 as their bits
+
+
+def mixed_safetensors(tensors: Mapping[str, Stored]) -> bytes:
     """Write safetensors by hand, so that bfloat16 and invalid data are possible."""
-    header, body = {}, b""
-    for name, array in arrays.items():
+    header, body = {}, bytearray()
+    for name, (dtype, array) in tensors.items():
         data = array.tobytes()
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(body), len(body) + len(data)]}
         body += data
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    return struct.pack("<Q", len(head)) + head + body
+    return struct.pack("<Q", len(head)) + head + bytes(body)
+
+
+def safetensors_bytes(arrays: Mapping[str, NDArray[Any]], dtype: str = "F32") -> bytes:
+    return mixed_safetensors({name: Stored(dtype, array) for name, array in arrays.items()})
 
 
 def write_folder(
@@ -359,3 +324,14 @@ try:
 except ModelFileError as error:
     print(error)
 """
+
+
+def check_truncated(path: Path, num_bytes: int) -> None:
+    """A file that another program truncates while it is opened is refused.
+
+    The server opens models too: the signal that ends a process which uses the map would end it.
+    """
+    command = [sys.executable, "-c", TRUNCATED, str(path), str(num_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert "was truncated while it was read" in done.stdout

@@ -14,7 +14,8 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.tensors import transformers_parameters
-from tests.weights.layouts import Stored, write_tensors
+from tests.weights.layouts import write_tensors
+from tests.weights.makers import Stored
 
 
 def write_plain_folder(folder: Path, source: Path) -> Path:

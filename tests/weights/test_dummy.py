@@ -11,7 +11,7 @@ from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.generation import GenerationParams, GenerationRequest
 from quire.engine.llm import LLM
 from quire.engine.model_text import ModelText
-from quire.errors import InvalidRequest, ModelFileError, ModelNotFound
+from quire.errors import ModelFileError, ModelNotFound
 from quire.weights.opening import open_checkpoint
 from quire.weights.tensors import check_tensors, expected_tensors
 from tests.tiny import write_tiny_model
@@ -53,11 +53,6 @@ def test_without_a_config_there_is_no_shape(tmp_path: Path) -> None:
             open_checkpoint(path, "dummy")
     with pytest.raises(ModelNotFound):
         open_checkpoint(tmp_path / "nothing", "dummy")
-
-
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="load_format = 'pt' is not one of auto, dummy"):
-        EngineConfig(load_format="pt")
 
 
 @pytest.mark.parametrize("backend", ["fake", "torch"])

@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -129,22 +128,6 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(DownloadFailed, match=r"tiny: .*No space left on device"):
         hub.pull("tiny")
     assert cached(tmp_path) == []
-
-
-def test_a_folder_that_pip_removes_while_its_size_is_looked_at_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "gone").mkdir()
-    (tmp_path / "file").write_bytes(b"123")
-    look = os.scandir
-
-    def remove_first(path: Any) -> Any:
-        if Path(path).name == "gone":
-            Path(path).rmdir()
-        return look(path)
-
-    monkeypatch.setattr("os.scandir", remove_first)
-    assert hub._largest(tmp_path) == 3
 
 
 KILLED = """

@@ -14,15 +14,13 @@ from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
 from quire.weights.opening import open_checkpoint
-from quire.weights.packed import CodeType, PackedMatrix, dequantize, fp8_values, take_rows
+from quire.weights.packed import CodeType, PackedMatrix, dequantize, take_rows
 from quire.weights.quants import pack_blocks, to_float32
 from quire.weights.reading import own_rows
 from quire.weights.tensors import Heads, Place, Stripe, check_tensors
 from tests.weights.layouts import (
-    FP8_VALUES,
     LAYOUTS,
     Layout,
-    Stored,
     awq,
     awq_config,
     compressed,
@@ -39,6 +37,7 @@ from tests.weights.layouts import (
 from tests.weights.makers import (
     EXPERTS,
     HIDDEN,
+    Stored,
     config,
     llama_arrays,
     make_gguf,
@@ -98,12 +97,6 @@ def test_the_size_of_a_tensor_includes_its_scales(tmp_path: Path) -> None:
     info = open_checkpoint(tmp_path / "m").tensors["layers.0.down_proj.weight"]
     groups = 384 // 32
     assert info == (info.name, TensorType.INT4, (256, 384), 256 * 384 // 2 + 256 * groups * 2 + 32 * groups * 4)
-
-
-def test_values_of_fp8() -> None:
-    assert np.array_equal(fp8_values(), FP8_VALUES, equal_nan=True)
-    assert np.isnan(fp8_values()).nonzero()[0].tolist() == [127, 255]
-    assert (fp8_values()[126], fp8_values()[1]) == (448.0, 2.0**-9)
 
 
 # Matrices that share a tensor, and orders of rows

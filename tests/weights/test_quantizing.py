@@ -22,16 +22,9 @@ from quire.weights.quantizing import quantize_folder, round_asymmetric, round_fp
 from quire.weights.tensors import check_tensors
 from tests.backends.torch.rig import Rig
 from tests.cli.runs import quire
-from tests.weights.layouts import LAYOUTS, Layout, Stored, write_quantized, write_tensors
-from tests.weights.makers import (
-    config,
-    llama_arrays,
-    moe_arrays,
-    moe_config,
-    tiny_gguf,
-    write_folder,
-)
-from tests.weights.plain_folder import read_all, write_plain_folder
+from tests.weights.layouts import LAYOUTS, Layout, write_quantized, write_tensors
+from tests.weights.makers import Stored, config, llama_arrays, moe_arrays, moe_config, tiny_gguf, write_folder
+from tests.weights.plain_folder import read_all
 
 # Root mean square of the error, relative to that of the weights, for normal weights in groups of 32: bounds.
 ERRORS = {"fp8": 0.03, "fp8-channel": 0.03, "w4a16": 0.12, "w4a16-asym": 0.11, "w8a16": 0.007}
@@ -173,24 +166,6 @@ def test_the_command(tmp_path: Path) -> None:
         assert refused.returncode == 2
         assert message in refused.stderr
     assert "exists already" in quire("quantize", str(source), str(tmp_path / "made")).stderr
-
-
-# The default model
-
-
-@pytest.fixture(scope="module")
-def plain(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_plain_folder(tmp_path_factory.mktemp("smollm2") / "plain", default_model)
-
-
-@pytest.mark.parametrize(("name", "backend"), [("fp8", "native"), ("w4a16-asym", "native"), ("w8a16", "torch")])
-@pytest.mark.kept("w4a16")
-@pytest.mark.nightly
-def test_the_default_model_still_answers(name: str, backend: str, plain: Path, tmp_path: Path) -> None:
-    quantize_folder(plain, tmp_path / "made", name, 32)
-    with LLM(tmp_path / "made", backend=backend, device="cpu", num_blocks=32) as llm:
-        (answer,) = llm.chat("What is the capital of Japan?", GenerationParams(temperature=0.0, max_tokens=16))
-    assert "Tokyo" in answer.text
 
 
 def test_unused_tensors_are_copied(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from quire.weights.tensors import check_tensors, expected_tensors
 from tests.weights.layouts import LAYOUTS, write_quantized
 from tests.weights.makers import (
     HIDDEN,
-    TRUNCATED,
     VOCAB,
+    check_truncated,
     config,
     llama_arrays,
     safetensors_bytes,
@@ -280,15 +280,11 @@ def test_forged_folders_are_refused_by_name_and_value(case: str, tmp_path: Path)
 
 @pytest.mark.parametrize("spoil", ["head", "shapes"])
 def test_a_file_that_is_truncated_while_it_is_opened_is_refused(tmp_path: Path, spoil: str) -> None:
-    """The server opens models too: the signal that ends a process which uses the map would end it."""
     if spoil == "head":  # compared with the embedding
         write_folder(tmp_path / "m", config(tie_word_embeddings=True))
     else:
         write_quantized(tmp_path / "m", LAYOUTS["ct w4 g32"], config(), llama_arrays())
-    command = [sys.executable, "-c", TRUNCATED, str(tmp_path / "m"), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done
-    assert "was truncated while it was read" in done.stdout
+    check_truncated(tmp_path / "m", 0)
 
 
 def test_a_file_beyond_the_address_space_is_refused(tmp_path: Path) -> None:

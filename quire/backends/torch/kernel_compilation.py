@@ -371,7 +371,7 @@ def routed_calls(spec: ModelSpec, dtype: torch.dtype, max_rows: int, formats: Se
                 logits_dtype=dtype,
                 max_rows=max_rows,
                 has_bias=experts.has_bias,
-                has_expert_scales=experts.has_expert_scales,
+                has_expert_scales=experts.has_router_norm,
             )
     return calls
 
@@ -484,7 +484,7 @@ def _matrices(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat |
             back[mlp.size, mlp.has_bias, True] = None
             gates[mlp.size, mlp.has_bias, mlp.activation] = None
         if (experts := layer.experts) is not None:
-            inner[experts.num_experts, experts.has_router_bias, False] = None
+            inner[experts.num_experts, experts.has_bias, False] = None
             if experts.shared_size:
                 inner[1, False, False] = None  # its gate
                 back[experts.shared_size, False, True] = None

@@ -192,7 +192,7 @@ def with_unenforced(request: InferenceRequest) -> InferenceRequest:
 
 def _unenforced_of(tool: Tool) -> list[str]:
     try:
-        return [f"{_indexed(tool.schema_path)}.{one.path}" for one in held_parameters(tool).unenforced]
+        return [f"{_indexed(tool.schema_path)}.{path}" for path in held_parameters(tool).unenforced]
     except SchemaNotHeld as error:
         raise shape_error(tool.schema_path, error) from None
 

@@ -15,16 +15,8 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix, dequantize
 from quire.weights.quants import to_float32
 from tests.backends.native.test_packing import HALF_EPS, KINDS, unpacked
-from tests.weights.layouts import (
-    LAYOUTS,
-    Layout,
-    gptq,
-    gptq_config,
-    mixed_safetensors,
-    quantize_arrays,
-    write_quantized,
-)
-from tests.weights.makers import config, moe_arrays, moe_config
+from tests.weights.layouts import LAYOUTS, Layout, gptq, gptq_config, quantize_arrays, write_quantized
+from tests.weights.makers import config, mixed_safetensors, moe_arrays, moe_config
 from tests.weights.test_packed import WIDE, wide_arrays
 
 Q8 = 1  # of csrc/quire.h

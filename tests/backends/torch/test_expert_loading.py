@@ -36,15 +36,13 @@ from tests.selection import mostly_nightly
 from tests.weights.layouts import (
     LAYOUTS,
     Layout,
-    Stored,
+    expert_quants,
     fp8,
     fp8_config,
-    mixed_safetensors,
     quantize_arrays,
-    write_expert_quants,
     write_quantized,
 )
-from tests.weights.makers import EXPERTS, LAYERS, moe_arrays, moe_config, write_folder
+from tests.weights.makers import EXPERTS, LAYERS, Stored, mixed_safetensors, moe_arrays, moe_config, write_folder
 
 # E hidden size, F width of an expert
 
@@ -173,7 +171,8 @@ MINIMA = {
 @pytest.mark.parametrize("name", MINIMA)
 def test_experts_with_minima_stay_packed_on_a_gpu(name: str, tmp_path: Path) -> None:
     types, formats = MINIMA[name]
-    checkpoint = open_checkpoint(write_expert_quants(tmp_path, types))
+    (tmp_path / "experts.gguf").write_bytes(expert_quants(types))
+    checkpoint = open_checkpoint(tmp_path / "experts.gguf")
     assert list(expert_formats(checkpoint, None)) == formats
     packed, plain = load(checkpoint, packed_linear=FusedPackedLinear), load(checkpoint)
     one_of = dict(zip(dict.fromkeys(types), formats, strict=True))

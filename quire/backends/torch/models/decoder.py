@@ -77,7 +77,7 @@ class DenseMlp:
 class RoutedMlp:
     def __init__(self, loader: WeightLoader, spec: ExpertsSpec, prefix: str) -> None:
         self.reader: Linear | None = None
-        self.router = loader.linear(prefix, "router", has_bias=spec.has_router_bias)
+        self.router = loader.linear(prefix, "router", has_bias=spec.has_bias)
         experts = [f"{prefix}experts.{i}." for i in range(spec.num_experts)]
         gate_up = [[f"{one}gate_proj", f"{one}up_proj"] for one in experts]
         down = [[f"{one}down_proj"] for one in experts]
@@ -89,7 +89,7 @@ class RoutedMlp:
             scale=spec.scale,
             gate_up_bias=loader.biases(gate_up) if spec.has_bias else None,
             down_bias=loader.biases(down) if spec.has_bias else None,
-            expert_scales=loader.vector(f"{prefix}expert_scales.weight") if spec.has_expert_scales else None,
+            expert_scales=loader.vector(f"{prefix}expert_scales.weight") if spec.has_router_norm else None,
             has_sigmoid=spec.has_sigmoid,
             bias=loader.vector(f"{prefix}expert_bias") if spec.has_expert_bias else None,
         )
