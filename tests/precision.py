@@ -5,7 +5,6 @@ rendered prompt and the reference's greedy answer of 32 tokens. The reference is
 over the whole vocabulary: KL divergence (of the backend from the reference, in nats), agreement of the most probable
 token, and perplexity of the given text.
 
-    python -m tests.precision --reference FOLDER    # cache the reference's logits there (1.6 GB)
     python -m tests.precision --backend rounded     # simulate 8-bit activations in groups of 32, in PyTorch
 """
 

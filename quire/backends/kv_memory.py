@@ -146,13 +146,6 @@ MIN_POOL_TOKENS = 512  # a default pool that holds fewer tokens is refused: it i
 # block costs the scheduler about 140 bytes and one microsecond of start-up, whatever its size.
 DEFAULT_MAX_BLOCKS = 1 << 18
 
-
-def cpu_budget() -> tuple[int, int]:
-    """Return the bytes that are available on a CPU, and those of the default pool."""
-    free = available_bytes()
-    return free, min(int(free * CPU_SHARE), CPU_CAP)
-
-
 HAS_WINDOWS = True  # layers with a window have a pool of their own; tests set False to compare with whole contexts
 TYPICAL_CONTEXT = 8192  # tokens: of such a context, only the window and the chunk that is computed need window blocks
 WINDOW_CHUNK = 1024  # default limit of a chunk in a model with windows: its blocks are held until it is computed
@@ -214,7 +207,8 @@ class MemoryRequest:
     has_overlap: bool
 
     def divide_on_cpu(self) -> KVMemory:
-        return self.divide(*cpu_budget())
+        free = available_bytes()
+        return self.divide(free, min(int(free * CPU_SHARE), CPU_CAP))
 
     def divide(self, free: int, budget: int) -> KVMemory:
         """Return the sizes. `free` bytes are available; the default uses `budget` of them.

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.step import SeqSlice
 
@@ -37,10 +37,10 @@ class View:
 
     tables: mx.array  # [B, W]
     num_keys: int  # leading keys of the gathered blocks that are used
-    mask: mx.array | str | None  # bool [B, 1, 1, L] or [Q, L]; "causal"; None: no key is masked
+    mask: mx.array | str | None  # bool [B, 1, Q, L]; "causal"; None: no key is masked
 
 
-@dataclass(slots=True)
+@dataclass
 class Group:
     """Sequences attended in one call: many with one query each, or one with many queries."""
 
@@ -51,7 +51,6 @@ class Group:
     tables: tuple[Sequence[int], ...]  # per sequence, as long as its context needs
     block_size: int
     _views: dict[int, View] = field(default_factory=dict)
-    _lengths: mx.array | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -62,67 +61,44 @@ class Group:
         """Length of the longest context."""
         return max(self.starts) + self.num_queries
 
-    @property
+    @cached_property
     def lengths(self) -> mx.array:
         """Number of keys of each sequence [B], for groups with one query per sequence."""
-        if self._lengths is None:
-            self._lengths = mx.array([start + 1 for start in self.starts], dtype=mx.int32)
-        return self._lengths
+        return mx.array([start + 1 for start in self.starts], dtype=mx.int32)
 
     def view(self, window: int) -> View:
         """Return what a layer reads. `window`: number of keys that a query sees, itself included; 0: all."""
         if window >= self.num_tokens:
             window = 0
-        view = self._views.get(window)
-        if view is None:
-            view = self._views[window] = self._prompt_view(window) if self.num_queries > 1 else self._view(window)
-        return view
+        if window not in self._views:
+            self._views[window] = self._view(window)
+        return self._views[window]
 
     def mask(self, window: int) -> mx.array:
-        """Return the mask over the whole context, as a model that computes attention itself uses it."""
-        queries = np.array(self.starts)[:, None] + np.arange(self.num_queries)  # [B, Q]
-        return _mask(queries, 0, self._width * self.block_size, window)[:, None]  # [B, 1, Q, L]
-
-    @property
-    def _width(self) -> int:
-        return max(len(table) for table in self.tables)
+        """Return the mask over the whole context, as a model that computes attention itself uses it [B, 1, Q, L]."""
+        width = max(len(table) for table in self.tables)
+        return self._mask([0] * self.num_seqs, width * self.block_size, window)
 
     def _view(self, window: int) -> View:
-        """View of one query per sequence: tables start at the first block in the window and are padded at the end."""
+        """View of the blocks from the first one in the window on. Tables are padded at the end."""
         size = self.block_size
         firsts = [max(start + 1 - window, 0) // size if window else 0 for start in self.starts]
         parts = [table[first:] for table, first in zip(self.tables, firsts, strict=True)]
         width = max(len(part) for part in parts)
         padded = [[*part, *[0] * (width - len(part))] for part in parts]  # the null block: its content is masked
         tables = mx.array(padded, dtype=mx.int32)
-        is_even = min(self.starts) == max(self.starts)
-        if is_even and not window:
-            return View(tables, self.starts[0] + 1, None)
-        queries = np.array(self.starts)
-        offsets = np.array(firsts)[:, None] * size
-        mask = _mask(queries, offsets, width * size, window)  # [B, L]
-        return View(tables, width * size, mask[:, None, None])
+        if not window and min(self.starts) == max(self.starts):
+            return View(tables, self.num_tokens, "causal" if self.num_queries > 1 else None)
+        return View(tables, width * size, self._mask([first * size for first in firsts], width * size, window))
 
-    def _prompt_view(self, window: int) -> View:
-        start, size = self.starts[0], self.block_size
-        end = start + self.num_queries
-        first = max(start + 1 - window, 0) // size if window else 0
-        tables = mx.array([list(self.tables[0][first:])], dtype=mx.int32)
-        num_keys = end - first * size
-        if not window:
-            return View(tables, num_keys, "causal")  # the last query sees the last key
-        queries = np.arange(start, end)
-        return View(tables, num_keys, _mask(queries, first * size, num_keys, window))
-
-
-def _mask(queries: NDArray[np.int64], first_key: int | NDArray[np.int64], num_keys: int, window: int) -> mx.array:
-    """Return which of `num_keys` keys, counted from `first_key`, the query at each position [...] sees: [..., L]."""
-    keys = first_key + np.arange(num_keys)
-    queries = queries[..., None]
-    seen = keys <= queries
-    if window:
-        seen &= keys > queries - window
-    return mx.array(seen)
+    def _mask(self, first_keys: Sequence[int], num_keys: int, window: int) -> mx.array:
+        """Return which of `num_keys` keys each query sees [B, 1, Q, L]. `first_keys` [B]: position of the first one."""
+        queries = np.array(self.starts)[:, None, None] + np.arange(self.num_queries)[:, None]  # [B, Q, 1]
+        keys = np.array(first_keys)[:, None, None] + np.arange(num_keys)  # [B, 1, L]
+        seen = keys <= queries
+        if window:
+            seen &= keys > queries - window
+        return mx.array(seen[:, None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import pytest
 from quire.backends.mlx import model as model_module
 from quire.backends.mlx import paged_cache
 from quire.backends.mlx.batch import BatchMode
-from quire.backends.mlx.kernel_check import gather_reference
+from quire.backends.mlx.kernel_check import gather_attention
+from quire.backends.mlx.paged_cache import DecodeKernel
 from quire.backends.mlx.runner import MlxRunner
 from quire.errors import UnsupportedModel
 from tests.backends.contract import HEAD, Contract, Pair, random_prompt
@@ -158,31 +159,21 @@ def test_quantised_checkpoints(name: str, quantization: dict[str, Any], tmp_path
     rig.engine.close()
 
 
-class GatheringKernel:
-    """Replaces the GPU kernel, which this machine cannot run: the same interface, computed by gather + SDPA."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool:
-        del queries, keys, values, num_tokens
-        return batch > 1
-
-    def __call__(self, *args: Any, **settings: Any) -> mx.array:
-        self.num_calls += 1
-        return gather_reference(*args, **settings)
-
-
 @pytest.mark.parametrize("name", ["llama with windows", "gpt_oss", "gemma3_text", "qwen3_moe"])
 def test_decodes_through_the_kernel(name: str, tmp_path: Path) -> None:
     """Lengths, windows, sinks and block tables reach the kernel as it expects them."""
     folder = write_model(tmp_path / "m", name)
     rig = Rig(folder, **SETTINGS)
-    kernel = GatheringKernel()
     assert isinstance(rig.engine.runner, MlxRunner)
-    rig.engine.runner.store.use_kernel(kernel)
+    store, num_rows = rig.engine.runner.store, []
+
+    def attend(queries: mx.array, *arrays: mx.array, **settings: Any) -> mx.array:
+        num_rows.append(len(queries))
+        return gather_attention(queries, *arrays, **settings)
+
+    store.use_kernel(DecodeKernel(attend, store.layers[0].shape.attention(store.block_size), least_rows=2))
     check_mixed(folder, rig, 1e-4)
-    assert kernel.num_calls
+    assert min(num_rows) == 2
     rig.engine.close()
 
 

@@ -64,7 +64,7 @@ def test_steps_write_the_pools_in_place(model_path: Path) -> None:
     rig = Rig(model_path, **{**SETTINGS, "num_blocks": 4096})
     runner = rig.engine.runner
     assert isinstance(runner, MlxRunner)
-    layer = runner.store.layers[0].keys_pool.nbytes
+    layer = runner.store.arrays[0].nbytes
     rig.reset(overlap=True, num_blocks=4096, max_chunk_tokens=16)
     rig.answer(random_prompt(1, 40), 4, logprobs=None)
     mx.synchronize()

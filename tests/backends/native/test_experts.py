@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.backends.base import Capacity
 from quire.backends.native import packing
 from quire.backends.native.library import Floats
 from quire.backends.native.model import Engine, NativeModel
@@ -17,9 +18,9 @@ from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from tests.backends.contract import random_prompt
 from tests.backends.native.matrices import same_bits
 from tests.backends.native.references import RoundedReference
-from tests.backends.native.test_invariance import random_prompt
 from tests.backends.native.test_models import check
 from tests.backends.native.test_packing import check_matrix, read
 from tests.backends.torch.rig import Rig
@@ -31,8 +32,8 @@ NUM_EXPERTS, NUM_CHOSEN = 5, 2
 
 def model_of(checkpoint: Checkpoint, num_threads: int = 1, precision: str = "exact") -> NativeModel:
     packed = pack_model(checkpoint, num_threads)
-    size = {"num_blocks": 64, "block_size": 16, "max_model_len": 400}
-    return NativeModel(checkpoint.spec, packed, Engine(num_threads), precision=precision, **size)
+    capacity = Capacity(64, 16, max_num_seqs=1, max_model_len=400, vocab_size=checkpoint.spec.vocab_size)
+    return NativeModel(checkpoint.spec, packed, Engine(num_threads), capacity, precision)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,8 @@ def choice_of(folder: Path, router: Floats) -> Floats:
     packed = pack_model(checkpoint, 1)
     found = np.ascontiguousarray(router, np.float32)
     packed.layers[0].router = found.ctypes.data
-    model = NativeModel(checkpoint.spec, packed, Engine(1), num_blocks=4, block_size=16, max_model_len=16)
+    capacity = Capacity(4, 16, max_num_seqs=1, max_model_len=16, vocab_size=checkpoint.spec.vocab_size)
+    model = NativeModel(checkpoint.spec, packed, Engine(1), capacity)
     logits = model.logits([5, 6])
     model.engine.close()
     checkpoint.close()
@@ -205,14 +207,8 @@ def test_experts_in_a_file(stacked: Checkpoint, monkeypatch: pytest.MonkeyPatch,
     check_experts(stacked, packed)
     assert list((tmp_path / "cache").iterdir()) == []  # the file has no name
     model = model_of(stacked)
-    assert model.has_experts_on_disk
     assert same_bits(model.logits(prompt), expected)
     model.engine.close()
-
-
-def test_dense_models_need_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
-    assert not packing.ExpertMemory({}, other_bytes=10_000).is_file
 
 
 @pytest.mark.parametrize(("other_bytes", "is_file"), [(700, False), (701, True)])
@@ -221,6 +217,7 @@ def test_the_share_of_memory(other_bytes: int, is_file: bool, monkeypatch: pytes
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     memory = packing.ExpertMemory({"a": 30, "b": 36}, other_bytes=other_bytes - 28)
     assert memory.is_file == is_file
+    assert not packing.ExpertMemory({}, other_bytes=10_000).is_file  # a dense model needs none
     memory["a"][:], memory["b"][:] = 1, 2
     assert (memory["a"].size, memory["b"].size, memory["a"].sum(), memory["b"].sum()) == (30, 36, 30, 72)
 

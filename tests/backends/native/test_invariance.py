@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.backends.native.runner import NativeRunner
 from quire.core.values import Priority
 from quire.engine.model_text import ModelText
+from tests.backends.contract import random_prompt
 from tests.backends.native.references import RoundedReference
 from tests.backends.native.test_models import SHAPES, check
 from tests.backends.torch.families import FAMILIES
@@ -29,11 +30,6 @@ from tests.selection import mostly_nightly
 pytestmark = pytest.mark.sweep("file")
 NUM_TOKENS = 10
 LENGTHS = (70, 1, 33, 5, 96, 31, 64, 18)
-
-
-def random_prompt(seed: int, length: int) -> list[int]:
-    rng = Random(seed)
-    return [rng.randrange(3, 160) for _ in range(length)]
 
 
 PROMPTS = [random_prompt(length, length) for length in LENGTHS]

@@ -236,8 +236,9 @@ def test_nan_weights_never_produce_a_token(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_threads", [0, -1])
 def test_invalid_thread_counts_are_refused(runner: NativeRunner, num_threads: int) -> None:
-    with pytest.raises(InvalidRequest):
-        runner.use_threads(num_threads)
+    for call in (runner.use_threads, Engine):
+        with pytest.raises(InvalidRequest):
+            call(num_threads)
     run(runner, piece())
 
 
@@ -316,9 +317,3 @@ def test_facts_and_capacity(model_path: Path) -> None:
 def test_unsupported_settings_are_refused(model_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(reversed(settings)))):
         open_runner(model_path, **settings)
-
-
-@pytest.mark.parametrize("num_threads", [0, -1])
-def test_an_engine_without_threads_is_refused(num_threads: int) -> None:
-    with pytest.raises(InvalidRequest):
-        Engine(num_threads)

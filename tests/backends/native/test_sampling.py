@@ -336,7 +336,7 @@ def test_wrong_arguments_do_not_reach_c(sampler: NativeSampler) -> None:
         run(sampler, logits.astype(np.float64), rows)
     for tokens in ([0, 1, 2, 100], [0, 1, -1, 2]):
         with pytest.raises(InvariantViolation):
-            sampler.rank_tokens(logits, tokens, 1)
+            sampler.rank(logits, np.array(tokens, np.int32), [1] * len(tokens))
     for mask in (bytes(12), bytes(14)):
         with pytest.raises(InvariantViolation):
             run(sampler, logits, rows, {1: mask})

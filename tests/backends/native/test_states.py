@@ -17,9 +17,10 @@ from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import SeqSlice, StateSnapshot
 from quire.errors import InvariantViolation
+from tests.backends.contract import random_prompt
 from tests.backends.native.matrices import same_bits
 from tests.backends.native.references import RoundedReference
-from tests.backends.native.test_invariance import check_same, random_prompt, run_requests
+from tests.backends.native.test_invariance import check_same, run_requests
 from tests.backends.native.test_models import check_rows
 from tests.backends.native.test_runner import open_runner
 from tests.backends.native.test_windows import logits

@@ -14,9 +14,9 @@ from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
 from quire.errors import InvariantViolation
+from tests.backends.contract import random_prompt
 from tests.backends.native.matrices import same_bits
 from tests.backends.native.references import RoundedReference
-from tests.backends.native.test_invariance import random_prompt
 from tests.backends.native.test_runner import NUM_BLOCKS, open_runner
 from tests.backends.plans import piece, plan, run
 
