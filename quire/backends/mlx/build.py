@@ -139,15 +139,14 @@ def _find_kernel(shape: Shape) -> DecodeKernel | None:
         return None
     try:
         kernel = PagedDecode()
-        problem = check(kernel, shape)
-        least_rows = None if problem else find_least_rows(kernel, shape)
+        if (problem := check(kernel, shape)) is None:
+            least_rows = find_least_rows(kernel, shape)
+            log.info("the paged-decode kernel is used from %s rows on", least_rows)
+            return None if least_rows is None else DecodeKernel(kernel, shape, least_rows)
     except Exception as error:  # compilers report errors of many types
-        problem, least_rows = f"{type(error).__name__}: {error}", None
-    if least_rows is None:
-        reason = problem or "it is not faster here"
-        log.warning("the paged-decode kernel is not used; large batches and long contexts are slower: %s", reason)
-        return None
-    return DecodeKernel(kernel, shape, least_rows)
+        problem = f"{type(error).__name__}: {error}"
+    log.warning("the paged-decode kernel is not used; large batches and long contexts are slower: %s", problem)
+    return None
 
 
 # Memory

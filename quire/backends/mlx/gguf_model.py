@@ -113,7 +113,7 @@ def _pack(matrices: Sequence[PackedMatrix | None]) -> Quantized | None:
     bits, offset = (INT4_BITS, 0) if kind is CodeType.INT4 else _width(codes.view(np.int8))
     words = codes if kind is CodeType.INT4 else pack_codes(codes + np.uint8(offset), bits)
     biases = -(np.concatenate(zeros) + np.float32(offset)) * scales
-    return Layout(bits, group_size), *(mx.array(one) for one in (words.view("<u4"), scales, biases))
+    return Layout(bits, group_size), mx.array(words.view("<u4")), mx.array(scales), mx.array(biases)
 
 
 def _has_mlx_groups(matrix: PackedMatrix) -> bool:

@@ -95,11 +95,11 @@ def check(kernel: Attention, shape: Shape, dtypes: Sequence[mx.Dtype] | None = N
 
 def find_error(kernel: Attention, example: Example, *, window: int, has_sinks: bool) -> float:
     """Return the largest error of a result, relative to the largest number of the reference in float32."""
-    *pools, tables, lengths, sinks = example
-    scale = example.queries.shape[-1] ** -0.5
-    settings: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks if has_sinks else None}
-    found = kernel(*pools, tables, lengths, **settings)
-    expected = gather_attention(*(array.astype(mx.float32) for array in pools), tables, lengths, **settings)
+    scale, sinks = example.queries.shape[-1] ** -0.5, example.sinks if has_sinks else None
+    found = kernel(*example[:5], scale=scale, window=window, sinks=sinks)
+    queries, keys, values = (array.astype(mx.float32) for array in example[:3])
+    places = example.tables, example.lengths
+    expected = gather_attention(queries, keys, values, *places, scale=scale, window=window, sinks=sinks)
     if found.shape != expected.shape or found.dtype != example.queries.dtype:
         raise ValueError(f"the result has the shape {found.shape} and the type {found.dtype}")
     error = mx.abs(found.astype(mx.float32) - expected).max() / mx.abs(expected).max()

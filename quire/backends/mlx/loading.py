@@ -118,6 +118,7 @@ def _open_folder(checkpoint: Checkpoint, options: BackendOptions) -> Module:
     config = _read_config(checkpoint)
     spec = known_spec(checkpoint.spec, config.get("model_type"))
     fields = _fields_of_spec(spec, config) if spec else _rotary_fields(config, checkpoint)
+    model: Module
     model, _ = mlx_lm.utils.load_model(
         checkpoint.path, lazy=True, model_config=fields, get_model_classes=find_classes, trust_remote_code=False
     )

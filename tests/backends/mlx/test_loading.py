@@ -222,8 +222,8 @@ def test_codes_of_the_file_are_kept(kind: str, bits: int, monkeypatch: pytest.Mo
     assert layout == Layout(bits, 32)
 
     def error(dtype: mx.Dtype) -> float:
-        parts = (one.astype(dtype).astype(mx.float32) for one in (scales, biases))
-        return rms_error(mx.dequantize(weight, *parts, group_size=32, bits=bits), expected)
+        rounded = [one.astype(dtype).astype(mx.float32) for one in (scales, biases)]
+        return rms_error(mx.dequantize(weight, rounded[0], rounded[1], group_size=32, bits=bits), expected)
 
     assert error(mx.float32) < 1e-7
     assert error(mx.float16) < (4e-4 if "K" in kind else 1e-7)

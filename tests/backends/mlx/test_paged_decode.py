@@ -132,8 +132,10 @@ def without_sinks(*arrays: mx.array, **settings: Any) -> mx.array:
     return gather_attention(*arrays, **{**settings, "sinks": None})
 
 
-def one_key_more(*arrays: mx.array, **settings: Any) -> mx.array:
-    return gather_attention(*arrays[:4], arrays[4] + 1, **settings)
+def one_key_more(
+    queries: mx.array, keys: mx.array, values: mx.array, tables: mx.array, lengths: mx.array, **settings: Any
+) -> mx.array:
+    return gather_attention(queries, keys, values, tables, lengths + 1, **settings)
 
 
 def not_a_number(*arrays: mx.array, **settings: Any) -> mx.array:
