@@ -39,6 +39,7 @@ from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import Activation
+from tests.backends.native.matrices import logits_of
 
 # T tokens of a sequence, V vocabulary size
 
@@ -208,8 +209,7 @@ class Native:
             checkpoint.close()
 
     def logits(self, tokens: list[int]) -> Logits:
-        logits: Logits = self._runner.model.logits(tokens)
-        return logits
+        return logits_of(self._runner.model, tokens)
 
     def close(self) -> None:
         self._runner.close()

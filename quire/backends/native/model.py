@@ -241,26 +241,6 @@ class NativeModel:
             raise MemoryError(f"no memory for {len(hidden)} rows of logits")
         return logits
 
-    def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks and state."""
-        num_blocks = -(-len(tokens) // self.capacity.block_size)
-        has_window_blocks = self.capacity.num_window_blocks > 0
-        num_available = min(self.capacity.num_blocks, self.capacity.num_window_blocks or self.capacity.num_blocks)
-        if num_blocks >= num_available or len(tokens) > self.capacity.max_model_len:
-            raise ValueError(f"the pool does not hold {len(tokens)} tokens")
-        tables = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
-        batch = Batch(
-            tokens=np.array(tokens, np.int32),
-            positions=np.arange(len(tokens), dtype=np.int32),
-            first_rows=np.array([0, len(tokens)], np.int32),
-            tables=tables,
-            sampled=(),
-            window_tables=tables if has_window_blocks else None,
-            segments=np.array([[0, len(tokens), 0, 1]], np.int32) if self.capacity.num_states else None,
-            first_segments=np.array([0, 1], np.int32),
-        )
-        return self.forward(batch, np.arange(len(tokens), dtype=np.int32))[0]
-
     def copy_blocks(self, copies: tuple[BlockCopy, ...], window_copies: tuple[BlockCopy, ...] = ()) -> None:
         """Copy blocks. All numbers are checked before the first copy."""
         pairs = _pairs(copies, self.capacity.num_blocks)

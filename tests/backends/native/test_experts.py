@@ -19,7 +19,7 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from tests.backends.contract import random_prompt
-from tests.backends.native.matrices import same_bits
+from tests.backends.native.matrices import logits_of, same_bits
 from tests.backends.native.references import RoundedReference
 from tests.backends.native.test_models import check
 from tests.backends.native.test_packing import check_matrix, read
@@ -54,10 +54,10 @@ def test_rows_do_not_depend_on_others(olmoe: Checkpoint, length: int, num_thread
     """The logits of the first tokens of a prompt are the same with any tokens after them, on any number of threads."""
     one, many = model_of(olmoe), model_of(olmoe, num_threads)
     prompt = random_prompt(length, length)
-    whole = one.logits(prompt)
-    assert same_bits(many.logits(prompt), whole)
+    whole = logits_of(one, prompt)
+    assert same_bits(logits_of(many, prompt), whole)
     for part in {1, length // 2, length - 1} - {0}:
-        assert same_bits(one.logits(prompt[:part]), whole[:part])
+        assert same_bits(logits_of(one, prompt[:part]), whole[:part])
     one.engine.close()
     many.engine.close()
 
@@ -68,9 +68,9 @@ def test_every_variant_and_precision(olmoe: Checkpoint, precision: str) -> None:
     """Experts with one, two, three and more rows take different paths through the kernels."""
     model = model_of(olmoe, 2, precision)
     prompt = random_prompt(1, 40)
-    whole = model.logits(prompt)
+    whole = logits_of(model, prompt)
     for part in range(1, 12):
-        assert same_bits(model.logits(prompt[:part]), whole[:part])
+        assert same_bits(logits_of(model, prompt[:part]), whole[:part])
     model.engine.close()
 
 
@@ -105,7 +105,7 @@ def choice_of(folder: Path, router: Floats) -> Floats:
     packed.layers[0].router = found.ctypes.data
     capacity = Capacity(4, 16, max_num_seqs=1, max_model_len=16, vocab_size=checkpoint.spec.vocab_size)
     model = NativeModel(checkpoint.spec, packed, Engine(1), capacity)
-    logits = model.logits([5, 6])
+    logits = logits_of(model, [5, 6])
     model.engine.close()
     checkpoint.close()
     return logits
@@ -188,9 +188,9 @@ def test_dummy_experts(tmp_path: Path) -> None:
         file.unlink()
     checkpoint = open_checkpoint(tmp_path, "dummy")
     model = model_of(checkpoint)
-    logits = model.logits(random_prompt(1, 20))
+    logits = logits_of(model, random_prompt(1, 20))
     assert np.isfinite(logits).all()
-    assert same_bits(model_of(checkpoint, 2).logits(random_prompt(1, 20)), logits)
+    assert same_bits(logits_of(model_of(checkpoint, 2), random_prompt(1, 20)), logits)
 
 
 # Memory
@@ -199,7 +199,7 @@ def test_dummy_experts(tmp_path: Path) -> None:
 def test_experts_in_a_file(stacked: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prompt = random_prompt(2, 30)
     prompt = [token % VOCAB for token in prompt]
-    expected = model_of(stacked).logits(prompt)
+    expected = logits_of(model_of(stacked), prompt)
     monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     packed = pack_model(stacked, 2)
@@ -207,7 +207,7 @@ def test_experts_in_a_file(stacked: Checkpoint, monkeypatch: pytest.MonkeyPatch,
     check_experts(stacked, packed)
     assert list((tmp_path / "cache").iterdir()) == []  # the file has no name
     model = model_of(stacked)
-    assert same_bits(model.logits(prompt), expected)
+    assert same_bits(logits_of(model, prompt), expected)
     model.engine.close()
 
 

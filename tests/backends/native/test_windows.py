@@ -15,7 +15,7 @@ from quire.backends.native.runner import NativeRunner
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
 from quire.errors import InvariantViolation
 from tests.backends.contract import random_prompt
-from tests.backends.native.matrices import same_bits
+from tests.backends.native.matrices import logits_of, same_bits
 from tests.backends.native.references import RoundedReference
 from tests.backends.native.test_runner import NUM_BLOCKS, open_runner
 from tests.backends.plans import piece, plan, run
@@ -48,7 +48,7 @@ def expected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Floats]:
     monkeypatch.setattr(kv_memory, "HAS_WINDOWS", False)
     runner = open_runner(folder, block_size=BLOCK_SIZE, num_blocks=2 * NUM_BLOCKS)
     assert runner.capacity().num_window_blocks == 0
-    yield runner.model.logits(PROMPT)
+    yield logits_of(runner.model, PROMPT)
     runner.close()
 
 
