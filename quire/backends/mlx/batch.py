@@ -115,17 +115,13 @@ class Pass:
     order: tuple[int, ...]  # index in the plan of each slice
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLimits:
-    block_size: int
-    max_tokens: int  # keys that a group of several sequences gathers, padding included
-
-
 def build_passes(
-    slices: Sequence[SeqSlice], limits: GroupLimits, last_samples: mx.array, mode: BatchMode
+    slices: Sequence[SeqSlice], size: int, max_gathered: int, last_samples: mx.array, mode: BatchMode
 ) -> tuple[Pass, ...]:
-    """Divide a plan. `last_samples` is indexed by batch index."""
-    size = limits.block_size
+    """Divide a plan. `last_samples` is indexed by batch index.
+
+    `size`: of a block. `max_gathered`: keys that a group of several sequences gathers, padding included.
+    """
     order = sorted(range(len(slices)), key=lambda index: _bucket(slices[index], size))
     together: list[list[int]] = []  # indices of each group
     width = 0  # blocks of the last group's longest sequence
@@ -137,7 +133,7 @@ def build_passes(
             is_decode
             and together
             and _bucket(slices[together[-1][0]], size) == _bucket(slices[index], size)
-            and (len(together[-1]) + 1) * width * size <= limits.max_tokens
+            and (len(together[-1]) + 1) * width * size <= max_gathered
         ):
             together[-1].append(index)
         else:

@@ -191,7 +191,7 @@ def _measure(model: PagedModel, shapes: Sequence[LayerShape], block_size: int, n
         mx.eval(store.arrays)
         mx.reset_peak_memory()
         before, began_s = mx.get_active_memory(), time.monotonic()
-        for step in build_passes([piece], store.limits, mx.zeros(1, mx.int32), model.mode):
+        for step in build_passes([piece], block_size, store.max_gathered, mx.zeros(1, mx.int32), model.mode):
             logits, hidden = model.forward(step, store, step.last_rows)
             mx.eval(logits, hidden, store.arrays)
         num_bytes = mx.get_peak_memory() - before

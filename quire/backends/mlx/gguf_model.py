@@ -31,7 +31,7 @@ from quire.weights.tensors import check_tensors, transformers_parameters
 
 MLX_GROUP_SIZES = (32, 64, 128)
 INT4_BITS = 4
-ROUNDED_BITS = 8  # of types whose codes MLX cannot hold
+ROUNDED = Layout(8, 32)  # of types whose codes MLX cannot hold
 CHUNK_ROWS = 256  # packed at once: a bit takes a byte meanwhile
 PLAIN_TYPES = {TensorType.F32: "<f4", TensorType.F16: "<f2", TensorType.BF16: "<u2"}  # numpy has no bfloat16
 
@@ -84,8 +84,9 @@ def _quantized(checkpoint: Checkpoint, held: Sequence[str], dtype: mx.Dtype, bit
         return None
     found = _pack([checkpoint.read_packed(name) for name in held])
     if found is None:
-        new_bits = bits if info.type in PLAIN_TYPES else ROUNDED_BITS
-        layout = choose_layout(info.shape[1], new_bits) if new_bits is not None else None
+        layout = ROUNDED if info.shape[1] % ROUNDED.group_size == 0 else None
+        if info.type in PLAIN_TYPES:
+            layout = choose_layout(info.shape[1], bits) if bits is not None else None
         if layout is None:
             return None
         found = layout, *mx.quantize(_read(checkpoint, held).astype(dtype), layout.group_size, layout.bits)

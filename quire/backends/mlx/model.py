@@ -241,7 +241,7 @@ def _try_mode(
     errors: list[float] = []
     try:
         for slices in support.make_steps(prompts):
-            for step in build_passes(slices, store.limits, mx.zeros(2, mx.int32), paged.mode):
+            for step in build_passes(slices, store.block_size, store.max_gathered, mx.zeros(2, mx.int32), paged.mode):
                 logits, _ = paged.forward(step, store, step.last_rows)
                 assert logits is not None
                 mx.eval(logits, store.arrays)

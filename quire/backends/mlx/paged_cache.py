@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.backends.base import Copied, MemorySizes, PendingCopy
 from quire.backends.block_io import MAX_EXPORTS, check_pieces, cpu_pieces_per_step
-from quire.backends.mlx.batch import GroupLimits, Pass
+from quire.backends.mlx.batch import Pass
 from quire.backends.mlx.paged_decode import Attention, Shape
 from quire.core.step import BlockCopy, MemoryRef
 from quire.errors import InvariantViolation
@@ -148,11 +148,7 @@ class KVStore:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = [LayerCache(shape, num_blocks, block_size) for shape in shapes]
-
-    @property
-    def limits(self) -> GroupLimits:
-        widest = max(layer.shape.token_bytes for layer in self.layers)
-        return GroupLimits(self.block_size, GATHER_BYTES // widest)
+        self.max_gathered = GATHER_BYTES // max(shape.token_bytes for shape in shapes)  # keys
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -96,7 +96,6 @@ class MlxRunner:
         self._building: _Step | None = None  # forwarded, not sampled
         self._steps: deque[_Step] = deque()
         self._broken = ""
-        self._limits = store.limits
         self._thread = thread
         self._is_closed = False
         self._block_io = MlxBlockIO(store, facts.layout, facts.weight_bytes, self._run_between_steps)
@@ -166,7 +165,8 @@ class MlxRunner:
             self._penalties.release(batch_index)
         self._check(plan)
         contents = self.store.copy(plan.copies)
-        passes = build_passes(plan.slices, self._limits, self._last_samples, self.model.mode)
+        sizes = self.store.block_size, self.store.max_gathered
+        passes = build_passes(plan.slices, *sizes, self._last_samples, self.model.mode)
         self._building = self._run_passes(plan.slices, passes, contents)
 
     def _sample(self, masks: TokenMasks | None) -> None:

@@ -167,6 +167,6 @@ def rank(raw: mx.array, chosen: mx.array, rows: tuple[int, ...], counts: tuple[i
     logprobs = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
     picked = mx.take_along_axis(logprobs, chosen[:, None], axis=-1)
     ranks = (logprobs > picked).sum(-1)
-    num_top = min(max(*counts, 1), raw.shape[1])  # MLX has no empty arrays here; `Ranks.read` cuts each row
+    num_top = min(max(*counts, 1), raw.shape[1])  # at least one: `Ranks.read` cuts each row
     order = mx.argsort(-logprobs, axis=-1)[:, :num_top]
     return Ranks(rows, counts, picked[:, 0], ranks, mx.take_along_axis(logprobs, order, axis=-1), order)

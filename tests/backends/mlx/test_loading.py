@@ -33,7 +33,7 @@ from tests.backends.mlx.test_runner import open_runner
 from tests.backends.torch.families import FAMILIES, MINISTRAL_ROPE, SIZES, Reference
 from tests.backends.torch.families import logprobs as reference_logprobs
 from tests.backends.torch.rig import Rig, same_rows
-from tests.weights.layouts import LAYOUTS, write_quantized
+from tests.weights.layouts import LAYOUTS, write_k_quants, write_quantized
 from tests.weights.makers import (
     FFN,
     HIDDEN,
@@ -45,9 +45,6 @@ from tests.weights.makers import (
     set_scales,
     tiny_gguf,
     write_folder,
-)
-from tests.weights.makers import (
-    Tensor as GgufTensor,
 )
 
 BOUND = 5e-5
@@ -248,37 +245,14 @@ def test_a_gguf_file_stays_packed(tmp_path: Path) -> None:
     assert same_rows(answer, logprobs(loaded, [*range(40), *answer.tokens]), 40) < BOUND
 
 
-def k_quants(head: TensorType) -> bytes:
-    """A GGUF file in K-quants, whose blocks have 256 weights."""
-    numbers = {TensorType.Q4_K: 12, TensorType.Q5_K: 13, TensorType.Q6_K: 14}
-
-    def matrix(kind: TensorType, num_rows: int, num_columns: int = 256) -> GgufTensor:
-        raw = random_matrix(kind, num_rows, num_columns)
-        return GgufTensor((num_columns, num_rows), numbers[kind], raw.data.tobytes())
-
-    norm, last = (GgufTensor((256,), 0, np.full(256, size, np.float32).tobytes()) for size in (1, 0.02))
-    tensors = {"token_embd.weight": matrix(TensorType.Q4_K, 64), "output_norm.weight": last}  # logits are about 1
-    tensors["output.weight"] = matrix(head, 64)
-    for name in ("attn_norm", "ffn_norm"):
-        tensors[f"blk.0.{name}.weight"] = norm
-    for name, num_rows in (("attn_q", 256), ("attn_k", 128), ("attn_v", 128), ("attn_output", 256)):
-        tensors[f"blk.0.{name}.weight"] = matrix(TensorType.Q5_K, num_rows)
-    for name in ("gate", "up", "down"):
-        shape = (256, 512) if name == "down" else (512, 256)
-        tensors[f"blk.0.ffn_{name}.weight"] = matrix(TensorType.Q4_K, *shape)
-    sizes = {"llama.block_count": 1, "llama.embedding_length": 256, "llama.feed_forward_length": 512}
-    return make_gguf(llama_keys(**sizes), list(tensors.items()))
-
-
 @pytest.mark.parametrize(
-    ("head", "layout", "bound"), [(TensorType.Q5_K, Layout(5, 32), BOUND), (TensorType.Q6_K, Layout(8, 64), 0.05)]
+    ("kind", "layouts", "bound"),
+    [(None, {Layout(4, 32), Layout(8, 32)}, 0.15), ("Q5_K", {Layout(5, 32)}, BOUND)],
 )
-def test_k_quants(head: TensorType, layout: Layout, bound: float, tmp_path: Path) -> None:
-    path = tmp_path / "k.gguf"
-    path.write_bytes(k_quants(head))
+def test_k_quants(kind: str | None, layouts: set[Layout], bound: float, tmp_path: Path) -> None:
+    path = write_k_quants(tmp_path, kind)
     loaded = load(path)
-    assert main_layout(loaded) == Layout(4, 32)
-    assert quantized_layers(loaded)["lm_head"] == layout
+    assert set(quantized_layers(loaded).values()) == layouts
     rig = Rig(path)
     answer = rig.answer(range(40), 3)
     rig.engine.close()
@@ -403,8 +377,8 @@ def test_the_language_model_of_a_multimodal_gemma(tmp_path: Path) -> None:
         ("awq g32", Layout(4, 32)),
         ("ct w4 asymmetric", Layout(4, 32)),
         ("ct w4 g64", Layout(4, 64)),
-        ("gptq act-order", Layout(8, 64)),
-        ("fp8 small blocks", Layout(8, 64)),
+        ("gptq act-order", Layout(8, 32)),
+        ("fp8 small blocks", Layout(8, 32)),
         ("ct w8 g64", Layout(8, 64)),
     ],
 )

@@ -13,21 +13,16 @@ from quire.backends.base import Capacity
 from quire.backends.native import packing
 from quire.backends.native.library import Floats
 from quire.backends.native.model import Engine, NativeModel
-from quire.backends.native.packing import PackedModel, pack_model
+from quire.backends.native.packing import pack_model
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
-from quire.weights.quants import to_float32
 from tests.backends.contract import random_prompt
 from tests.backends.native.matrices import logits_of, same_bits
 from tests.backends.native.references import RoundedReference
 from tests.backends.native.test_models import check
-from tests.backends.native.test_packing import check_matrix, read
 from tests.backends.torch.rig import Rig
-from tests.weights.makers import FFN, HEAD, HEADS, HIDDEN, KV_HEADS, LAYERS, Q4_0, Q8_0, VOCAB, llama_keys, make_gguf
-from tests.weights.makers import weights as random_weights
-
-NUM_EXPERTS, NUM_CHOSEN = 5, 2
+from tests.weights.makers import HIDDEN
 
 
 def model_of(checkpoint: Checkpoint, num_threads: int = 1, precision: str = "exact") -> NativeModel:
@@ -132,63 +127,12 @@ def test_scores_that_are_not_finite_are_detected(tmp_path: Path, wrong: float) -
 # Files
 
 
-def stacked_gguf() -> bytes:
-    """Make a Llama with experts, which are stacked in GGUF files: [columns, rows, experts]."""
-    rng = np.random.default_rng(0)
-    tensors = {
-        "token_embd.weight": random_weights(rng, HIDDEN, VOCAB, kind=Q8_0),
-        "output_norm.weight": random_weights(rng, HIDDEN),
-    }
-    for i in range(LAYERS):
-        layer = {
-            "attn_norm": random_weights(rng, HIDDEN),
-            "attn_q": random_weights(rng, HIDDEN, HEADS * HEAD, kind=Q4_0),
-            "attn_k": random_weights(rng, HIDDEN, KV_HEADS * HEAD, kind=Q4_0),
-            "attn_v": random_weights(rng, HIDDEN, KV_HEADS * HEAD, kind=Q4_0),
-            "attn_output": random_weights(rng, HEADS * HEAD, HIDDEN, kind=Q4_0),
-            "ffn_norm": random_weights(rng, HIDDEN),
-            "ffn_gate_inp": random_weights(rng, HIDDEN, NUM_EXPERTS),
-            "ffn_gate_exps": random_weights(rng, HIDDEN, FFN, NUM_EXPERTS, kind=Q4_0),
-            "ffn_up_exps": random_weights(rng, HIDDEN, FFN, NUM_EXPERTS, kind=Q4_0),
-            "ffn_down_exps": random_weights(rng, FFN, HIDDEN, NUM_EXPERTS, kind=Q8_0),
-        }
-        tensors |= {f"blk.{i}.{name}.weight": one for name, one in layer.items()}
-    keys = llama_keys(llama__expert_count=NUM_EXPERTS, llama__expert_used_count=NUM_CHOSEN)
-    return make_gguf(keys, list(tensors.items()))
-
-
-@pytest.fixture
-def stacked(tmp_path: Path) -> Iterator[Checkpoint]:
-    path = tmp_path / "m.gguf"
-    path.write_bytes(stacked_gguf())
-    checkpoint = open_checkpoint(path)
-    yield checkpoint
-    checkpoint.close()
-
-
-def check_experts(checkpoint: Checkpoint, packed: PackedModel) -> None:
-    for index, layer in enumerate(packed.layers):
-        assert (layer.num_experts, layer.num_chosen) == (NUM_EXPERTS, NUM_CHOSEN)
-        for number in range(NUM_EXPERTS):
-            prefix = f"layers.{index}.experts.{number}."
-            expert = layer.experts[number]
-            check_matrix(checkpoint, expert.gate_up, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-            check_matrix(checkpoint, expert.down, f"{prefix}down_proj.weight")
-        router = to_float32(checkpoint.read(f"layers.{index}.router.weight"))
-        assert read(layer.router, NUM_EXPERTS * HIDDEN) == router.ravel().tolist()
-
-
-def test_stacked_experts(stacked: Checkpoint) -> None:
-    check_experts(stacked, pack_model(stacked, 2))
-
-
 def test_dummy_experts(tmp_path: Path) -> None:
     RoundedReference("olmoe", tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
     checkpoint = open_checkpoint(tmp_path, "dummy")
-    model = model_of(checkpoint)
-    logits = logits_of(model, random_prompt(1, 20))
+    logits = logits_of(model_of(checkpoint), random_prompt(1, 20))
     assert np.isfinite(logits).all()
     assert same_bits(logits_of(model_of(checkpoint, 2), random_prompt(1, 20)), logits)
 
@@ -196,18 +140,14 @@ def test_dummy_experts(tmp_path: Path) -> None:
 # Memory
 
 
-def test_experts_in_a_file(stacked: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    prompt = random_prompt(2, 30)
-    prompt = [token % VOCAB for token in prompt]
-    expected = logits_of(model_of(stacked), prompt)
+def test_experts_in_a_file(olmoe: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = logits_of(model_of(olmoe), random_prompt(2, 30))
     monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
-    packed = pack_model(stacked, 2)
-    assert packed.has_experts_on_disk
-    check_experts(stacked, packed)
+    model = model_of(olmoe, 2)
+    assert model.packed.has_experts_on_disk
     assert list((tmp_path / "cache").iterdir()) == []  # the file has no name
-    model = model_of(stacked)
-    assert same_bits(logits_of(model, prompt), expected)
+    assert same_bits(logits_of(model, random_prompt(2, 30)), expected)
     model.engine.close()
 
 

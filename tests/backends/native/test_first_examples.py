@@ -80,19 +80,6 @@ def test_the_readme_shows_the_first_answer(benchmark: Any) -> None:
     assert shown == [(first.prompt, benchmark.RIGHT[first.prompt])]
 
 
-def test_every_kind_of_example_is_found(benchmark: Any) -> None:
-    found = benchmark.examples()
-    readme = (ROOT / "README.md").read_text()
-    num_commands = len(re.findall(r"quire generate ", readme))
-    num_pythons = len(re.findall(r"completions\.create\(|llm\.chat\(", readme))
-    assert sum(one.source == "README.md, quire generate" for one in found) == num_commands >= 3
-    assert sum(one.source == "README.md, Python" for one in found) >= num_pythons >= 2
-    assert sum(one.source == "README.md, curl" for one in found) >= 2
-    assert sum(one.source == "the page" for one in found) >= 3
-    for one in found:  # `quire generate` has a small default, a server has not
-        assert one.max_tokens is not None or one.source == "README.md, quire generate", one
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_curl_bounds_its_answer(page: Path) -> None:
     found = re.findall(

@@ -114,16 +114,3 @@ def test_distances_match_a_hand_calculation() -> None:
     assert whole.max_kl == pytest.approx(distance)
     assert whole.perplexity_ratio == pytest.approx(0.5)
     assert len(whole.misses) == 2
-
-
-def test_shared_prefixes_of_chats_are_compared_once() -> None:
-    one, two = chat_passages([(1, 2, 3, 4), (1, 2, 5)], [(7, 8), (9,)])
-    assert one == Passage((1, 2, 3, 4, 7, 8), (("chat, prompts", 0, 3), ("chat, answers", 3, 6)))
-    assert two == Passage((1, 2, 5, 9), (("chat, prompts", 2, 2), ("chat, answers", 2, 4)))
-
-
-def test_the_whole_text_is_read(text: ModelText) -> None:
-    passages = list(text_passages(text))
-    assert [len(passage.tokens) for passage in passages] == [512, 512, 512, 512, 1024, 1643]
-    assert text.tokenizer.decode([token for passage in passages for token in passage.tokens]).endswith("police.\n")
-    assert len(set(chat_prompts(text))) == 50
