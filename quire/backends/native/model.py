@@ -359,7 +359,8 @@ class Memory:
 
     def __init__(self, kv: KVSpec, capacity: Capacity) -> None:
         self.has_window_blocks = capacity.num_window_blocks > 0
-        full, window = _block_bytes(kv, capacity.block_size, self.has_window_blocks)
+        self._sizes = _block_sizes(kv, capacity.block_size, self.has_window_blocks)
+        full, window = map(sum, self._sizes)
         self.blocks = zeroed(capacity.num_blocks * full)
         self.window_blocks = zeroed(capacity.num_window_blocks * window) if window else np.zeros(0, np.uint8)
         self.states: Floats = np.zeros(
@@ -389,12 +390,7 @@ class Memory:
 
         Layers of equal size that lie side by side are one view.
         """
-        full: list[int] = []
-        window: list[int] = []
-        for layer in self.kv.kv_layers:
-            if layer.shared_with is None:
-                has_window = self.has_window_blocks and layer.window
-                (window if has_window else full).append(layer_block_bytes(layer, self._capacity.block_size))
+        full, window = self._sizes
         states = [math.prod(pool.shape[1:]) * STATE_ITEM_BYTES for pool in self.state_arrays()]
         return (
             _views(self.blocks, full, self._capacity.num_blocks),
@@ -437,27 +433,23 @@ def _place_state(layer: Layer, kv: LayerState, at: int, num_states: int) -> int:
     return at + num_states * kv.num_heads * kv.key_size * kv.value_size * STATE_ITEM_BYTES
 
 
-def _block_bytes(kv: KVSpec, block_size: int, has_window_blocks: bool) -> tuple[int, int]:
-    """Return the bytes of a block and of a window block, in all layers that have such blocks."""
-    full = window = 0
+def _block_sizes(kv: KVSpec, block_size: int, has_window_blocks: bool) -> tuple[list[int], list[int]]:
+    """Return the bytes of a block and of a window block, in each layer that stores one."""
+    full: list[int] = []
+    window: list[int] = []
     for layer in kv.kv_layers:
-        num_bytes = layer_block_bytes(layer, block_size)
-        if has_window_blocks and layer.window:
-            window += num_bytes
-        else:
-            full += num_bytes
+        if layer.shared_with is None:
+            (window if has_window_blocks and layer.window else full).append(layer_block_bytes(layer, block_size))
     return full, window
 
 
 def kv_costs(kv: KVSpec, block_size: int, *, has_window_blocks: bool) -> KVCosts:
     """Return the bytes of each kind of memory, with the padding that C needs."""
-    full, window = _block_bytes(kv, block_size, has_window_blocks)
+    full, window = map(sum, _block_sizes(kv, block_size, has_window_blocks))
     return KVCosts(full, window, kv.state_bytes(STATE_ITEM_BYTES), kv.window if has_window_blocks else 0)
 
 
 def layer_block_bytes(kv: LayerKV, block_size: int) -> int:
-    if kv.shared_with is not None:
-        return 0
     return int(load_library().quire_block_bytes(kv.num_kv_heads, kv.head_size, block_size))
 
 

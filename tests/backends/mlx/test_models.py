@@ -9,15 +9,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from quire.backends.mlx import model as model_module
-from quire.backends.mlx import paged_cache
-from quire.backends.mlx.batch import BatchMode
+from quire.backends.mlx.batch import BatchMode, build_passes
 from quire.backends.mlx.kernel_check import gather_attention
 from quire.backends.mlx.paged_cache import DecodeKernel
 from quire.backends.mlx.runner import MlxRunner
 from quire.errors import UnsupportedModel
 from tests.backends.contract import HEAD, Contract, Pair, random_prompt
 from tests.backends.mlx.architectures import DIVIDED, FLAT, REFUSED, DenseReference, write_model
+from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
 from tests.backends.torch.rig import Rig
 
@@ -177,24 +176,8 @@ def test_decodes_through_the_kernel(name: str, tmp_path: Path) -> None:
     rig.engine.close()
 
 
-def test_large_groups_of_decodes_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered contexts take memory, so a group has a bound."""
-    folder = write_model(tmp_path / "m", "llama")
-    monkeypatch.setattr(paged_cache, "GATHER_BYTES", 3 * 64 * 2 * 2 * 16 * 4)  # three rows of two blocks
-    rig = Rig(folder, **SETTINGS)
-    sizes = []
-    real = model_module._attend_group
-
-    def recorded(queries: mx.array, layer: Any, group: Any, *rest: Any) -> mx.array:
-        sizes.append(group.num_seqs)
-        return real(queries, layer, group, *rest)
-
-    monkeypatch.setattr(model_module, "_attend_group", recorded)
-    reference, contract = DenseReference(folder), Contract()
-    prompts = [random_prompt(50 + number, 40 + number) for number in range(8)]
-    ids = [rig.start(prompt, 4) for prompt in prompts]
-    answers = rig.run(*ids)
-    for prompt, request_id in zip(prompts, ids, strict=True):
-        contract.check(reference, prompt, answers[request_id])
-    assert max(sizes) == 3
-    rig.engine.close()
+def test_large_groups_of_decodes_are_divided() -> None:
+    """Gathered contexts take memory, so a group has a bound: three rows of two blocks here."""
+    slices = [piece(start=40, length=1, tokens=[5], batch_index=index, block_table=[1, 2]) for index in range(8)]
+    (step,) = build_passes(slices, 32, 3 * 2 * 32, mx.zeros(8, mx.int32), BatchMode.FLAT)
+    assert [group.num_seqs for group in step.groups] == [3, 3, 2]

@@ -120,21 +120,6 @@ def test_blocks_may_move(runner: NativeRunner, expected: Floats) -> None:
     assert same_bits(logits(runner, slice_of(40, 30))[0], expected[-1])  # the sources are unchanged
 
 
-def test_window_copies_leave_other_blocks_alone(runner: NativeRunner) -> None:
-    memory = runner.model.memory
-    for pool in (memory.blocks, memory.window_blocks):
-        pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
-    blocks, window_blocks = memory.blocks.copy(), memory.window_blocks.copy()
-    runner.model.copy_blocks((), (BlockCopy(1, 7),))
-    assert np.array_equal(memory.blocks, blocks)
-    runner.model.copy_blocks((BlockCopy(1, 7),))
-    assert np.array_equal(memory.blocks, blocks) == (not num_full_layers(runner))
-    changed = np.flatnonzero(memory.window_blocks != window_blocks)
-    num_layers = runner.model.spec.num_layers - num_full_layers(runner)
-    per_block = (len(window_blocks) - 64) // num_layers // num_window_blocks(runner)
-    assert set((changed // per_block % num_window_blocks(runner)).tolist()) == {7}
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
