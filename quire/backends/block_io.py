@@ -44,18 +44,16 @@ def check_pieces(
     if len(pieces) != len(buffers):
         raise InvariantViolation(f"{len(pieces)} pieces and {len(buffers)} buffers: not one buffer for each piece")
     for ref, buffer in zip(pieces, buffers, strict=True):
-        size, count = sizes.of(ref.kind), counts[ref.kind]
+        size, count, name = sizes.of(ref.kind), counts[ref.kind], MemoryKind(ref.kind).name
         if not 0 < ref.index < count:
-            name = MemoryKind(ref.kind).name
             bounds = f"from 1 to {count - 1}" if count > 1 else "none"
             raise InvariantViolation(f"{name} {ref.index} is not in the runner's memory: it has {bounds}")
         if buffer.nbytes != size or not buffer.c_contiguous or buffer.itemsize != 1:
-            name = MemoryKind(ref.kind).name
             kind = "" if buffer.c_contiguous else ", not contiguous,"
             kind += "" if buffer.itemsize == 1 else f" in words of {buffer.itemsize}, not bytes,"
             raise InvariantViolation(f"a buffer of {buffer.nbytes} bytes{kind} for {name} {ref.index} of {size} bytes")
         if is_export and buffer.readonly:
-            raise InvariantViolation(f"{MemoryKind(ref.kind).name} {ref.index} is exported to a read-only buffer")
+            raise InvariantViolation(f"{name} {ref.index} is exported to a read-only buffer")
     if not is_export and len(set(pieces)) < len(pieces):
         raise InvariantViolation(f"two buffers are imported into one piece: {sorted(pieces)}")
 

@@ -111,8 +111,7 @@ class Pass:
     blocks: mx.array  # [T]: block of each token
     slots: mx.array  # [T]: place in that block
     groups: tuple[Group, ...]  # one if dense
-    last_rows: tuple[int, ...]  # row of the last token of each slice
-    order: tuple[int, ...]  # index in the plan of each slice
+    last_rows: dict[int, int]  # row of the last token of each slice, by its index in the plan
 
 
 def build_passes(
@@ -154,11 +153,10 @@ def _bucket(piece: SeqSlice, block_size: int) -> int:
 def _build(
     slices: Sequence[SeqSlice], together: list[list[int]], block_size: int, last_samples: mx.array, *, is_flat: bool
 ) -> Pass:
-    order = tuple(index for indices in together for index in indices)
     known: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
-    last_rows: list[int] = []
+    last_rows: dict[int, int] = {}
     unknown: list[tuple[int, int]] = []  # row, batch index
     groups: list[Group] = []
     for indices in together:
@@ -173,27 +171,21 @@ def _build(
             table = piece.block_table[: -(-end // block_size)]
             blocks.extend(table[position // block_size] for position in range(piece.start, end))
             tables.append(table)
-            last_rows.append(len(known) - 1)
-        starts = tuple(slices[index].start for index in indices)
-        groups.append(Group(first, len(known), starts, slices[indices[0]].length, tuple(tables), block_size))
+            last_rows[index] = len(known) - 1
+        firsts = tuple(slices[index].start for index in indices)
+        groups.append(Group(first, len(known), firsts, slices[indices[0]].length, tuple(tables), block_size))
     tokens = mx.array(known, dtype=mx.int32)
     if unknown:
         rows, batch_indices = mx.array(unknown, dtype=mx.int32).T
         tokens[rows] = last_samples[batch_indices]
+    starts = positions if is_flat else list(groups[0].starts)
+    offset = starts[0] if len(starts) == 1 and not is_flat else mx.array(starts, dtype=mx.int32)
     return Pass(
         is_flat=is_flat,
         tokens=tokens[:, None] if is_flat else tokens.reshape(groups[0].num_seqs, -1),
-        offset=_offset(groups, positions, is_flat=is_flat),
+        offset=offset,
         blocks=mx.array(blocks, dtype=mx.int32),
         slots=mx.array([position % block_size for position in positions], dtype=mx.int32),
         groups=tuple(groups),
-        last_rows=tuple(last_rows),
-        order=order,
+        last_rows=last_rows,
     )
-
-
-def _offset(groups: Sequence[Group], positions: Sequence[int], *, is_flat: bool) -> mx.array | int:
-    if is_flat:
-        return mx.array(list(positions), dtype=mx.int32)
-    starts = groups[0].starts
-    return starts[0] if len(starts) == 1 else mx.array(list(starts), dtype=mx.int32)

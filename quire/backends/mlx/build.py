@@ -192,7 +192,7 @@ def _measure(model: PagedModel, shapes: Sequence[LayerShape], block_size: int, n
         mx.reset_peak_memory()
         before, began_s = mx.get_active_memory(), time.monotonic()
         for step in build_passes([piece], block_size, store.max_gathered, mx.zeros(1, mx.int32), model.mode):
-            logits, hidden = model.forward(step, store, step.last_rows)
+            logits, hidden = model.forward(step, store, list(step.last_rows.values()))
             mx.eval(logits, hidden, store.arrays)
         num_bytes = mx.get_peak_memory() - before
     return _Measured(num_bytes / num_tokens, (time.monotonic() - began_s) / num_tokens)

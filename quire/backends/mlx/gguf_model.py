@@ -144,8 +144,7 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def _read(checkpoint: Checkpoint, held: Sequence[str]) -> mx.array:
-    arrays = [_to_array(checkpoint.read(name)) for name in held]
-    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+    return mx.concatenate([_to_array(checkpoint.read(name)) for name in held])
 
 
 def _to_array(raw: RawTensor) -> mx.array:

@@ -242,10 +242,10 @@ def _try_mode(
     try:
         for slices in support.make_steps(prompts):
             for step in build_passes(slices, store.block_size, store.max_gathered, mx.zeros(2, mx.int32), paged.mode):
-                logits, _ = paged.forward(step, store, step.last_rows)
+                logits, _ = paged.forward(step, store, list(step.last_rows.values()))
                 assert logits is not None
                 mx.eval(logits, store.arrays)
-                for row, index in enumerate(step.order):
+                for row, index in enumerate(step.last_rows):
                     errors.append(_relative_error(logits[row], expected[index][support.last_position(slices[index])]))
     except Exception as problem:  # a model file may do anything with its cache
         return describe_error(problem, "its code uses its cache in another way")

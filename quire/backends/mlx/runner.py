@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
@@ -259,20 +259,19 @@ class MlxRunner:
         is_sound: list[mx.array] = []
         ranks: dict[int, list[Ranks]] = {}
         for step in passes:
-            rows = dict(zip(step.order, step.last_rows, strict=True))
-            wanted = {index: row for index, row in rows.items() if slices[index].wants_token}
+            wanted = {index: row for index, row in step.last_rows.items() if slices[index].wants_token}
             found, hidden = self.model.forward(step, self.store, list(wanted.values()))
             if found is not None:
                 sampled += wanted
                 logits.append(found.astype(mx.float32))
                 tokens.append(step.tokens.reshape(-1)[mx.array(list(wanted.values()), dtype=mx.int32)])
-            is_sound.append(_are_finite(hidden[mx.array(step.last_rows, dtype=mx.int32)]))
-            ranks |= self._rank_prompts(slices, hidden, rows)
+            is_sound.append(_are_finite(hidden[mx.array(list(step.last_rows.values()), dtype=mx.int32)]))
+            ranks |= self._rank_prompts(slices, hidden, step.last_rows)
             if is_divided:
                 mx.eval(logits, tokens, is_sound, ranks, self.store.arrays)
         return _Step(
             slices=slices,
-            order=tuple(index for step in passes for index in step.order),
+            order=tuple(index for step in passes for index in step.last_rows),
             sampled_indices=tuple(sampled),
             logits=mx.concatenate(logits) if sampled else None,
             last_tokens=mx.concatenate(tokens) if sampled else None,
@@ -346,5 +345,4 @@ def _are_finite(hidden: mx.array) -> mx.array:
 
 
 def _numbers(array: mx.array) -> list[Any]:
-    values: Any = array.tolist()
-    return list(values)
+    return cast(list[Any], array.tolist())

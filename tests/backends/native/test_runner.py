@@ -103,9 +103,10 @@ def test_after_close_nothing_reaches_c(model_path: Path) -> None:
     runner.close()
     runner.close()
     assert runner.facts().num_threads == 1
-    for call, argument in ((runner.sample, None), (runner.forward, plan(piece())), (runner.use_threads, 2)):
+    calls: list[tuple[Any, Any]] = [(runner.sample, None), (runner.forward, plan(piece())), (runner.use_threads, 2)]
+    for call, argument in calls:
         with pytest.raises(InvariantViolation):
-            call(argument)  # type: ignore[operator]
+            call(argument)
 
 
 # Blocks
@@ -270,7 +271,7 @@ def test_facts_and_capacity(model_path: Path) -> None:
     head_bytes = 2 * (16 * 32 + 32 * 32)  # keys, and values in whole vectors
     assert facts.kv_bytes == 2 * NUM_BLOCKS * 2 * head_bytes + 64
     expected = Capacity(NUM_BLOCKS, 32, max_num_seqs=4, max_model_len=200, vocab_size=VOCAB, has_overlap=False)
-    mixed = {"has_costly_rows": True, "max_mixed_tokens": 64, "max_drafts": 15}
+    mixed: dict[str, Any] = {"has_costly_rows": True, "max_mixed_tokens": 64, "max_drafts": 15}
     assert capacity == replace(expected, **mixed)
     runner.close()
 
