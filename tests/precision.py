@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -177,8 +177,7 @@ class Native:
 # Comparison
 
 
-@dataclass(frozen=True, slots=True)
-class Positions:
+class Positions(NamedTuple):
     """Results at each compared position."""
 
     kl: NDArray[np.float64]
@@ -187,14 +186,11 @@ class Positions:
     reference_surprise: NDArray[np.float64]
 
     def part(self, first: int, last: int) -> Positions:
-        return Positions(*(values[first:last] for values in self._all()))
-
-    def _all(self) -> tuple[NDArray[Any], ...]:
-        return self.kl, self.is_same, self.surprise, self.reference_surprise
+        return Positions(*(values[first:last] for values in self))
 
     @classmethod
     def join(cls, many: Sequence[Positions]) -> Positions:
-        return cls(*(np.concatenate(values) for values in zip(*(one._all() for one in many), strict=True)))
+        return cls(*(np.concatenate(values) for values in zip(*many, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

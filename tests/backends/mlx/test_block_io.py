@@ -48,16 +48,6 @@ def test_types_that_numpy_does_not_have(tmp_path: Path, dtype: str) -> None:
     runner.close()
 
 
-def test_layers_that_share_keys_are_stored_once(tmp_path: Path) -> None:
-    shared: dict[str, Any] = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
-    kinds = ["sliding_attention", "full_attention"] * 2
-    folder = write_model(tmp_path / "m", "gemma4_text", num_hidden_layers=4, layer_types=kinds, **shared)
-    runner = open_runner(folder, **SETTINGS)
-    assert block_io(runner).sizes.block == 2 * 2 * 8 * 2 * 16 * 4
-    TestMlx().test_a_context_goes_on_elsewhere(runner)
-    runner.close()
-
-
 def test_pools_of_layers_that_store_nothing_are_left_out() -> None:
     """mlx-lm makes a cache for some layers that use the keys of another one."""
     used = LayerShape(2, 8, 4, mx.bfloat16, 0)

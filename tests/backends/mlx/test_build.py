@@ -125,16 +125,6 @@ def test_a_kernel_that_fails_its_check_is_not_used(
     runner.close()
 
 
-@pytest.mark.parametrize(("is_metal", "device"), [(False, "metal"), (False, "cuda"), (True, "cuda")])
-def test_a_device_that_does_not_exist_is_refused(
-    is_metal: bool, device: str, model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mx.metal, "is_available", lambda: is_metal)
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    with pytest.raises(InvalidRequest, match="MLX finds only: cpu"):
-        start(model_path, device=device, num_blocks=10)
-
-
 @pytest.mark.nightly
 def test_importing_the_backend_keeps_the_limit_of_open_files() -> None:
     """mlx-lm lowers it for the whole process, also the hard limit."""
