@@ -38,11 +38,6 @@ class LayerKV:
     shared_with: int | None = None  # the layer stores nothing and reads the keys and values of this one
 
     @property
-    def num_elements(self) -> int:
-        """Elements per token: a key and a value for each head."""
-        return self.num_vectors * self.head_size
-
-    @property
     def num_vectors(self) -> int:
         """Keys and values per token."""
         return 0 if self.shared_with is not None else 2 * self.num_kv_heads
@@ -122,7 +117,7 @@ class KVSpec:
 
     def _block_bytes(self, block_size: int, item_bytes: int, *, has_window: bool) -> int:
         chosen = [layer for layer in self.layers if isinstance(layer, LayerKV) and bool(layer.window) == has_window]
-        num_elements = sum(layer.num_elements for layer in chosen)
+        num_elements = sum(layer.num_vectors * layer.head_size for layer in chosen)
         if self.is_fp8:
             return (num_elements + SCALE_BYTES * sum(layer.num_vectors for layer in chosen)) * block_size
         return num_elements * block_size * item_bytes

@@ -106,8 +106,7 @@ class LayerCache:
         if step.is_flat:
             context = PagedContext(self)
             return context, context
-        keys, values = self.read(step.groups[0].view(0).tables)
-        return keys, values
+        return self.read(step.groups[0].view(0).tables)
 
     def read(self, tables: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values of tables [B, W] as [B, K, W * block size, D]."""

@@ -36,17 +36,21 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 class OwnThread:
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self.is_stopped = False
         # A daemon, so that a program that is interrupted while a model is loaded can end.
         threading.Thread(target=self._work, name="mlx", daemon=True).start()
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function in the thread and wait for its result."""
+        if self.is_stopped:
+            raise InvariantViolation("the runner is closed")
         future: Future[Result] = Future()
         self._calls.put((future, function, args))
         return future.result()
 
     def stop(self) -> None:
-        """End the thread after the calls before. `run` must not be called afterwards."""
+        """End the thread after the calls before."""
+        self.is_stopped = True
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -97,7 +101,6 @@ class MlxRunner:
         self._steps: deque[_Step] = deque()
         self._broken = ""
         self._thread = thread
-        self._is_closed = False
         self._block_io = MlxBlockIO(store, facts.layout, facts.weight_bytes, self._run_between_steps)
 
     def capacity(self) -> Capacity:
@@ -116,31 +119,25 @@ class MlxRunner:
         return self._block_io
 
     def forward(self, plan: StepPlan) -> None:
-        self._run(self._forward, plan)
+        self._thread.run(self._forward, plan)
 
     def sample(self, masks: TokenMasks | None) -> None:
-        self._run(self._sample, masks)
+        self._thread.run(self._sample, masks)
 
     def collect(self) -> StepResult:
-        return self._run(self._collect)
+        return self._thread.run(self._collect)
 
     def abandon(self) -> None:
         """Discard a pass that raised, so that the next plan can run."""
-        self._run(self._abandon)
+        self._thread.run(self._abandon)
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._run(self._close)
-            self._is_closed = True
+        if not self._thread.is_stopped:
+            self._thread.run(self._close)
             self._thread.stop()
 
-    def _run(self, function: Callable[..., Result], *args: Any) -> Result:
-        if self._is_closed:
-            raise InvariantViolation("the runner is closed")
-        return self._thread.run(function, *args)
-
     def _run_between_steps(self, function: Callable[..., None], *args: Any) -> None:
-        self._run(self._between_steps, function, *args)
+        self._thread.run(self._between_steps, function, *args)
 
     # In the runner's thread
 

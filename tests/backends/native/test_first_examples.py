@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from quire.backends.native.library import kernels_available
 from quire.engine.generation import GenerationParams
 from quire.engine.llm import LLM
 
@@ -60,17 +59,6 @@ def test_first_examples_are_right_by_a_margin(
 def test_first_examples_are_right_by_a_margin_in_fp32(benchmark: Any, default_model: Path) -> None:
     with benchmark.opened(benchmark.FP32, "", str(default_model)) as llm:
         check(benchmark, llm)
-
-
-def test_an_example_without_a_margin_is_found(benchmark: Any, default_model: Path) -> None:
-    """With the README's former question, whose two best tokens are nearly equally probable."""
-    former = benchmark.Example("a test", "What is the capital of France?", 20)
-    regex = benchmark.Example("a test", "Is ice hot or cold?", 20, choices=("Hot", "Cold"))
-    with benchmark.opened(kernels_available()[0], "exact", str(default_model)) as llm:
-        answered = benchmark.answer_examples(llm, [former, regex])
-    assert set(answered.wrong) == {former, regex}  # no right answer is known
-    assert answered.margins[former].nats < benchmark.LEAST_MARGIN
-    assert answered.margins[regex].nats < benchmark.LEAST_MARGIN
 
 
 def test_the_readme_shows_the_first_answer(benchmark: Any) -> None:
