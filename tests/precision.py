@@ -186,7 +186,8 @@ class Positions(NamedTuple):
     reference_surprise: NDArray[np.float64]
 
     def part(self, first: int, last: int) -> Positions:
-        return Positions(*(values[first:last] for values in self))
+        parts: list[Any] = [values[first:last] for values in self]
+        return Positions(*parts)
 
     @classmethod
     def join(cls, many: Sequence[Positions]) -> Positions:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx_lm
 
-from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
+from quire.backends.base import (
+    DEFAULT_MAX_CHUNK,
+    DEFAULT_MAX_SEQS,
+    BackendOptions,
+    Capacity,
+    Progress,
+    Runner,
+    RunnerFacts,
+)
 from quire.backends.block_io import layout_text, model_key
 from quire.backends.kv_memory import KVCosts, MemoryRequest
 from quire.backends.machine import available_bytes
@@ -35,7 +43,6 @@ GPU_SHARE = 0.85  # of the memory that weights and steps leave, for the KV pool
 CPU_CAP = 1 << 30  # of the pool on a CPU, which is for tests: MLX writes every byte of a new array
 MIN_CACHE = 256 << 20  # lower bound on the bytes of freed buffers that MLX may keep for the next step
 MAX_BATCHED_TOKENS = 2048
-MAX_CHUNK_TOKENS = 512
 MEASURED_TOKENS = 256  # of the step that is measured when a model is loaded
 MAX_GAP_S = 0.1  # a server's bound on the time that a prompt beside answers adds to a step
 MIN_MIXED_TOKENS = 32
@@ -86,7 +93,7 @@ def _make_runner(
         has_overlap=paged.mode is BatchMode.FLAT,
         has_costly_rows=not is_gpu,
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        max_chunk_tokens=options.max_chunk_tokens or MAX_CHUNK_TOKENS,
+        max_chunk_tokens=options.max_chunk_tokens or DEFAULT_MAX_CHUNK,
         max_mixed_tokens=_max_mixed_tokens(measured),
     )
     device, weights = _device_name() if is_gpu else "cpu", str(main_layout(model) or dtype_name(shapes[0].dtype))
@@ -202,7 +209,7 @@ def _num_blocks(
     options: BackendOptions, shapes: Sequence[LayerShape], max_model_len: int, measured: _Measured | None
 ) -> int:
     per_block = options.block_size * sum(shape.token_bytes for shape in shapes)
-    limits = (max_model_len, options.max_num_seqs or DEFAULT_MAX_SEQS, MAX_CHUNK_TOKENS)
+    limits = (max_model_len, options.max_num_seqs or DEFAULT_MAX_SEQS, DEFAULT_MAX_CHUNK)
     pool = MemoryRequest(options, KVCosts(per_block), *limits, has_overlap=True)
     if measured is None:
         free = available_bytes()

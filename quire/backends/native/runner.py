@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from quire.backends import kv_memory
 from quire.backends.base import (
+    DEFAULT_MAX_CHUNK,
     DEFAULT_MAX_SEQS,
     BackendOptions,
     BlockIO,
@@ -52,7 +53,6 @@ from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import ModelSpec
 
-MAX_CHUNK_TOKENS = 512  # of a prompt, by default
 LAYOUT = 1  # version of the bytes of blocks and states; raise it when a change of C changes their meaning or rounding
 MAX_DRAFTS = 15  # of a slice
 MAX_MIXED_TOKENS = 64  # beside answers: a larger piece is hardly faster, and the answers wait for it
@@ -204,7 +204,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
 def _capacity(spec: ModelSpec, options: BackendOptions, max_model_len: int) -> Capacity:
     kv = KVSpec.of(spec).within(max_model_len)
     costs = kv_costs(kv, options.block_size, has_window_blocks=kv_memory.HAS_WINDOWS and kv.window > 0)
-    limits = (max_model_len, options.max_num_seqs or DEFAULT_MAX_SEQS, MAX_CHUNK_TOKENS)
+    limits = (max_model_len, options.max_num_seqs or DEFAULT_MAX_SEQS, DEFAULT_MAX_CHUNK)
     sizes = MemoryRequest(options, costs, *limits, has_overlap=False).divide_on_cpu()
     return Capacity(
         num_blocks=sizes.num_blocks,

@@ -127,16 +127,6 @@ def test_scores_that_are_not_finite_are_detected(tmp_path: Path, wrong: float) -
 # Files
 
 
-def test_dummy_experts(tmp_path: Path) -> None:
-    RoundedReference("olmoe", tmp_path)
-    for file in tmp_path.glob("*.safetensors"):
-        file.unlink()
-    checkpoint = open_checkpoint(tmp_path, "dummy")
-    logits = logits_of(model_of(checkpoint), random_prompt(1, 20))
-    assert np.isfinite(logits).all()
-    assert same_bits(logits_of(model_of(checkpoint, 2), random_prompt(1, 20)), logits)
-
-
 # Memory
 
 

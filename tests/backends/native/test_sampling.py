@@ -162,17 +162,6 @@ def test_a_mask_forbids_exactly_its_tokens(sampler: NativeSampler, vocab_size: i
     assert logits.tolist() == np.where(is_allowed, before, -INF).tolist()
 
 
-def test_a_row_does_not_depend_on_its_neighbours(sampler: NativeSampler) -> None:
-    """Not even if a decision is close: the sums are the same in the same order."""
-    rng = Random(5)
-    for vocab_size in (50, 2500):
-        logits = normal(rng, 8, vocab_size)
-        rows = [random_row(rng, vocab_size, batch_index) for batch_index in range(8)]
-        masks = {3: rng.randbytes(-(-vocab_size // 8))}
-        alone = [int(run(sampler, logits[i : i + 1].copy(), rows[i : i + 1], masks).tokens[0]) for i in range(8)]
-        assert run(sampler, logits, rows, masks).tokens.tolist() == alone
-
-
 @pytest.mark.parametrize(
     "fields",
     [
