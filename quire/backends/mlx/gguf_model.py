@@ -113,7 +113,8 @@ def _pack(matrices: Sequence[PackedMatrix | None]) -> Quantized | None:
     zeros = [np.full_like(one.scales, default) if one.zeros is None else one.zeros for one in packed]
     bits, offset = (INT4_BITS, 0) if kind is CodeType.INT4 else _width(codes.view(np.int8))
     words = codes if kind is CodeType.INT4 else pack_codes(codes + np.uint8(offset), bits)
-    biases = -(np.concatenate(zeros) + np.float32(offset)) * scales
+    with np.errstate(all="ignore"):  # a scale in the file may be infinite or NaN
+        biases = -(np.concatenate(zeros) + np.float32(offset)) * scales
     return Layout(bits, group_size), mx.array(words.view("<u4")), mx.array(scales), mx.array(biases)
 
 
