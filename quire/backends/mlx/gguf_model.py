@@ -14,6 +14,7 @@ of the file's own 6 bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +33,6 @@ from quire.weights.tensors import check_tensors, transformers_parameters
 MLX_GROUP_SIZES = (32, 64, 128)
 INT4_BITS = 4
 ROUNDED = Layout(8, 32)  # of types whose codes MLX cannot hold
-CHUNK_ROWS = 256  # packed at once: a bit takes a byte meanwhile
 PLAIN_TYPES = {TensorType.F32: "<f4", TensorType.F16: "<f2", TensorType.BF16: "<u2"}  # numpy has no bfloat16
 
 Quantized = tuple[Layout, mx.array, mx.array, mx.array]  # and weight, scales and biases of a matrix
@@ -136,12 +136,10 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """Return codes [O, I] as one stream of bits for each row, lowest first [O, I * bits / 8]."""
     if bits == 8:
         return codes
-    packed = np.empty((len(codes), codes.shape[1] * bits // 8), np.uint8)
-    for first in range(0, len(codes), CHUNK_ROWS):
-        rows = codes[first : first + CHUNK_ROWS]
-        each = np.unpackbits(rows[:, :, None], axis=2, count=bits, bitorder="little")
-        packed[first : first + CHUNK_ROWS] = np.packbits(each.reshape(len(rows), -1), axis=1, bitorder="little")
-    return packed
+    words: NDArray[Any] = codes
+    for width, kind in ((bits, "<u2"), (2 * bits, "<u4"), (4 * bits, "<u8")):  # pairs, fours and eights of codes
+        words = words[:, ::2] | words[:, 1::2].astype(kind) << width
+    return words.view(np.uint8).reshape(len(codes), -1, 8)[:, :, :bits].reshape(len(codes), -1)
 
 
 def _read(checkpoint: Checkpoint, held: Sequence[str]) -> mx.array:
