@@ -3,25 +3,21 @@
     PYTHONPATH=. python benchmarks/mlx_decode.py
 
 Prints, for batch sizes and contexts, the times of both for one layer, and their ratio: above 1, the kernel is faster.
-When a model is loaded, the backend measures a few of these points and uses the kernel where it is faster. Every figure
-is the median over runs of several layers, whose pools together do not fit in the GPU's cache.
+When a model is loaded, the backend measures a few of these points and uses the kernel from the batch size on at which
+it is faster. Every figure is the median over runs of several layers, whose pools do not fit in the GPU's cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 
 import mlx.core as mx
 
-from quire.backends.mlx.kernel_check import check, measure_gains
+from quire.backends.mlx.kernel_check import check, measure_times
 from quire.backends.mlx.paged_decode import PagedDecode, Shape
-
-
-def show(batch: int, context: int, gather_s: float, kernel_s: float) -> None:
-    ratio = gather_s / kernel_s
-    print(f"{batch:>5} {context:>8} {gather_s * 1e6:>10.1f} {kernel_s * 1e6:>10.1f} {ratio:>13.2f}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     heads = f"query heads {options.heads}, KV heads {options.kv_heads}, head size {options.head_size}"
     print(f"{kernel.language.name}: {heads}, {options.dtype}")
     print(f"{'rows':>5} {'context':>8} {'gather us':>10} {'kernel us':>10} {'times faster':>13}")
-    measure_gains(kernel, shape, options.batches, options.contexts, show)
+    for batch, context in itertools.product(options.batches, options.contexts):
+        gather_s, kernel_s = measure_times(kernel, shape, batch, context)
+        times = f"{gather_s * 1e6:>10.1f} {kernel_s * 1e6:>10.1f} {gather_s / kernel_s:>13.2f}"
+        print(f"{batch:>5} {context:>8} {times}", flush=True)
     return 0
 
 

@@ -4,11 +4,9 @@
 
 `MUTANTS` (tests/sim/mutants.py) are bugs that somebody thought of; these are drawn.
 
-1. Each mutant runs tests of `make test` that execute its line, the nearest and cheapest first, until one fails or they
-   took `ALONE_S`. A test that fails must pass without the mutant.
-2. The others are put into one copy of the project, and `make test` runs there. A test that fails runs again with halves
-   of them, until one is left.
-3. The rest runs the tests that are left to `make nightly`, in the same two ways.
+Each mutant runs tests of `make test` that execute its line, the nearest and cheapest first, until one fails or they
+took `LIMIT_CPU_S`. A test that fails must pass without the mutant. The rest runs the tests that are left to
+`make nightly`, in the same way.
 
 `--covered` is a folder that names the lines that each test executes, and what the test takes. It is made from a run of
 all tests under coverage.py, which also prints the coverage:
@@ -31,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,15 +38,14 @@ from typing import Any
 
 import pytest
 
-from tests.costs import slow_files
 from tests.sim.search import ROOT, MutantServer, copy_of_quire, edited
 
 LIMIT_S = 1800.0  # of one file of tests: only a hang takes longer
 TEST_LIMIT_S = "400"  # of one test; some wait for 300 s until they fail
-ALONE_S = 60.0  # CPU seconds of tests that a mutant runs alone at first
+LIMIT_CPU_S = 300.0  # of the tests that a mutant runs
 TEST_S = 0.05  # at least, of each test
-UNLISTED_S = 1.0  # of a file that is not in the table
-COMMANDS = {"make test": [], "make nightly": ["--left-out"]}
+UNKNOWN_S = 1.0  # of a test that was not measured
+COMMANDS = ("make test", "make nightly")
 NO_TESTS = 5  # pytest's exit code
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 REWRITE_WARNING = "pytest.PytestAssertRewriteWarning"
@@ -155,21 +152,10 @@ def copy_of_project(folder: Path) -> Path:
     return folder
 
 
-def mutated(mutations: Iterable[Mutation]) -> dict[str, str]:
-    """The files that mutants change, with their new contents. Of two that overlap, the inner one is left out."""
-    sources: dict[str, bytes] = {}
-    start = sys.maxsize
-    for one in sorted(mutations, key=lambda one: (one.file, one.end, -one.start), reverse=True):
-        if one.file not in sources:
-            sources[one.file], start = (ROOT / one.file).read_bytes(), sys.maxsize
-        if one.end <= start:
-            source, start = sources[one.file], one.start
-            sources[one.file] = source[: one.start] + one.new.encode() + source[one.end :]
-    return {file: source.decode() for file, source in sources.items()}
-
-
-def cost_of(test: str) -> float:
-    return slow_files().get(test.removeprefix("tests/"), UNLISTED_S)
+def mutated(mutation: Mutation) -> dict[str, str]:
+    """The file that a mutant changes, with its new contents."""
+    source = (ROOT / mutation.file).read_bytes()
+    return {mutation.file: (source[: mutation.start] + mutation.new.encode() + source[mutation.end :]).decode()}
 
 
 class Covered:
@@ -184,7 +170,7 @@ class Covered:
         self._kept = set((folder / "make_test.txt").read_text().splitlines())
 
     def tests_for(self, mutation: Mutation, command: str) -> list[str]:
-        """The tests of a command that execute the line of a mutant, the nearest and cheapest first, up to `ALONE_S`.
+        """The tests of a command that execute the line of a mutant, the nearest and cheapest first, within the limit.
 
         Lines of a module belong to all its users.
         """
@@ -198,7 +184,7 @@ class Covered:
             file = test.partition("::")[0]
             return stem not in file, not file.startswith(f"tests/{package}"), self._cost_of(test)
 
-        chosen, left_s = [], ALONE_S
+        chosen, left_s = [], LIMIT_CPU_S
         for test in sorted(found, key=distance):
             is_of_command = (test in self._kept) == (command == "make test")
             if is_of_command and self._cost_of(test) <= left_s:
@@ -207,7 +193,7 @@ class Covered:
         return chosen
 
     def _cost_of(self, test: str) -> float:
-        return max(TEST_S, self._costs[test]["cpu"]) if test in self._costs else UNLISTED_S
+        return max(TEST_S, self._costs[test]["cpu"]) if test in self._costs else UNKNOWN_S
 
 
 class Finder:
@@ -229,7 +215,7 @@ class Finder:
         """Run tests of a command. Returns what is noted of a mutant that makes one fail."""
         tests = list(tests)
         while tests:
-            with edited(self._folder, mutated([mutation])):
+            with edited(self._folder, mutated(mutation)):
                 if not (output := self._failure([*tests, "--nightly"])):
                     return None
             failed = _FAILED.search(output)
@@ -241,58 +227,12 @@ class Finder:
             tests = [one for one in tests if one != test] if test else []
         return None
 
-    def find_together(
-        self, mutations: Iterable[Mutation], command: str, jobs: int
-    ) -> Iterator[tuple[Mutation, dict[str, str]]]:
-        """Run a command with all mutants at once. Halves of them show which one makes a test fail."""
-        left = list(mutations)
-        tests = self._all_failures(left, COMMANDS[command], jobs)
-        while tests:
-            print(f"{command} with {len(left)} mutants: {len(tests)} tests fail", flush=True)
-            test = min(tests, key=lambda test: cost_of(test.partition("::")[0]))
-            if (culprit := self._culprit(left, test)) is None:
-                print(f"no single mutant makes it fail: {test}", flush=True)
-                tests.remove(test)
-                continue
-            left.remove(culprit)
-            yield culprit, {"found_by": test, "found_in": command, "output": ""}
-            tests = self._all_failures(left, [*tests, "--nightly"], jobs)
-
-    def _culprit(self, mutations: Sequence[Mutation], test: str) -> Mutation | None:
-        """The mutant that makes a test fail, if it is a single one."""
-
-        def fails(some: Sequence[Mutation]) -> bool:
-            with edited(self._folder, mutated(some)):
-                return bool(self._failure([test, "--nightly"]))
-
-        if fails([]):
-            return None
-        while len(mutations) > 1:
-            halves = mutations[: len(mutations) // 2], mutations[len(mutations) // 2 :]
-            failing = [half for half in halves if fails(half)]
-            if not failing:
-                return None
-            mutations = failing[0]
-        return mutations[0]
-
     def _failure(self, arguments: Sequence[str]) -> str:
         """Run tests here, up to the first that fails. Returns the output, empty if all pass."""
         # Plugins were imported before pytest could rewrite their assertions.
         options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", TEST_LIMIT_S, "-W", f"ignore::{REWRITE_WARNING}"]
         code, output = self._server.output_of(self._folder, "pytest", *options, *arguments)
         return "" if code in (0, NO_TESTS) else output
-
-    def _all_failures(self, mutations: Sequence[Mutation], arguments: Sequence[str], jobs: int) -> list[str]:
-        """Run tests with mutants in several processes. Returns those that fail."""
-        report = self._folder / "failures.json"
-        options = ["-q", "-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
-        options += [f"--costs={report}", "--timeout", TEST_LIMIT_S]
-        with edited(self._folder, mutated(mutations)):
-            subprocess.run(
-                [sys.executable, "-m", "pytest", *options, *arguments],
-                cwd=self._folder, env=os.environ | self._environment, check=False,
-            )  # fmt: skip
-        return [test for test, measured in json.loads(report.read_text()).items() if measured["failed"]]
 
 
 class TestContexts:
@@ -377,9 +317,6 @@ def main() -> None:
             folders = [Path(name) / f"{command} {number}" for number in range(options.jobs)]
             for future in [pool.submit(work, folder) for folder in folders]:
                 future.result()
-            with Finder(Path(name) / f"{command} together") as finder:
-                for mutation, found in finder.find_together(left, command, options.jobs + 1):
-                    note(mutation, found)
     for mutation in left:
         print(f"{mutation.file}:{mutation.line} {mutation.kind}: survived")
     counts = Counter(one["found_in"] for one in results)

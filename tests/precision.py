@@ -4,9 +4,6 @@ Compares every position of `tests/data/text.txt`, in windows of 512 tokens and t
 rendered prompt and the reference's greedy answer of 32 tokens. The reference is the torch backend in fp32. Measures,
 over the whole vocabulary: KL divergence (of the backend from the reference, in nats), agreement of the most probable
 token, and perplexity of the given text.
-
-    python -m tests.precision --reference FOLDER    # cache the reference's logits there (1.6 GB)
-    python -m tests.precision --backend rounded     # simulate 8-bit activations in groups of 32, in PyTorch
 """
 
 from __future__ import annotations
@@ -19,16 +16,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-from unittest import mock
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.backends.base import PRECISIONS
-from quire.backends.torch import layers
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import build_batch
 from quire.backends.torch.runner import TorchRunner
@@ -40,6 +34,7 @@ from quire.engine.llm import as_chat
 from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
 from quire.weights.opening import open_checkpoint
+from tests.backends.native.matrices import logits_of
 
 # T tokens of a sequence, V vocabulary size
 
@@ -97,7 +92,7 @@ def chat_passages(prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence
         yield Passage(tokens, (("chat, prompts", first, turn), ("chat, answers", turn, len(tokens))))
 
 
-# The reference, and a simulation of 8-bit activations
+# The reference
 
 
 class Reference:
@@ -137,9 +132,8 @@ class Reference:
             num_prompt_tokens=len(tokens),
         )
         no_samples = torch.zeros(1, dtype=torch.int64)
-        batch = build_batch([piece], self._store, self._model.spec.windows, no_samples)
-        step = ReferencePass(batch, self._store)
-        logits: Logits = self._model.logits(self._last(self._model.forward(step))).numpy()
+        step = ReferencePass(build_batch([piece], self._store, self._model.spec.windows, no_samples), self._store)
+        logits: Logits = self._model.logits(self._model.forward(step)).numpy()
         return logits
 
     def answer(self, prompts: Sequence[Sequence[int]], eos_token_ids: tuple[int, ...]) -> list[list[int]]:
@@ -156,29 +150,6 @@ class Reference:
 
     def close(self) -> None:
         self.engine.close()
-
-    def _last(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
-class Rounded(Reference):
-    """The reference with the input of every matrix rounded to 8 bits in groups of 32.
-
-    Other engines do this. The comparison must detect it.
-    """
-
-    def logits(self, tokens: list[int]) -> Logits:
-        with mock.patch.object(layers, "plain", _round):
-            return super().logits(tokens)
-
-    def _last(self, hidden: Tensor) -> Tensor:
-        return _round(hidden)
-
-
-def _round(x: Tensor) -> Tensor:
-    groups = x.view(*x.shape[:-1], -1, 32)
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-    return ((groups / scale).round() * scale).view(x.shape)
 
 
 # The backend under test
@@ -197,8 +168,7 @@ class Native:
             checkpoint.close()
 
     def logits(self, tokens: list[int]) -> Logits:
-        logits: Logits = self._runner.model.logits(tokens)
-        return logits
+        return logits_of(self._runner.model, tokens)
 
     def close(self) -> None:
         self._runner.close()
@@ -207,8 +177,7 @@ class Native:
 # Comparison
 
 
-@dataclass(frozen=True, slots=True)
-class Positions:
+class Positions(NamedTuple):
     """Results at each compared position."""
 
     kl: NDArray[np.float64]
@@ -217,14 +186,12 @@ class Positions:
     reference_surprise: NDArray[np.float64]
 
     def part(self, first: int, last: int) -> Positions:
-        return Positions(*(values[first:last] for values in self._all()))
-
-    def _all(self) -> tuple[NDArray[Any], ...]:
-        return self.kl, self.is_same, self.surprise, self.reference_surprise
+        parts: list[Any] = [values[first:last] for values in self]
+        return Positions(*parts)
 
     @classmethod
     def join(cls, many: Sequence[Positions]) -> Positions:
-        return cls(*(np.concatenate(values) for values in zip(*(one._all() for one in many), strict=True)))
+        return cls(*(np.concatenate(values) for values in zip(*many, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,12 +293,12 @@ def table(verdicts: Sequence[Verdict]) -> str:
 def open_model(backend: str, path: Path, precision: str | None, num_threads: int | None) -> Native | Reference:
     if backend == "native":
         return Native(path, precision, num_threads)
-    return {"torch": Reference, "rounded": Rounded}[backend](path, num_threads)
+    return Reference(path, num_threads)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("native", "torch", "rounded"), default="native")
+    parser.add_argument("--backend", choices=("native", "torch"), default="native")
     parser.add_argument("--precision", choices=PRECISIONS, help="precision of the native backend")
     parser.add_argument("--model", help="name or path (default: the default model)")
     parser.add_argument(

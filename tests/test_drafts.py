@@ -87,7 +87,10 @@ def plain_answer(llms: tuple[LLM, LLM]) -> PlainAnswer:
 def test_the_same_answer(
     llms: tuple[LLM, LLM], plain_answer: PlainAnswer, params: GenerationParams, is_predicted: bool
 ) -> None:
-    """Stop strings and the last token are in the middle of drafts, because the answer repeats the document."""
+    """Stop strings and the last token are in the middle of drafts, because the answer repeats the document.
+
+    Without a prediction, the guesses come from the prompt.
+    """
     plain = plain_answer(params)
     scheduler = llms[1].engine.scheduler
     before = scheduler.num_accepted
@@ -110,16 +113,6 @@ def test_preempted_with_drafts(default_model: Path, plain_answer: PlainAnswer) -
     assert events
     for output in outputs:
         assert output.completions == expected
-
-
-def test_a_text_that_is_copied(llms: tuple[LLM, LLM]) -> None:
-    """The answer repeats the prompt: most of its tokens are right guesses."""
-    scheduler = llms[1].engine.scheduler
-    before = scheduler.num_drafted, scheduler.num_accepted
-    output = answer(llms[1], GREEDY)
-    num_drafted, num_accepted = scheduler.num_drafted - before[0], scheduler.num_accepted - before[1]
-    assert num_accepted > output.usage.completion_tokens // 4
-    assert num_accepted > num_drafted // 4
 
 
 def test_a_prediction(llms: tuple[LLM, LLM], plain_answer: PlainAnswer) -> None:

@@ -315,14 +315,3 @@ def test_first_cases_are_kept() -> None:
     first, second, third = mostly_nightly([5, (6, 7), 8], 1)
     assert [one.values for one in (first, second, third)] == [(5,), (6, 7), (8,)]
     assert [list(one.marks) for one in (first, second, third)] == [[], *[[pytest.mark.nightly]] * 2]
-
-
-def test_the_report_of_an_earlier_run_is_not_taken_for_tests(tmp_path: Path) -> None:
-    earlier = tmp_path / "costs.json"
-    earlier.write_text("{}")
-    printed = subprocess.run(["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    (line,) = [line for line in printed.splitlines() if "--costs" in line]
-    options = line.replace("build/test-costs.json", str(earlier)).partition("-m ")[2].split()
-    command = [sys.executable, "-m", *options, "--markers"]
-    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "@pytest.mark.nightly" in outcome.stdout, outcome.stderr

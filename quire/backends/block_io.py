@@ -5,9 +5,8 @@ The runners of other memory have classes of their own. A copy of host memory is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,18 +44,16 @@ def check_pieces(
     if len(pieces) != len(buffers):
         raise InvariantViolation(f"{len(pieces)} pieces and {len(buffers)} buffers: not one buffer for each piece")
     for ref, buffer in zip(pieces, buffers, strict=True):
-        size, count = sizes.of(ref.kind), counts[ref.kind]
+        size, count, name = sizes.of(ref.kind), counts[ref.kind], MemoryKind(ref.kind).name
         if not 0 < ref.index < count:
-            name = MemoryKind(ref.kind).name
             bounds = f"from 1 to {count - 1}" if count > 1 else "none"
             raise InvariantViolation(f"{name} {ref.index} is not in the runner's memory: it has {bounds}")
         if buffer.nbytes != size or not buffer.c_contiguous or buffer.itemsize != 1:
-            name = MemoryKind(ref.kind).name
             kind = "" if buffer.c_contiguous else ", not contiguous,"
             kind += "" if buffer.itemsize == 1 else f" in words of {buffer.itemsize}, not bytes,"
             raise InvariantViolation(f"a buffer of {buffer.nbytes} bytes{kind} for {name} {ref.index} of {size} bytes")
         if is_export and buffer.readonly:
-            raise InvariantViolation(f"{MemoryKind(ref.kind).name} {ref.index} is exported to a read-only buffer")
+            raise InvariantViolation(f"{name} {ref.index} is exported to a read-only buffer")
     if not is_export and len(set(pieces)) < len(pieces):
         raise InvariantViolation(f"two buffers are imported into one piece: {sorted(pieces)}")
 
@@ -100,20 +97,12 @@ Bytes = NDArray[np.uint8]
 Pools = tuple[Sequence[Bytes], Sequence[Bytes], Sequence[Bytes]]  # by kind
 
 
-class _Part(NamedTuple):
-    """A part of a buffer: a piece in layers that lie side by side."""
-
-    pool: Bytes  # [layers, pieces, bytes]
-    first: int
-    last: int
-
-
 class HostBlockIO:
     """`pools` has the pools of each kind of memory in the order of a buffer, as views [layers, pieces, bytes]."""
 
     def __init__(self, pools: Pools, counts: Counts, layout: str, weight_bytes: int) -> None:
-        self._parts = tuple(_divide(some) for some in pools)
-        self.sizes = MemorySizes(*(parts[-1].last if parts else 0 for parts in self._parts))
+        self._pools = pools
+        self.sizes = MemorySizes(*(sum(pool.shape[0] * pool.shape[2] for pool in some) for some in pools))
         self.layout = layout
         self.is_host_memory = True
         self.max_exports = MAX_EXPORTS
@@ -125,25 +114,21 @@ class HostBlockIO:
 
     def export(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
         check_pieces(pieces, buffers, self.sizes, self._counts, is_export=True)
-        for (kind, index), buffer in zip(pieces, buffers, strict=True):
-            flat = np.frombuffer(buffer, np.uint8)
-            for pool, first, last in self._parts[kind]:
-                flat[first:last].reshape(len(pool), -1)[:] = pool[:, index]
+        for held, given in self._parts(pieces, buffers):
+            given[:] = held
         return Copied()
 
     def import_(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
         check_pieces(pieces, buffers, self.sizes, self._counts, is_export=False)
-        for (kind, index), buffer in zip(pieces, buffers, strict=True):
-            flat = np.frombuffer(buffer, np.uint8)
-            for pool, first, last in self._parts[kind]:
-                pool[:, index] = flat[first:last].reshape(len(pool), -1)
+        for held, given in self._parts(pieces, buffers):
+            held[:] = given
         return Copied()
 
-
-def _divide(pools: Sequence[Bytes]) -> list[_Part]:
-    parts, at = [], 0
-    for pool in pools:
-        size = pool.shape[0] * pool.shape[2]
-        parts.append(_Part(pool, at, at + size))
-        at += size
-    return parts
+    def _parts(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield each part of a piece in the pools and in its buffer [layers, bytes]."""
+        for (kind, index), buffer in zip(pieces, buffers, strict=True):
+            flat, at = np.frombuffer(buffer, np.uint8), 0
+            for pool in self._pools[kind]:
+                held = pool[:, index]
+                yield held, flat[at : at + held.size].reshape(held.shape)
+                at += held.size

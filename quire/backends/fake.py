@@ -21,7 +21,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
 from random import Random
 from typing import NamedTuple
 
@@ -39,8 +38,9 @@ from quire.backends.base import (
 )
 from quire.backends.block_io import MAX_EXPORTS, check_pieces, counts_of, layout_text
 from quire.backends.kv_memory import KVSpec
-from quire.backends.sampling import masks_by_row, sampled_pieces
+from quire.backends.sampling import masks_by_row, prompt_parts, sampled_pieces
 from quire.core.step import (
+    BlockCopy,
     MemoryKind,
     MemoryRef,
     PromptLogprobs,
@@ -217,6 +217,15 @@ class _Step(NamedTuple):
     table_sizes: list[tuple[int, int]]
 
 
+class _Use(NamedTuple):
+    """Blocks of one kind that a slice uses."""
+
+    piece: SeqSlice
+    table: Sequence[int]
+    first_read: int  # position
+    first_written: int
+
+
 class FakeRunner:
     """Executes plans in `forward` and `sample`, or, with `is_late`, in `collect`: eager execution would hide races.
 
@@ -374,8 +383,10 @@ class FakeRunner:
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         vocab_size = self._capacity.vocab_size
         for index, (piece, row) in enumerate(zip(plan.slices, logits, strict=True)):
-            if piece.sampling.prompt_logprobs is not None and (found := self._judge_prompt(piece)) is not None:
-                prompt_logprobs[index] = found
+            if prompt_tokens := [token for _, tokens in prompt_parts(piece) for token in tokens]:
+                num_top = piece.sampling.prompt_logprobs or 0
+                entries = tuple(made_up_logprobs(token, num_top, vocab_size) for token in prompt_tokens)
+                prompt_logprobs[index] = PromptLogprobs(piece.start + 1, entries)
             if not piece.wants_token:
                 samples.append(())
                 continue
@@ -403,13 +414,6 @@ class FakeRunner:
             tokens.append(token)
         return tokens
 
-    def _judge_prompt(self, piece: SeqSlice) -> PromptLogprobs | None:
-        """Return logprobs of the prompt tokens after this slice's positions: each position predicts the next token."""
-        num_top, vocab_size = piece.sampling.prompt_logprobs or 0, self._capacity.vocab_size
-        first, last = piece.start + 1, min(piece.start + piece.length + 1, piece.num_prompt_tokens)
-        entries = tuple(made_up_logprobs(token, num_top, vocab_size) for token in piece.history[first:last])
-        return PromptLogprobs(first, entries) if entries else None
-
     def _own_sample(self, batch_index: int) -> int:
         token = self._last_sample[batch_index]
         if token is None:
@@ -423,43 +427,51 @@ class FakeRunner:
 
     def _check(self, plan: StepPlan) -> None:
         """Check the contract of a plan on which every runner relies."""
-        size = self._capacity.block_size
-        sources = {copy.source for copy in plan.copies}
-        destinations = {copy.destination for copy in plan.copies}
-        if sources & destinations or len(destinations) != len(plan.copies):
-            raise InvariantViolation(f"the result of these copies depends on their order: {plan.copies}")
-        self._check_windows(plan)
-        self._check_states(plan)
+        capacity = self._capacity
         self._check_imports(plan)
-        if sum(piece.num_sampled for piece in plan.slices) > self._capacity.max_num_seqs:
+        if sum(piece.num_sampled for piece in plan.slices) > capacity.max_num_seqs:
             raise InvariantViolation("more positions are sampled than the batch has rows")
-        written: set[int] = set()
-        read: list[int] = []
         batch_indices: set[int] = set()
         for piece in plan.slices:
-            end = piece.start + piece.length
-            table = piece.block_table[: -(-end // size)]
-            if (
-                piece.length < 1
-                or len(piece.tokens) not in (0, piece.length)
-                or (not piece.tokens and piece.length > 1)
-            ):
+            if piece.length < 1 or piece.length != (len(piece.tokens) or 1):
                 raise InvariantViolation(f"the slice has no valid tokens or length: {piece}")
             if piece.num_drafts and (not piece.wants_token or len(piece.tokens) <= piece.num_drafts or piece.snapshots):
                 raise InvariantViolation(f"the slice cannot have drafts: {piece}")
-            if len(table) * size < end or not all(0 < block < self._capacity.num_blocks for block in table):
-                raise InvariantViolation(f"the block table does not cover its slice: {piece}")
-            if piece.batch_index in batch_indices or not 0 <= piece.batch_index < self._capacity.max_num_seqs:
+            if piece.batch_index in batch_indices or not 0 <= piece.batch_index < capacity.max_num_seqs:
                 raise InvariantViolation(f"the batch index is used twice or out of range: {piece}")
             batch_indices.add(piece.batch_index)
-            first_written = max(piece.start, piece.kv_start) // size
-            writes = table[first_written:]
-            if not written.isdisjoint(writes):
-                raise InvariantViolation(f"two slices write into one block: {piece}")
-            written.update(writes)
-            read += table[:first_written]
-        if not written.isdisjoint(read) or not written.isdisjoint(sources - self._tails(plan)):
-            raise InvariantViolation("a block is written by one slice and read by another")
+        uses = [_Use(piece, piece.block_table, 0, max(piece.start, piece.kv_start)) for piece in plan.slices]
+        self._check_blocks("block", plan.copies, uses, capacity.num_blocks)
+        if capacity.num_window_blocks:
+            firsts = [max(piece.start - capacity.window + 1, 0) for piece in plan.slices]
+            pairs = zip(plan.slices, firsts, strict=True)
+            uses = [_Use(piece, piece.window_table, first, piece.start) for piece, first in pairs]
+            self._check_blocks("window block", plan.window_copies, uses, capacity.num_window_blocks)
+        elif plan.window_copies or any(piece.window_table for piece in plan.slices):
+            raise InvariantViolation("the plan has window blocks, and the runner has none")
+        self._check_states(plan)
+
+    def _check_blocks(self, kind: str, copies: Sequence[BlockCopy], uses: Sequence[_Use], num_blocks: int) -> None:
+        """Check that tables cover their slices, and that no block has two writers, or a reader beside its writer."""
+        size = self._capacity.block_size
+        sources, destinations = {copy.source for copy in copies}, {copy.destination for copy in copies}
+        if sources & destinations or len(destinations) != len(copies):
+            raise InvariantViolation(f"the result of these copies depends on their order: {copies}")
+        written: set[int] = set()
+        read: set[int] = set()
+        for piece, whole_table, first_read, first_written in uses:
+            end = -(-(piece.start + piece.length) // size)
+            table, first = whole_table[:end], first_written // size
+            if len(table) < end or not all(0 < block < num_blocks for block in table[first_read // size :]):
+                raise InvariantViolation(f"the {kind} table does not cover its slice: {piece}")
+            if not written.isdisjoint(table[first:]):
+                raise InvariantViolation(f"two slices write into one {kind}: {piece}")
+            written.update(table[first:])
+            read.update(table[first_read // size : first])
+            if first_written % size:  # a block to which a slice appends may be copied from: copies are done first
+                sources -= set(table[first : first + 1])
+        if not written.isdisjoint(read | sources):
+            raise InvariantViolation(f"a {kind} is written by one slice and read by another")
 
     def _check_imports(self, plan: StepPlan) -> None:
         """Check that the step uses nothing that is being imported."""
@@ -477,42 +489,6 @@ class FakeRunner:
             used |= {MemoryRef(MemoryKind.STATE, slot) for slot in slots}
         if wrong := used & importing:
             raise InvariantViolation(f"the step uses memory that is being imported: {sorted(wrong)}")
-
-    def _tails(self, plan: StepPlan) -> set[int]:
-        """Return blocks to which a slice appends. They may be copied from, because copies are done first."""
-        size = self._capacity.block_size
-        firsts = [(piece.block_table, max(piece.start, piece.kv_start)) for piece in plan.slices]
-        return {table[first // size] for table, first in firsts if first % size and first // size < len(table)}
-
-    def _check_windows(self, plan: StepPlan) -> None:
-        """Check that window tables cover their slices, and that no window block has two writers or a reader too."""
-        if not self._capacity.num_window_blocks:
-            if plan.window_copies or any(piece.window_table for piece in plan.slices):
-                raise InvariantViolation("the plan has window blocks, and the runner has none")
-            return
-        size, window = self._capacity.block_size, self._capacity.window
-        written: set[int] = set()
-        read: set[int] = set()
-        tails: set[int] = set()
-        for piece in plan.slices:
-            end = -(-(piece.start + piece.length) // size)
-            first = max(piece.start - window + 1, 0) // size
-            table = piece.window_table[:end]
-            if len(table) < end or not all(0 < block < len(self.window_memory) for block in table[first:]):
-                raise InvariantViolation(f"the window table does not cover its slice: {piece}")
-            writes = table[piece.start // size :]
-            if not written.isdisjoint(writes):
-                raise InvariantViolation(f"two slices write into one window block: {piece}")
-            written.update(writes)
-            read.update(table[first : piece.start // size])
-            if piece.start % size:
-                tails.add(table[piece.start // size])
-        sources = {copy.source for copy in plan.window_copies}
-        destinations = {copy.destination for copy in plan.window_copies}
-        if sources & destinations or len(destinations) != len(plan.window_copies):
-            raise InvariantViolation(f"the result of these copies depends on their order: {plan.window_copies}")
-        if not written.isdisjoint(read | (sources - tails)):
-            raise InvariantViolation("a window block is written by one slice and read by another")
 
     def _check_states(self, plan: StepPlan) -> None:
         """Check that each slot has one writer, and no reader other than its writer."""
@@ -569,12 +545,6 @@ class FakeMemory:
         return self.window_blocks if kind is MemoryKind.WINDOW else self.blocks
 
 
-class _Progress(Enum):
-    ENQUEUED = "the steps before it have not run"
-    STARTED = "running"
-    DONE = "done"
-
-
 class LateCopy:
     """Copies that were enqueued. The runner calls `start` once the steps before them have run."""
 
@@ -592,18 +562,15 @@ class LateCopy:
         self._memory = memory
         self._buffers = tuple(buffers)
         self._num_polls = num_polls
-        self._progress = _Progress.ENQUEUED
+        self.is_pending = True
+        self._is_started = False  # the steps before it have run
         self._contents: list[bytes] = []  # read when the copies started
         if is_export:
             for buffer in buffers:
                 buffer.cast("B")[:] = _poison(buffer.nbytes)
 
-    @property
-    def is_pending(self) -> bool:
-        return self._progress is not _Progress.DONE
-
     def start(self) -> None:
-        self._progress = _Progress.STARTED
+        self._is_started = True
         if self.is_export:
             self._contents = [self._memory.read(ref) for ref in self.pieces]
             return
@@ -611,17 +578,17 @@ class LateCopy:
             self._memory.write(ref, _poison(buffer.nbytes))
 
     def is_done(self) -> bool:
-        if self._progress is _Progress.STARTED:
+        if self._is_started and self.is_pending:
             self._num_polls -= 1
             if self._num_polls <= 0:
                 self._finish()
-        return self._progress is _Progress.DONE
+        return not self.is_pending
 
     def join_steps(self) -> bool:
         return False  # a late copy is not ordered with steps
 
     def _finish(self) -> None:
-        self._progress = _Progress.DONE
+        self.is_pending = False
         if self.is_export:
             for buffer, content in zip(self._buffers, self._contents, strict=True):
                 buffer.cast("B")[:] = content

@@ -38,11 +38,6 @@ class LayerKV:
     shared_with: int | None = None  # the layer stores nothing and reads the keys and values of this one
 
     @property
-    def num_elements(self) -> int:
-        """Elements per token: a key and a value for each head."""
-        return self.num_vectors * self.head_size
-
-    @property
     def num_vectors(self) -> int:
         """Keys and values per token."""
         return 0 if self.shared_with is not None else 2 * self.num_kv_heads
@@ -122,7 +117,7 @@ class KVSpec:
 
     def _block_bytes(self, block_size: int, item_bytes: int, *, has_window: bool) -> int:
         chosen = [layer for layer in self.layers if isinstance(layer, LayerKV) and bool(layer.window) == has_window]
-        num_elements = sum(layer.num_elements for layer in chosen)
+        num_elements = sum(layer.num_vectors * layer.head_size for layer in chosen)
         if self.is_fp8:
             return (num_elements + SCALE_BYTES * sum(layer.num_vectors for layer in chosen)) * block_size
         return num_elements * block_size * item_bytes
@@ -145,13 +140,6 @@ MIN_POOL_TOKENS = 512  # a default pool that holds fewer tokens is refused: it i
 # Upper bound of the default number of blocks. Only toy models have blocks so small that memory would hold more. Each
 # block costs the scheduler about 140 bytes and one microsecond of start-up, whatever its size.
 DEFAULT_MAX_BLOCKS = 1 << 18
-
-
-def cpu_budget() -> tuple[int, int]:
-    """Return the bytes that are available on a CPU, and those of the default pool."""
-    free = available_bytes()
-    return free, min(int(free * CPU_SHARE), CPU_CAP)
-
 
 HAS_WINDOWS = True  # layers with a window have a pool of their own; tests set False to compare with whole contexts
 TYPICAL_CONTEXT = 8192  # tokens: of such a context, only the window and the chunk that is computed need window blocks
@@ -214,7 +202,8 @@ class MemoryRequest:
     has_overlap: bool
 
     def divide_on_cpu(self) -> KVMemory:
-        return self.divide(*cpu_budget())
+        free = available_bytes()
+        return self.divide(free, min(int(free * CPU_SHARE), CPU_CAP))
 
     def divide(self, free: int, budget: int) -> KVMemory:
         """Return the sizes. `free` bytes are available; the default uses `budget` of them.

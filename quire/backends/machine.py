@@ -116,34 +116,25 @@ def total_bytes() -> int:
 
 def available_bytes() -> int:
     """Return the bytes that can be used without swapping, within the container's limit if there is one."""
-    found = (read() for read in (_from_meminfo, _from_vm_stat))
-    # On systems where neither works, half of the installed memory is a cautious guess.
-    available = next((one for one in found if one is not None), total_bytes() // 2)
+    kilobytes = _counts(_MEMINFO).get("MemAvailable")
+    available = _from_vm_stat() if kilobytes is None else kilobytes * 1024
+    if available is None:
+        available = total_bytes() // 2  # a cautious guess
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(limit - used + _cached_bytes(), 0))
+        files = _counts(_CGROUP / "memory.stat")  # cached, such as weights just read: used, but they can be reclaimed
+        cached = files.get("inactive_file", 0) + files.get("active_file", 0)
+        available = min(available, max(limit - used + cached, 0))
     return available
 
 
-def _cached_bytes() -> int:
-    """Return the container's bytes of cached files, such as weights just read: used, but they can be reclaimed."""
+def _counts(path: Path) -> dict[str, int]:
+    """Return the numbers in a file of the kernel by name; none if it cannot be read."""
     try:
-        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-        counts = dict(line.split() for line in lines)
-        return int(counts["inactive_file"]) + int(counts["active_file"])
-    except (OSError, ValueError, KeyError):
-        return 0
-
-
-def _from_meminfo() -> int | None:
-    """Return the available bytes on Linux."""
-    try:
-        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+        rows = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+        return {name.rstrip(":"): int(number) for name, number, *_ in rows}
+    except (OSError, ValueError):
+        return {}
 
 
 def _from_vm_stat() -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -149,24 +148,3 @@ def test_costs_of_a_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KVCosts.of(SPEC.within(64), 8, 2) == KVCosts(2 * 1024, state=60)
     fp8 = replace(SPEC, is_fp8=True)  # 16 numbers and a scale of two bytes; states keep their type
     assert KVCosts.of(fp8, 8, 2) == KVCosts(8 * 4 * 18, 8 * 4 * 18, 60, 64)
-
-
-@pytest.mark.parametrize("has_windows", [False, True])
-def test_the_torch_backend_allocates_the_pools(
-    has_windows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from quire.backends.torch.build import make_runner
-    from quire.weights.opening import open_checkpoint
-    from tests.backends.torch.families import Reference
-
-    monkeypatch.setattr(kv_memory, "HAS_WINDOWS", has_windows)
-    Reference("gemma3", tmp_path)  # a window of 24
-    options = BackendOptions(device="cpu", threads=1, num_blocks=100, max_chunk_tokens=40)
-    runner = make_runner(open_checkpoint(tmp_path, "auto"), options)
-    capacity, facts = runner.capacity(), runner.facts()
-    assert (capacity.num_blocks, capacity.max_chunk_tokens) == (100, 40)
-    if has_windows:
-        assert (capacity.window, capacity.num_window_blocks) == (24, 13)  # (24 + 40) / 512 of 100
-        assert facts.window_bytes == facts.kv_bytes * 2 * 13 // (100 + 2 * 13)  # two of three layers
-    else:
-        assert (capacity.window, capacity.num_window_blocks, facts.window_bytes) == (0, 0, 0)

@@ -58,10 +58,3 @@ def test_doctor_says_it_before_the_model_is_loaded(reference: tuple[Path, EagerR
     report = check_model(reference[0])
     assert report["notice"].startswith(NOTICE.format(512))
     assert any("--max-model-len 64 uses the factors of short contexts" in line for line in report_lines(report))
-
-
-def test_equal_factors_need_no_notice(tmp_path: Path) -> None:
-    write_model(tmp_path, "phi3", rope_parameters={**ROPE, "long_factor": [1.0] * 8}, **SIZES)
-    rig = Rig(tmp_path, backend="native", max_model_len=256)
-    assert rig.engine.runner.facts().notice == ""
-    rig.engine.close()

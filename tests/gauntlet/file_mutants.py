@@ -43,7 +43,7 @@ from quire.weights.opening import open_checkpoint
 from quire.weights.packed import dequantize
 from quire.weights.quants import to_float32
 from quire.weights.tensors import check_tensors
-from tests.backends.native.matrices import Packed
+from tests.backends.native.matrices import Packed, logits_of
 from tests.gauntlet.bodies import mutate_value
 from tests.text import family_templates, tool_templates
 from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
@@ -443,7 +443,7 @@ def serve(path: Path) -> None:
     finally:
         checkpoint.close()
     assert isinstance(runner, NativeRunner)
-    logits = runner.model.logits([1, 2, 3])
+    logits = logits_of(runner.model, [1, 2, 3])
     assert logits.shape == (3, runner.model.spec.vocab_size)
     runner.close()
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.step import SeqSlice
 
@@ -37,10 +37,10 @@ class View:
 
     tables: mx.array  # [B, W]
     num_keys: int  # leading keys of the gathered blocks that are used
-    mask: mx.array | str | None  # bool [B, 1, 1, L] or [Q, L]; "causal"; None: no key is masked
+    mask: mx.array | str | None  # bool [B, 1, Q, L]; "causal"; None: no key is masked
 
 
-@dataclass(slots=True)
+@dataclass
 class Group:
     """Sequences attended in one call: many with one query each, or one with many queries."""
 
@@ -51,7 +51,6 @@ class Group:
     tables: tuple[Sequence[int], ...]  # per sequence, as long as its context needs
     block_size: int
     _views: dict[int, View] = field(default_factory=dict)
-    _lengths: mx.array | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -62,67 +61,44 @@ class Group:
         """Length of the longest context."""
         return max(self.starts) + self.num_queries
 
-    @property
+    @cached_property
     def lengths(self) -> mx.array:
         """Number of keys of each sequence [B], for groups with one query per sequence."""
-        if self._lengths is None:
-            self._lengths = mx.array([start + 1 for start in self.starts], dtype=mx.int32)
-        return self._lengths
+        return mx.array([start + 1 for start in self.starts], dtype=mx.int32)
 
     def view(self, window: int) -> View:
         """Return what a layer reads. `window`: number of keys that a query sees, itself included; 0: all."""
         if window >= self.num_tokens:
             window = 0
-        view = self._views.get(window)
-        if view is None:
-            view = self._views[window] = self._prompt_view(window) if self.num_queries > 1 else self._view(window)
-        return view
+        if window not in self._views:
+            self._views[window] = self._view(window)
+        return self._views[window]
 
     def mask(self, window: int) -> mx.array:
-        """Return the mask over the whole context, as a model that computes attention itself uses it."""
-        queries = np.array(self.starts)[:, None] + np.arange(self.num_queries)  # [B, Q]
-        return _mask(queries, 0, self._width * self.block_size, window)[:, None]  # [B, 1, Q, L]
-
-    @property
-    def _width(self) -> int:
-        return max(len(table) for table in self.tables)
+        """Return the mask over the whole context, as a model that computes attention itself uses it [B, 1, Q, L]."""
+        width = max(len(table) for table in self.tables)
+        return self._mask([0] * self.num_seqs, width * self.block_size, window)
 
     def _view(self, window: int) -> View:
-        """View of one query per sequence: tables start at the first block in the window and are padded at the end."""
+        """View of the blocks from the first one in the window on. Tables are padded at the end."""
         size = self.block_size
         firsts = [max(start + 1 - window, 0) // size if window else 0 for start in self.starts]
         parts = [table[first:] for table, first in zip(self.tables, firsts, strict=True)]
         width = max(len(part) for part in parts)
         padded = [[*part, *[0] * (width - len(part))] for part in parts]  # the null block: its content is masked
         tables = mx.array(padded, dtype=mx.int32)
-        is_even = min(self.starts) == max(self.starts)
-        if is_even and not window:
-            return View(tables, self.starts[0] + 1, None)
-        queries = np.array(self.starts)
-        offsets = np.array(firsts)[:, None] * size
-        mask = _mask(queries, offsets, width * size, window)  # [B, L]
-        return View(tables, width * size, mask[:, None, None])
+        if not window and min(self.starts) == max(self.starts):
+            return View(tables, self.num_tokens, "causal" if self.num_queries > 1 else None)
+        return View(tables, width * size, self._mask([first * size for first in firsts], width * size, window))
 
-    def _prompt_view(self, window: int) -> View:
-        start, size = self.starts[0], self.block_size
-        end = start + self.num_queries
-        first = max(start + 1 - window, 0) // size if window else 0
-        tables = mx.array([list(self.tables[0][first:])], dtype=mx.int32)
-        num_keys = end - first * size
-        if not window:
-            return View(tables, num_keys, "causal")  # the last query sees the last key
-        queries = np.arange(start, end)
-        return View(tables, num_keys, _mask(queries, first * size, num_keys, window))
-
-
-def _mask(queries: NDArray[np.int64], first_key: int | NDArray[np.int64], num_keys: int, window: int) -> mx.array:
-    """Return which of `num_keys` keys, counted from `first_key`, the query at each position [...] sees: [..., L]."""
-    keys = first_key + np.arange(num_keys)
-    queries = queries[..., None]
-    seen = keys <= queries
-    if window:
-        seen &= keys > queries - window
-    return mx.array(seen)
+    def _mask(self, first_keys: Sequence[int], num_keys: int, window: int) -> mx.array:
+        """Return which of `num_keys` keys each query sees [B, 1, Q, L]. `first_keys` [B]: position of the first one."""
+        queries = np.array(self.starts)[:, None, None] + np.arange(self.num_queries)[:, None]  # [B, Q, 1]
+        keys = np.array(first_keys)[:, None, None] + np.arange(num_keys)  # [B, 1, L]
+        seen = keys <= queries
+        if window:
+            seen &= keys > queries - window
+        return mx.array(seen[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +111,16 @@ class Pass:
     blocks: mx.array  # [T]: block of each token
     slots: mx.array  # [T]: place in that block
     groups: tuple[Group, ...]  # one if dense
-    last_rows: tuple[int, ...]  # row of the last token of each slice
-    order: tuple[int, ...]  # index in the plan of each slice
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLimits:
-    block_size: int
-    max_tokens: int  # keys that a group of several sequences gathers, padding included
+    last_rows: dict[int, int]  # row of the last token of each slice, by its index in the plan
 
 
 def build_passes(
-    slices: Sequence[SeqSlice], limits: GroupLimits, last_samples: mx.array, mode: BatchMode
+    slices: Sequence[SeqSlice], size: int, max_gathered: int, last_samples: mx.array, mode: BatchMode
 ) -> tuple[Pass, ...]:
-    """Divide a plan. `last_samples` is indexed by batch index."""
-    size = limits.block_size
+    """Divide a plan. `last_samples` is indexed by batch index.
+
+    `size`: of a block. `max_gathered`: keys that a group of several sequences gathers, padding included.
+    """
     order = sorted(range(len(slices)), key=lambda index: _bucket(slices[index], size))
     together: list[list[int]] = []  # indices of each group
     width = 0  # blocks of the last group's longest sequence
@@ -161,7 +132,7 @@ def build_passes(
             is_decode
             and together
             and _bucket(slices[together[-1][0]], size) == _bucket(slices[index], size)
-            and (len(together[-1]) + 1) * width * size <= limits.max_tokens
+            and (len(together[-1]) + 1) * width * size <= max_gathered
         ):
             together[-1].append(index)
         else:
@@ -182,11 +153,10 @@ def _bucket(piece: SeqSlice, block_size: int) -> int:
 def _build(
     slices: Sequence[SeqSlice], together: list[list[int]], block_size: int, last_samples: mx.array, *, is_flat: bool
 ) -> Pass:
-    order = tuple(index for indices in together for index in indices)
     known: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
-    last_rows: list[int] = []
+    last_rows: dict[int, int] = {}
     unknown: list[tuple[int, int]] = []  # row, batch index
     groups: list[Group] = []
     for indices in together:
@@ -201,27 +171,21 @@ def _build(
             table = piece.block_table[: -(-end // block_size)]
             blocks.extend(table[position // block_size] for position in range(piece.start, end))
             tables.append(table)
-            last_rows.append(len(known) - 1)
-        starts = tuple(slices[index].start for index in indices)
-        groups.append(Group(first, len(known), starts, slices[indices[0]].length, tuple(tables), block_size))
+            last_rows[index] = len(known) - 1
+        firsts = tuple(slices[index].start for index in indices)
+        groups.append(Group(first, len(known), firsts, slices[indices[0]].length, tuple(tables), block_size))
     tokens = mx.array(known, dtype=mx.int32)
     if unknown:
         rows, batch_indices = mx.array(unknown, dtype=mx.int32).T
         tokens[rows] = last_samples[batch_indices]
+    starts = positions if is_flat else list(groups[0].starts)
+    offset = starts[0] if len(starts) == 1 and not is_flat else mx.array(starts, dtype=mx.int32)
     return Pass(
         is_flat=is_flat,
         tokens=tokens[:, None] if is_flat else tokens.reshape(groups[0].num_seqs, -1),
-        offset=_offset(groups, positions, is_flat=is_flat),
+        offset=offset,
         blocks=mx.array(blocks, dtype=mx.int32),
         slots=mx.array([position % block_size for position in positions], dtype=mx.int32),
         groups=tuple(groups),
-        last_rows=tuple(last_rows),
-        order=order,
+        last_rows=last_rows,
     )
-
-
-def _offset(groups: Sequence[Group], positions: Sequence[int], *, is_flat: bool) -> mx.array | int:
-    if is_flat:
-        return mx.array(list(positions), dtype=mx.int32)
-    starts = groups[0].starts
-    return starts[0] if len(starts) == 1 else mx.array(list(starts), dtype=mx.int32)

@@ -5,22 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx_lm
 
-from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, Runner, RunnerFacts
+from quire.backends.base import (
+    DEFAULT_MAX_CHUNK,
+    DEFAULT_MAX_SEQS,
+    BackendOptions,
+    Capacity,
+    Progress,
+    Runner,
+    RunnerFacts,
+)
 from quire.backends.block_io import layout_text, model_key
 from quire.backends.kv_memory import KVCosts, MemoryRequest
 from quire.backends.machine import available_bytes
 from quire.backends.mlx.batch import BatchMode, build_passes
-from quire.backends.mlx.kernel_check import check, measure_gains
-from quire.backends.mlx.loading import LoadedModel, load_model
-from quire.backends.mlx.model import PagedModel, adapt_model, install_attention
-from quire.backends.mlx.paged_cache import GATHER_BYTES, LAYOUT, KVStore, LayerShape
+from quire.backends.mlx.kernel_check import check, find_least_rows
+from quire.backends.mlx.loading import load_model
+from quire.backends.mlx.model import PagedModel, adapt_model
+from quire.backends.mlx.paged_cache import GATHER_BYTES, LAYOUT, DecodeKernel, KVStore, LayerShape
 from quire.backends.mlx.paged_decode import PagedDecode, Shape
-from quire.backends.mlx.parameters import dtype_name, file_errors
+from quire.backends.mlx.parameters import dtype_name, file_errors, main_layout, num_bytes
 from quire.backends.mlx.runner import MlxRunner, OwnThread
 from quire.backends.support import backend_hint, rope_notice
 from quire.core.step import SeqSlice
@@ -35,7 +43,6 @@ GPU_SHARE = 0.85  # of the memory that weights and steps leave, for the KV pool
 CPU_CAP = 1 << 30  # of the pool on a CPU, which is for tests: MLX writes every byte of a new array
 MIN_CACHE = 256 << 20  # lower bound on the bytes of freed buffers that MLX may keep for the next step
 MAX_BATCHED_TOKENS = 2048
-MAX_CHUNK_TOKENS = 512
 MEASURED_TOKENS = 256  # of the step that is measured when a model is loaded
 MAX_GAP_S = 0.1  # a server's bound on the time that a prompt beside answers adds to a step
 MIN_MIXED_TOKENS = 32
@@ -64,45 +71,53 @@ def _make_runner(
     if is_gpu:
         mx.set_memory_limit(_limit())
         mx.set_cache_limit(MIN_CACHE)  # what loading frees is not kept
-    loaded = load_model(checkpoint, options, progress)
-    install_attention()
+    model = load_model(checkpoint, options, progress)
     with file_errors(checkpoint.path):
-        model, shapes, vocab_size = adapt_model(loaded.model, checkpoint.spec.vocab_size, str(checkpoint.path))
-    kernel = _find_kernel(shapes[0], model.num_heads, options.block_size) if is_gpu and model.num_heads else None
-    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
-    max_chunk_tokens = options.max_chunk_tokens or MAX_CHUNK_TOKENS
-    measured = _measure(model, shapes, options.block_size, min(MEASURED_TOKENS, max_model_len)) if is_gpu else None
+        paged, shapes, vocab_size = adapt_model(model, checkpoint.spec.vocab_size, str(checkpoint.path))
+    kernel = _find_kernel(shapes[0].attention(options.block_size)) if is_gpu else None
+    measured = _measure(paged, shapes, options.block_size, min(MEASURED_TOKENS, max_model_len)) if is_gpu else None
     mx.clear_cache()
     num_blocks = _num_blocks(options, shapes, max_model_len, measured)
     store = KVStore(shapes, num_blocks, options.block_size)
-    store.use_kernel(kernel)
+    if kernel is not None:
+        store.use_kernel(kernel)
     mx.eval(store.arrays)
     if mx.metal.is_available():  # macOS keeps this much in memory
         mx.set_wired_limit(min(mx.get_active_memory() + mx.get_cache_memory() + MIN_CACHE, _limit()))
     capacity = Capacity(
         num_blocks=num_blocks,
         block_size=options.block_size,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=options.max_num_seqs or DEFAULT_MAX_SEQS,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        has_overlap=model.mode is BatchMode.FLAT,
+        has_overlap=paged.mode is BatchMode.FLAT,
         has_costly_rows=not is_gpu,
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        max_chunk_tokens=max_chunk_tokens,
+        max_chunk_tokens=options.max_chunk_tokens or DEFAULT_MAX_CHUNK,
         max_mixed_tokens=_max_mixed_tokens(measured),
     )
-    facts = replace(_facts(loaded, store, is_gpu), notice=rope_notice(checkpoint.spec, max_model_len))
+    device, weights = _device_name() if is_gpu else "cpu", str(main_layout(model) or dtype_name(shapes[0].dtype))
     layout = layout_text(
         "mlx",
         LAYOUT,
         libraries=f"{mx.__version__},{mlx_lm.__version__}",  # type: ignore[attr-defined]
-        device=facts.device,
-        weights=loaded.description,  # as loaded, possibly quantised
+        device=device,
+        weights=weights,  # as loaded, possibly quantised
         kv=",".join(sorted({dtype_name(shape.dtype) for shape in shapes})),
         block_size=options.block_size,
         model=model_key(checkpoint.spec, shapes, max_model_len),
     )
-    return MlxRunner(model, store, capacity, replace(facts, layout=layout), thread)
+    facts = RunnerFacts(
+        backend=f"mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}",  # type: ignore[attr-defined]
+        device=device,
+        dtype=weights,
+        num_threads=1,
+        weight_bytes=num_bytes(model),
+        kv_bytes=store.num_bytes,
+        notice=rope_notice(checkpoint.spec, max_model_len),
+        layout=layout,
+    )
+    return MlxRunner(paged, store, capacity, facts, thread)
 
 
 def _use_device(name: str) -> bool:
@@ -119,18 +134,22 @@ def _use_device(name: str) -> bool:
     return name != "cpu"
 
 
-def _find_kernel(layer: LayerShape, num_heads: int, block_size: int) -> PagedDecode | None:
-    """Return the paged-decode kernel, with its measured gains, if it compiles and agrees with MLX's own attention."""
-    shape = Shape(num_heads, layer.num_heads, layer.key_size, layer.value_size, block_size, layer.dtype)
+def _device_name() -> str:
+    info = mx.device_info()
+    name = info.get("device_name") or info.get("architecture") or "gpu"
+    return f"{name} ({'Metal' if mx.metal.is_available() else 'CUDA'})"
+
+
+def _find_kernel(shape: Shape) -> DecodeKernel | None:
+    """Return the paged-decode kernel, if it compiles, agrees with MLX's attention and is faster for some batches."""
     if not shape.is_supported:
         return None
     try:
         kernel = PagedDecode()
-        problem = check(kernel, shape)
-        if problem is None:
-            kernel.shape, kernel.gains = shape, measure_gains(kernel, shape)
-            log.info("speed of the paged-decode kernel over gather + SDPA, by rows and context: %s", kernel.gains)
-            return kernel
+        if (problem := check(kernel, shape)) is None:
+            least_rows = find_least_rows(kernel, shape)
+            log.info("the paged-decode kernel is used from %s rows on", least_rows)
+            return None if least_rows is None else DecodeKernel(kernel, shape, least_rows)
     except Exception as error:  # compilers report errors of many types
         problem = f"{type(error).__name__}: {error}"
     log.warning("the paged-decode kernel is not used; large batches and long contexts are slower: %s", problem)
@@ -179,8 +198,8 @@ def _measure(model: PagedModel, shapes: Sequence[LayerShape], block_size: int, n
         mx.eval(store.arrays)
         mx.reset_peak_memory()
         before, began_s = mx.get_active_memory(), time.monotonic()
-        for step in build_passes([piece], store.limits, mx.zeros(1, mx.int32), model.mode):
-            logits, hidden = model.forward(step, store, step.last_rows)
+        for step in build_passes([piece], block_size, store.max_gathered, mx.zeros(1, mx.int32), model.mode):
+            logits, hidden = model.forward(step, store, list(step.last_rows.values()))
             mx.eval(logits, hidden, store.arrays)
         num_bytes = mx.get_peak_memory() - before
     return _Measured(num_bytes / num_tokens, (time.monotonic() - began_s) / num_tokens)
@@ -190,7 +209,7 @@ def _num_blocks(
     options: BackendOptions, shapes: Sequence[LayerShape], max_model_len: int, measured: _Measured | None
 ) -> int:
     per_block = options.block_size * sum(shape.token_bytes for shape in shapes)
-    limits = (max_model_len, options.max_num_seqs or DEFAULT_MAX_SEQS, MAX_CHUNK_TOKENS)
+    limits = (max_model_len, options.max_num_seqs or DEFAULT_MAX_SEQS, DEFAULT_MAX_CHUNK)
     pool = MemoryRequest(options, KVCosts(per_block), *limits, has_overlap=True)
     if measured is None:
         free = available_bytes()
@@ -199,34 +218,14 @@ def _num_blocks(
     step_bytes = int(measured.num_bytes * largest_step) + 2 * GATHER_BYTES  # and a copy of it in another layout
     mx.set_cache_limit(max(step_bytes, MIN_CACHE))
     free = _limit() - mx.get_active_memory() - step_bytes
+    if longest := int(mx.device_info().get("max_buffer_length", 0)):  # of one layer's keys or values
+        widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)
+        free = min(free, longest // (widest * options.block_size) * per_block)
     # The default leaves memory in use to other programs. If a larger pool is configured, macOS swaps that memory out.
-    num_blocks = pool.divide(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE)).num_blocks
-    longest = int(mx.device_info().get("max_buffer_length", 0))
-    widest = max(shape.num_heads * max(shape.key_size, shape.value_size) * shape.dtype.size for shape in shapes)
-    most = longest // (widest * options.block_size) if longest else num_blocks
-    if num_blocks > most and (options.num_blocks is not None or options.kv_memory is not None):
-        name = "num_blocks" if options.num_blocks is not None else "kv_memory"
-        raise InvalidRequest(
-            f"{name}: a pool of {num_blocks} blocks needs a larger buffer than this GPU has; {most} fit"
-        )
-    return min(num_blocks, most)
+    return pool.divide(free, int(min(free, available_bytes() - step_bytes) * GPU_SHARE)).num_blocks
 
 
 def _max_mixed_tokens(measured: _Measured | None) -> int | None:
     if measured is None:
         return MIN_MIXED_TOKENS * 2
     return max(int(MAX_GAP_S / measured.seconds), MIN_MIXED_TOKENS)
-
-
-def _facts(loaded: LoadedModel, store: KVStore, is_gpu: bool) -> RunnerFacts:
-    info = mx.device_info()
-    name = str(info.get("device_name") or info.get("architecture") or "gpu")
-    kind = "Metal" if mx.metal.is_available() else "CUDA"
-    return RunnerFacts(
-        backend=f"mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}",  # type: ignore[attr-defined]
-        device=f"{name} ({kind})" if is_gpu else "cpu",
-        dtype=loaded.description,
-        num_threads=1,
-        weight_bytes=loaded.num_bytes,
-        kv_bytes=store.num_bytes,
-    )

@@ -1,4 +1,4 @@
-"""Checks the paged-decode kernel against gather + SDPA when a model is loaded, and measures where it is faster.
+"""Checks the paged-decode kernel against gather + SDPA when a model is loaded, and measures from when on it is faster.
 
 The kernel may be wrong on a GPU on which it was never tested, and its gain differs from GPU to GPU. Both are therefore
 measured on the machine itself, with the shapes of the model, before the kernel is used.
@@ -13,53 +13,22 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from random import Random
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from quire.backends.mlx.paged_decode import Attention, Gains, Shape
+from quire.backends.mlx.paged_decode import Attention, Shape
 
-MEASURED_BATCHES = (1, 4, 16)
+MEASURED_ROWS = (1, 4, 16)
 MEASURED_CONTEXTS = (256, 2048)
 MEASURED_BYTES = 128 << 20  # of the pools of a measurement: more than the caches of most GPUs hold
 MAX_MEASURED_LAYERS = 16
 REPEATS = 5
 
 
-def gather_mask(lengths: mx.array, num_keys: int, window: int = 0) -> mx.array:
-    """Return [B, 1, 1, num_keys]: the keys that count."""
-    positions = mx.arange(num_keys)[None]
-    mask = positions < lengths[:, None]
-    if window:
-        mask = mask & (positions >= lengths[:, None] - window)
-    return mask[:, None, None]
-
-
 def gather_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    tables: mx.array,
-    mask: mx.array,
-    *,
-    scale: float,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Copy the blocks of every row and attend to the copy. The mask is the same for all layers."""
-    dense = [
-        mx.take(pool, tables, axis=0).reshape(tables.shape[0], -1, *pool.shape[2:]).swapaxes(1, 2)
-        for pool in (keys, values)
-    ]  # [B, K, W * block size, D or V]
-    sinks = None if sinks is None else sinks.astype(queries.dtype)
-    return mx.fast.scaled_dot_product_attention(queries[:, :, None], *dense, scale=scale, mask=mask, sinks=sinks)[
-        :, :, 0
-    ]
-
-
-def gather_reference(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -70,9 +39,18 @@ def gather_reference(
     window: int = 0,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Compute the kernel's result by gather + SDPA."""
-    mask = gather_mask(lengths, tables.shape[1] * keys.shape[1], window)
-    return gather_attention(queries, keys, values, tables, mask, scale=scale, sinks=sinks)
+    """Compute the kernel's result by gather + SDPA: copy the blocks of every row and attend to the copy."""
+    dense = [
+        mx.take(pool, tables, axis=0).reshape(tables.shape[0], -1, *pool.shape[2:]).swapaxes(1, 2)
+        for pool in (keys, values)
+    ]  # [B, K, W * block size, D or V]
+    positions = mx.arange(dense[0].shape[2])
+    mask = positions < lengths[:, None]
+    if window:
+        mask = mask & (positions >= lengths[:, None] - window)
+    sinks = None if sinks is None else sinks.astype(queries.dtype)
+    settings: dict[str, Any] = {"scale": scale, "mask": mask[:, None, None], "sinks": sinks}
+    return mx.fast.scaled_dot_product_attention(queries[:, :, None], *dense, **settings)[:, :, 0]
 
 
 # Largest error of a result, relative to the largest number of the reference in float32.
@@ -85,8 +63,7 @@ CHECKED_WINDOW = 70
 UNUSED = 1000.0  # in slots that no row may use
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
+class Example(NamedTuple):
     """Arguments of `Attention`."""
 
     queries: mx.array
@@ -118,13 +95,11 @@ def check(kernel: Attention, shape: Shape, dtypes: Sequence[mx.Dtype] | None = N
 
 def find_error(kernel: Attention, example: Example, *, window: int, has_sinks: bool) -> float:
     """Return the largest error of a result, relative to the largest number of the reference in float32."""
-    places = (example.tables, example.lengths)
-    pools = (example.queries, example.keys, example.values)
-    scale = example.queries.shape[-1] ** -0.5
-    sinks = example.sinks if has_sinks else None
-    found = kernel(*pools, *places, scale=scale, window=window, sinks=sinks)
-    queries, keys, values = (array.astype(mx.float32) for array in pools)
-    expected = gather_reference(queries, keys, values, *places, scale=scale, window=window, sinks=sinks)
+    scale, sinks = example.queries.shape[-1] ** -0.5, example.sinks if has_sinks else None
+    found = kernel(*example[:5], scale=scale, window=window, sinks=sinks)
+    queries, keys, values = (array.astype(mx.float32) for array in example[:3])
+    places = example.tables, example.lengths
+    expected = gather_attention(queries, keys, values, *places, scale=scale, window=window, sinks=sinks)
     if found.shape != expected.shape or found.dtype != example.queries.dtype:
         raise ValueError(f"the result has the shape {found.shape} and the type {found.dtype}")
     error = mx.abs(found.astype(mx.float32) - expected).max() / mx.abs(expected).max()
@@ -141,8 +116,9 @@ def make_example(lengths: Sequence[int], shape: Shape) -> Example:
     num_blocks = [math.ceil(length / size_of_block) for length in lengths]
     ids = random.sample(range(1, sum(num_blocks) + 1), sum(num_blocks))
     rows = [[ids.pop() for _ in range(count)] for count in num_blocks]
-    shared = min(num_blocks[-2:]) // 2
-    rows[-1][:shared] = rows[-2][:shared]
+    for before, last in itertools.pairwise(rows[-2:]):
+        shared = min(len(before), len(last)) // 2
+        last[:shared] = before[:shared]
     tables = mx.array([row + [0] * (max(num_blocks) - len(row)) for row in rows], mx.int32)
 
     keys_of_random = iter(mx.random.split(mx.random.key(len(lengths)), 4))
@@ -167,56 +143,30 @@ def make_example(lengths: Sequence[int], shape: Shape) -> Example:
     )
 
 
-def measure_gains(
-    kernel: Attention,
-    shape: Shape,
-    batches: Sequence[int] = MEASURED_BATCHES,
-    contexts: Sequence[int] = MEASURED_CONTEXTS,
-    on_point: Callable[[int, int, float, float], None] = lambda *_: None,
-) -> Gains:
-    """Return the time of gather + SDPA divided by the kernel's. `on_point`: rows, context, both times in seconds."""
-    gains: Gains = {batch: {} for batch in batches}
-    for batch, context in itertools.product(batches, contexts):
-        gather_s, kernel_s = measure_times(kernel, shape, batch, context)
-        gains[batch][context] = gather_s / kernel_s
-        on_point(batch, context, gather_s, kernel_s)
-    return gains
+def find_least_rows(kernel: Attention, shape: Shape) -> int | None:
+    """Return from how many rows on the kernel is faster at all measured contexts; None: it is not."""
+    least = None
+    for rows in reversed(MEASURED_ROWS):
+        times = [measure_times(kernel, shape, rows, context) for context in MEASURED_CONTEXTS]
+        if any(kernel_s >= gather_s for gather_s, kernel_s in times):
+            break
+        least = rows
+    return least
 
 
-def measure_times(kernel: Attention, shape: Shape, batch: int, context: int) -> tuple[float, float]:
+def measure_times(kernel: Attention, shape: Shape, rows: int, context: int) -> tuple[float, float]:
     """Return the seconds per layer of gather + SDPA and of the kernel: medians over layers with pools of their own."""
-    width = math.ceil(context / shape.block_size)
-    num_blocks = batch * width
-    layer_bytes = num_blocks * shape.block_size * shape.token_bytes
-    num_layers = min(max(MEASURED_BYTES // layer_bytes, 1), MAX_MEASURED_LAYERS)
-    pool = (num_blocks, shape.block_size, shape.num_kv_heads)
-    layers = [
-        [mx.random.normal((*pool, size), shape.dtype) for size in (shape.head_size, shape.value_size)]
-        for _ in range(num_layers)
-    ]
-    queries = mx.random.normal((batch, shape.num_heads, shape.head_size), shape.dtype)
-    ids = Random(0).sample(range(num_blocks), num_blocks)
-    tables = mx.array(ids, mx.int32).reshape(batch, width)
-    lengths = mx.full((batch,), context - 5, mx.int32)
-    mx.eval(layers, queries, tables, lengths)
-    scale = shape.head_size**-0.5
-
-    def gather() -> list[mx.array]:
-        mask = gather_mask(lengths, width * shape.block_size)
-        return [gather_attention(queries, keys, values, tables, mask, scale=scale) for keys, values in layers]
-
-    def fused() -> list[mx.array]:
-        return [kernel(queries, keys, values, tables, lengths, scale=scale) for keys, values in layers]
-
-    return _seconds(gather), _seconds(fused)
+    num_layers = min(max(MEASURED_BYTES // (rows * context * shape.token_bytes), 1), MAX_MEASURED_LAYERS)
+    layers = [make_example([context - 5] * rows, shape) for _ in range(num_layers)]
+    mx.eval(layers)
+    return _seconds(gather_attention, layers), _seconds(kernel, layers)
 
 
-def _seconds(run: Callable[[], Sequence[mx.array]]) -> float:
-    """Return the median time of one array of `run`, after a run that compiles."""
+def _seconds(attend: Attention, layers: Sequence[Example]) -> float:
+    """Return the median time of a layer, after a run that compiles."""
     times = []
     for _ in range(REPEATS + 1):
         began = time.perf_counter()
-        arrays = run()
-        mx.eval(arrays)
-        times.append((time.perf_counter() - began) / len(arrays))
+        mx.eval([attend(*layer[:5], scale=layer.queries.shape[-1] ** -0.5) for layer in layers])
+        times.append((time.perf_counter() - began) / len(layers))
     return statistics.median(times[1:])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -18,19 +17,10 @@ import mlx_lm
 import mlx_lm.utils
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_map_with_path
-from mlx_lm.models.cache import make_prompt_cache
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.mlx.gguf_model import PLAIN_TYPES, load_tensors
-from quire.backends.mlx.parameters import (
-    dtype_name,
-    evaluate,
-    file_errors,
-    flat_parameters,
-    main_layout,
-    num_bytes,
-    quantize_layers,
-)
+from quire.backends.mlx.gguf_model import load_tensors
+from quire.backends.mlx.parameters import evaluate, file_errors, main_layout, quantize_layers
 from quire.backends.mlx.spec_model import MODEL_TYPES, apply_spec, config_from_spec, file_norm_shift, known_spec
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import PACKED_TYPES, Checkpoint
@@ -45,114 +35,70 @@ from quire.weights.spec import ModelSpec
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 DUMMY_SEED = 0
 DUMMY_STD = 0.02  # as most models are initialised: answers are nonsense, but every number is finite
-MAX_LISTED = 5
 MAX_EXPERTS = 1024
 QUANT_CONFIG = "hf_quant_config.json"  # of NVIDIA's files, read by mlx-lm
 
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)  # it becomes part of a module's name
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    model: Module  # of mlx_lm.models, with evaluated parameters, in eval mode
-    config: dict[str, Any]  # config.json as mlx-lm reads it
-    dtype: mx.Dtype  # of the activations and of the KV cache
-    description: str  # of the weights, for display: "bfloat16", "4 bits (affine, groups of 64)", "mxfp4"
-    num_bytes: int  # memory of the parameters
-
-
-def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
-    """Load a folder, a GGUF file or a dummy. Raises only quire's errors and MemoryError.
+def load_model(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Module:
+    """Load a folder, a GGUF file or a dummy into a model of mlx_lm.models. Raises only quire's errors and MemoryError.
 
     dtype "auto" is the type of the file's weights. For a quantised GGUF it is float16, which holds the file's scales
-    exactly, but bfloat16 for Gemma, whose activations exceed the range of float16. On a CPU it is float32 for all
-    quantised weights: MLX's products with 4-bit weights take 43 times as long there in float16, 8 times in bfloat16.
+    exactly, but bfloat16 for Gemma, whose activations exceed the range of float16. On a CPU it is float32: MLX's
+    products with 4-bit weights take 43 times as long there in float16, and experts are computed in float32 only.
     """
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise InvalidRequest(f"dtype = {options.dtype!r}: the MLX backend has auto, {', '.join(DTYPES)}")
-    if isinstance(checkpoint, GgufCheckpoint) or _is_plain_gemma(checkpoint) or _is_packed(checkpoint):
-        return load_from_tensors(checkpoint, options, progress)
+    dtype = "float32" if options.dtype == "auto" and mx.default_device().type == mx.cpu else options.dtype
+    if _has_own_reader(checkpoint):
+        return load_from_tensors(checkpoint, options, dtype, progress)
     with file_errors(checkpoint.path):
-        if isinstance(checkpoint, DummyCheckpoint):
-            model, config = _make_dummy(checkpoint, options)
-        else:
-            model, config = _open_folder(checkpoint, options)
-            if options.dtype != "auto":
-                _cast(model, DTYPES[options.dtype])
+        is_dummy = isinstance(checkpoint, DummyCheckpoint)
+        model = _make_dummy(checkpoint, options) if is_dummy else _open_folder(checkpoint, options)
+        if dtype != "auto":
+            _cast(model, DTYPES[dtype])
         if options.quantize is not None:
             if (layout := main_layout(model)) is not None:
                 raise InvalidRequest(
                     f"quantize = {options.quantize}: {checkpoint.path} is quantised already, to {layout}"
                 )
             quantize_layers(model, options.quantize)
-        if options.dtype == "auto" and _is_cpu() and (main_layout(model) is not None or _has_experts(model)):
-            _cast(model, mx.float32)
         model.eval()
-        dtype = _activation_dtype(model)
     evaluate(model, checkpoint.path, progress)
-    return LoadedModel(model, config, dtype, _describe(model, dtype), num_bytes(model))
+    return model
 
 
-def _is_plain_gemma(checkpoint: Checkpoint) -> bool:
-    """Whether a folder is a multimodal Gemma with plain weights, of which mlx-lm knows only the older tensor names."""
-    spec = checkpoint.spec
-    is_multimodal = spec.architecture == "Gemma3ForConditionalGeneration"
-    return is_multimodal and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
+def _has_own_reader(checkpoint: Checkpoint) -> bool:
+    """Return whether quire reads the tensors itself.
 
-
-def _is_packed(checkpoint: Checkpoint) -> bool:
-    """Whether a folder of a family that the spec can describe has quantised weights that quire reads.
-
-    mlx-lm reads some of these layouts, but neither FP8 nor groups of other sizes than 32 of compressed-tensors.
+    mlx-lm knows only the older tensor names of a multimodal Gemma with plain weights. Of quantised weights, it reads
+    neither FP8 nor groups of other sizes than 32 of compressed-tensors.
     """
+    if isinstance(checkpoint, GgufCheckpoint):
+        return True
     spec = checkpoint.spec
-    is_known = spec.family in MODEL_TYPES and not spec.unsupported and not isinstance(checkpoint, DummyCheckpoint)
-    return is_known and any(info.type in PACKED_TYPES for info in checkpoint.tensors.values())
-
-
-def _has_experts(model: Module) -> bool:
-    """Whether the model gathers matrices of experts, which MLX computes on a CPU in float32 only."""
-    return any(type(module).__name__ == "SwitchLinear" for module in model.modules())
-
-
-def _is_cpu() -> bool:
-    return bool(mx.default_device().type == mx.cpu)
-
-
-def _describe(model: Module, dtype: mx.Dtype) -> str:
-    layout = main_layout(model)
-    if layout is not None:
-        return str(layout)
-    if any(type(module).__name__ == "BitLinear" for module in model.modules()):
-        return "ternary (bitnet)"
-    return dtype_name(dtype)
+    if isinstance(checkpoint, DummyCheckpoint) or spec.family not in MODEL_TYPES or spec.unsupported:
+        return False
+    is_packed = any(info.type in PACKED_TYPES for info in checkpoint.tensors.values())
+    return is_packed or spec.architecture == "Gemma3ForConditionalGeneration"
 
 
 # GGUF
 
 
-def load_from_tensors(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> LoadedModel:
+def load_from_tensors(
+    checkpoint: Checkpoint, options: BackendOptions, dtype: str, progress: Progress | None = None
+) -> Module:
     """Load a model of quire's own families from the tensors of its checkpoint, GGUF or safetensors."""
     spec = checkpoint.spec
-    dtype = DTYPES[_gguf_dtype(checkpoint, options)]
+    if dtype == "auto":
+        dtype = "bfloat16" if spec.dtype == "float16" and spec.family == "gemma3" else spec.dtype
     with file_errors(checkpoint.path):
-        config = config_from_spec(spec)
-        model = _make_model(config, spec, options)
-    description = load_tensors(model, checkpoint, dtype, options.quantize, progress)
+        model = _make_model(config_from_spec(spec), spec, options)
+    load_tensors(model, checkpoint, DTYPES[dtype], options.quantize, progress)
     model.eval()
-    return LoadedModel(model, config, dtype, description, num_bytes(model))
-
-
-def _gguf_dtype(checkpoint: Checkpoint, options: BackendOptions) -> str:
-    if options.dtype != "auto":
-        return options.dtype
-    types = {info.type for info in checkpoint.tensors.values() if len(info.shape) == 2}
-    is_quantized = options.quantize is not None or not types.issubset(PLAIN_TYPES)
-    if is_quantized and _is_cpu():
-        return "float32"
-    if checkpoint.spec.dtype == "float16" and checkpoint.spec.family == "gemma3":
-        return "bfloat16"
-    return checkpoint.spec.dtype
+    return model
 
 
 def _make_model(config: dict[str, Any], spec: ModelSpec, options: BackendOptions) -> Module:
@@ -167,20 +113,18 @@ def _make_model(config: dict[str, Any], spec: ModelSpec, options: BackendOptions
 # A folder
 
 
-def _open_folder(checkpoint: Checkpoint, options: BackendOptions) -> tuple[Module, dict[str, Any]]:
+def _open_folder(checkpoint: Checkpoint, options: BackendOptions) -> Module:
     """Make the model. Its parameters are not read yet."""
     config = _read_config(checkpoint)
     spec = known_spec(checkpoint.spec, config.get("model_type"))
     fields = _fields_of_spec(spec, config) if spec else _rotary_fields(config, checkpoint)
-    try:
-        model, config = mlx_lm.utils.load_model(
-            checkpoint.path, lazy=True, model_config=fields, get_model_classes=find_classes, trust_remote_code=False
-        )
-    except ValueError as error:
-        raise _tensor_error(checkpoint, error) from None
+    model: Module
+    model, _ = mlx_lm.utils.load_model(
+        checkpoint.path, lazy=True, model_config=fields, get_model_classes=find_classes, trust_remote_code=False
+    )
     if spec:
         apply_spec(model, spec, options.max_model_len or spec.max_model_len)
-    return model, config
+    return model
 
 
 def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -280,17 +224,6 @@ def find_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
     return classes
 
 
-def _tensor_error(checkpoint: Checkpoint, error: ValueError) -> ModelFileError:
-    """Shorten the list of names in an error of `load_weights`."""
-    head, colon, names = str(error).partition(": \n")
-    if not colon:
-        raise error
-    every = names.rstrip(".").split(",\n")
-    more = f" and {len(every) - MAX_LISTED} more" if len(every) > MAX_LISTED else ""
-    what = "tensors missing" if head.startswith("Missing") else "tensors unexpected"
-    return ModelFileError(f"{checkpoint.path}: {what}: {', '.join(map(show, every[:MAX_LISTED]))}{more}")
-
-
 def _cast(model: Module, dtype: mx.Dtype) -> None:
     """Convert all parameters except those that the model wants in float32."""
     may_cast = getattr(model, "cast_predicate", lambda _: True)
@@ -302,36 +235,19 @@ def _cast(model: Module, dtype: mx.Dtype) -> None:
     model.update(tree_map_with_path(cast, model.parameters()))
 
 
-def _activation_dtype(model: Module) -> mx.Dtype:
-    """Return the type of the keys that the first layer with keys caches.
-
-    It depends on the types of many parameters, so the graph of one token is built, but not computed. A config with
-    shapes that do not fit together fails here.
-    """
-    cache = make_prompt_cache(model)
-    logits = model(mx.array([[0]]), cache=cache)
-    keys = (getattr(one, "keys", None) for one in cache)
-    dtype = next((one.dtype for one in keys if isinstance(one, mx.array)), logits.dtype)
-    if dtype not in DTYPES.values():
-        raise UnsupportedModel(f"the activations of the model are of type {dtype_name(dtype)}")
-    return dtype
-
-
 # Random weights
 
 
-def _make_dummy(checkpoint: Checkpoint, options: BackendOptions) -> tuple[Module, dict[str, Any]]:
+def _make_dummy(checkpoint: Checkpoint, options: BackendOptions) -> Module:
     spec = checkpoint.spec
-    config = config_from_spec(spec)
-    model = _make_model(config, spec, options)
-    dtype = DTYPES[spec.dtype if options.dtype == "auto" else options.dtype]
-    keys = iter(mx.random.split(mx.random.key(DUMMY_SEED), len(flat_parameters(model))))
+    model = _make_model(config_from_spec(spec), spec, options)
+    dtype = DTYPES[spec.dtype]
+    mx.random.seed(DUMMY_SEED)
 
     def fill(path: str, array: mx.array) -> mx.array:
-        key = next(keys)
         if path.endswith("norm.weight"):
             return mx.full(array.shape, 1 + file_norm_shift(spec) - spec.norm_offset, dtype)
-        return mx.random.normal(array.shape, dtype, scale=DUMMY_STD, key=key)
+        return mx.random.normal(array.shape, dtype, scale=DUMMY_STD)
 
     model.update(tree_map_with_path(fill, model.parameters()))
-    return model, config
+    return model

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -69,24 +70,17 @@ def _attend_group(
     queries: mx.array, layer: LayerCache, group: Group, scale: float, window: int, sinks: mx.array | None
 ) -> mx.array:
     kernel = layer.kernel
-    if group.num_queries == 1 and kernel is not None:
-        num_tokens = min(group.num_tokens, window or group.num_tokens)
-        pools = layer.keys_pool, layer.values_pool
-        if kernel.is_used(queries, *pools, group.num_seqs, num_tokens):
-            tables = group.view(0).tables
-            rows = kernel(
-                queries[:, :, 0], *pools, tables, group.lengths, scale=scale, window=window, sinks=sinks
-            )  # [B, H, D]
-            return rows[:, :, None]
+    keys_pool, values_pool = layer.pools
+    is_decode = group.num_queries == 1
+    if is_decode and kernel is not None and group.num_seqs >= kernel.least_rows and queries.dtype == keys_pool.dtype:
+        arrays = queries[:, :, 0], keys_pool, values_pool, group.view(0).tables, group.lengths
+        return kernel.attend(*arrays, scale=scale, window=window, sinks=sinks)[:, :, None]  # [B, H, 1, D]
     view = group.view(window)
-    keys, values = layer.read(view)
-    if group.num_queries == 1:
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=view.mask, sinks=sinks
-        )  # [B, H, 1, D]
-    together = queries[:, :, 0].swapaxes(0, 1)[None]  # [1, H, Q, D]
-    out = mx.fast.scaled_dot_product_attention(together, keys, values, scale=scale, mask=view.mask, sinks=sinks)
-    return out[0].swapaxes(0, 1)[:, :, None]  # [Q, H, 1, D]
+    keys, values = (heads[:, :, : view.num_keys] for heads in layer.read(view.tables))
+    if not is_decode:
+        queries = queries.swapaxes(0, 2)  # [1, H, Q, D]
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=view.mask, sinks=sinks)
+    return out if is_decode else out.swapaxes(0, 2)
 
 
 log = logging.getLogger(__name__)
@@ -94,52 +88,6 @@ log = logging.getLogger(__name__)
 # T tokens of a pass, R rows that need logits, E hidden size, V vocabulary
 
 BODIES = ("model", "transformer", "backbone")  # names of the part of a model that ends with its last norm
-
-
-class RowSelection:
-    """Computes logits of chosen rows only: mlx-lm's models end with the head, over every row they computed.
-
-    The class of the model's body is replaced by a subclass that passes on only the chosen rows of its result.
-    """
-
-    def __init__(self, model: Module) -> None:
-        self.rows: mx.array | None = None  # None: all
-        self.hidden: mx.array | None = None  # [T, E]: the body's last result
-        self._replayed: mx.array | None = None
-        self._model = model
-        body = _find_body(model)
-        self.has_body = body is not None
-        if body is not None:
-            self._attach(body)
-
-    def head(self, hidden: mx.array) -> mx.array:
-        """Return the logits [R, V] of hidden states [R, E]."""
-        self._replayed = hidden[:, None]
-        try:
-            logits = self._model(mx.zeros((len(hidden), 1), mx.int32))
-        finally:
-            self._replayed = None
-        result: mx.array = logits.reshape(len(hidden), -1)
-        return result
-
-    def _attach(self, body: Module) -> None:
-        base: Any = type(body)
-        selection = self
-
-        class SelectingBody(base):  # type: ignore[misc]
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                if selection._replayed is not None:
-                    return selection._replayed
-                return selection._select(super().__call__(*args, **kwargs))
-
-        body.__class__ = SelectingBody
-
-    def _select(self, hidden: Any) -> Any:
-        if not isinstance(hidden, mx.array):  # not the hidden states alone: logits are selected after the head
-            self.has_body = False
-            return hidden
-        self.hidden = hidden.reshape(-1, hidden.shape[-1])
-        return hidden if self.rows is None else self.hidden[self.rows][:, None]
 
 
 def _find_body(model: Module) -> Module | None:
@@ -154,42 +102,76 @@ def _find_body(model: Module) -> Module | None:
 
 
 class PagedModel:
-    """A model that runs passes. The cache of `store` replaces mlx-lm's own."""
+    """A model that runs passes over the pools of a store, in place of mlx-lm's own cache.
 
-    def __init__(self, model: Module, selection: RowSelection, mode: BatchMode, layout: CacheLayout) -> None:
+    mlx-lm's models end with the head, over every row they computed. To compute logits of chosen rows only, the class of
+    the model's body is replaced by a subclass that passes on only these rows of its result.
+    """
+
+    def __init__(self, model: Module, layout: CacheLayout) -> None:
         self.model = model
-        self.mode = mode
-        self.layout = layout
-        self.num_heads = 0  # query heads of the first layer, if it attends in flat passes
-        self._selection = selection
+        self.mode = BatchMode.FLAT
+        self._layout = layout
+        self._rows: mx.array | None = None  # None: all
+        self._hidden: mx.array | None = None  # [T, E]: the body's last result
+        self._replayed: mx.array | None = None
+        body = _find_body(model)
+        self._has_body = body is not None
+        if body is not None:
+            self._attach(body)
 
     def forward(self, step: Pass, store: KVStore, rows: Sequence[int]) -> tuple[mx.array | None, mx.array]:
         """Return the logits [R, V] of `rows`, and the hidden states [T, E], or all logits of a model without a body.
 
         Nothing is computed before the results are evaluated.
         """
-        selection = self._selection
         # A step that only reads prompts needs no logits. One row is computed anyway: a head may not accept no rows.
-        chosen = list(rows) or [0]
-        selection.rows = mx.array(chosen, dtype=mx.int32)
+        self._rows = mx.array(list(rows) or [0], dtype=mx.int32)
         store.begin(step)
         try:
-            logits = self.model(step.tokens, cache=self.layout.arrange(store.layers))
+            logits = self.model(step.tokens, cache=self._layout.arrange(store.layers))
         finally:
             store.begin(None)
         logits = logits.reshape(-1, logits.shape[-1])
-        if not selection.has_body:
-            return (logits[selection.rows] if rows else None), logits
-        hidden, selection.hidden = selection.hidden, None
+        if not self._has_body:
+            return (logits[self._rows] if rows else None), logits
+        hidden, self._hidden = self._hidden, None
         assert hidden is not None
         return (logits if rows else None), hidden
 
+    def head(self, hidden: mx.array) -> mx.array:
+        """Return the logits [R, V] of what `forward` returned of some rows."""
+        if not self._has_body:
+            return hidden
+        self._replayed = hidden[:, None]
+        try:
+            logits: mx.array = self.model(mx.zeros((len(hidden), 1), mx.int32))
+        finally:
+            self._replayed = None
+        return logits.reshape(len(hidden), -1)
+
     def close(self) -> None:
         """Free the weights."""
-        del self.model, self._selection
+        del self.model
 
-    def head(self, hidden: mx.array) -> mx.array:
-        return self._selection.head(hidden) if self._selection.has_body else hidden
+    def _attach(self, body: Module) -> None:
+        base: Any = type(body)
+        paged = self
+
+        class SelectingBody(base):  # type: ignore[misc]
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                if paged._replayed is not None:
+                    return paged._replayed
+                return paged._select(super().__call__(*args, **kwargs))
+
+        body.__class__ = SelectingBody
+
+    def _select(self, hidden: Any) -> Any:
+        if not isinstance(hidden, mx.array):  # not the hidden states alone: logits are selected after the head
+            self._has_body = False
+            return hidden
+        self._hidden = hidden.reshape(-1, hidden.shape[-1])
+        return hidden if self._rows is None else self._hidden[self._rows][:, None]
 
 
 class CacheLayout:
@@ -207,10 +189,6 @@ class CacheLayout:
             if getattr(cache, "keep", 0):
                 raise UnsupportedModel(f"{source}: its windows keep their first {cache.keep} tokens: not supported")
 
-    def shapes(self) -> list[LayerShape]:
-        """Return what each layer stores, from caches that have been used."""
-        return [_shape(cache) for cache in self.caches]
-
     def arrange(self, layers: Sequence[LayerCache]) -> list[Any]:
         remaining = iter(layers)
         return [
@@ -219,6 +197,7 @@ class CacheLayout:
 
 
 def _shape(cache: Any) -> LayerShape:
+    """Return what a layer stores, from a cache that has been used."""
     window = cache.max_size if isinstance(cache, RotatingKVCache) else 0
     if cache.keys is None:  # the layer uses the keys of another one
         return LayerShape(1, 1, 1, mx.float32, window, is_unused=True)
@@ -231,6 +210,7 @@ def adapt_model(model: Module, vocab_size: int, source: str) -> tuple[PagedModel
 
     `source`: the model's path, for messages. Returns the model, what its layers store, and the width of its logits.
     """
+    install_attention()
     layout = CacheLayout(make_prompt_cache(model), source)
     prompts = support.make_prompts(vocab_size)
     own = [make_prompt_cache(model) for _ in prompts]
@@ -238,38 +218,38 @@ def adapt_model(model: Module, vocab_size: int, source: str) -> tuple[PagedModel
         model(mx.array([prompt]), cache=cache)[0].astype(mx.float32) for prompt, cache in zip(prompts, own, strict=True)
     ]
     mx.eval(expected)
-    shapes = CacheLayout(own[0], source).shapes()
-    selection = RowSelection(model)
+    shapes = [_shape(cache) for cache in CacheLayout(own[0], source).caches]
+    paged = PagedModel(model, layout)
     problems: list[str] = []
     for mode in BatchMode:
-        paged = PagedModel(model, selection, mode, layout)
-        problem = _try_mode(paged, shapes, prompts, expected)
+        paged.mode = mode
+        store = KVStore(shapes, support.NUM_BLOCKS, support.BLOCK_SIZE)
+        problem = _try_mode(paged, store, prompts, expected)
         if problem is None:
             if mode is not BatchMode.FLAT:
                 log.warning("%s: steps need several forward passes, which is slower: %s", source, problems[0])
-            return paged, shapes, int(expected[0].shape[-1])
+            found = [replace(layer.shape, num_query_heads=layer.num_query_heads) for layer in store.layers]
+            return paged, found, int(expected[0].shape[-1])
         problems.append(problem)
     raise UnsupportedModel(f"{source}: does not run over quire's paged cache: {problems[-1]}")
 
 
 def _try_mode(
-    paged: PagedModel, shapes: Sequence[LayerShape], prompts: Sequence[list[int]], expected: Sequence[mx.array]
+    paged: PagedModel, store: KVStore, prompts: Sequence[list[int]], expected: Sequence[mx.array]
 ) -> str | None:
     """Run the steps of the trial. Returns what is wrong."""
-    store = KVStore(shapes, support.NUM_BLOCKS, support.BLOCK_SIZE)
     errors: list[float] = []
     try:
         for slices in support.make_steps(prompts):
-            for step in build_passes(slices, store.limits, mx.zeros(2, mx.int32), paged.mode):
-                logits, _ = paged.forward(step, store, step.last_rows)
+            for step in build_passes(slices, store.block_size, store.max_gathered, mx.zeros(2, mx.int32), paged.mode):
+                logits, _ = paged.forward(step, store, list(step.last_rows.values()))
                 assert logits is not None
                 mx.eval(logits, store.arrays)
-                for row, index in enumerate(step.order):
+                for row, index in enumerate(step.last_rows):
                     errors.append(_relative_error(logits[row], expected[index][support.last_position(slices[index])]))
     except Exception as problem:  # a model file may do anything with its cache
         return describe_error(problem, "its code uses its cache in another way")
-    paged.num_heads = store.layers[0].num_query_heads
-    error = support.find_error(errors, is_exact=shapes[0].dtype == mx.float32)
+    error = support.find_error(errors, is_exact=store.layers[0].shape.dtype == mx.float32)
     return None if error is None else f"logits of {paged.mode} passes differ by {error:.2g} of their spread"
 
 

@@ -4,24 +4,21 @@ A layer has two pools, [blocks, block size, KV heads, head size]: keys and value
 that MLX does in place, because nothing else refers to the array by then (decision 0036). A context is read through its
 block table, so shared, forked and chunked contexts need no special case.
 
-Block I/O copies in the call, in the runner's thread, when no step is running. Blocks are read with a gather and written
-with a scatter, and no view of a pool is kept.
+Block I/O copies in the call, in the runner's thread, when no step is running. No view of a pool is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.backends.base import Copied, MemorySizes, PendingCopy
 from quire.backends.block_io import MAX_EXPORTS, check_pieces, cpu_pieces_per_step
-from quire.backends.mlx.batch import GroupLimits, Pass, View
-from quire.backends.mlx.paged_decode import Attention
+from quire.backends.mlx.batch import Pass
+from quire.backends.mlx.paged_decode import Attention, Shape
 from quire.core.step import BlockCopy, MemoryRef
 from quire.errors import InvariantViolation
 
@@ -41,20 +38,29 @@ class LayerShape:
     dtype: mx.Dtype
     window: int  # number of keys that a query sees, itself included; 0: all
     is_unused: bool = False  # the layer uses the keys and values of another one, and stores nothing
+    num_query_heads: int = 0  # 0: the model computes attention itself
 
     @property
     def token_bytes(self) -> int:
         return self.num_heads * (self.key_size + self.value_size) * self.dtype.size
+
+    def attention(self, block_size: int) -> Shape:
+        """Return what the paged-decode kernel is compiled for."""
+        heads = self.num_query_heads, self.num_heads
+        return Shape(*heads, self.key_size, self.value_size, block_size, self.dtype)
 
 
 class Unpageable(Exception):
     """A model uses its cache in a way that this kind of pass does not support."""
 
 
-class DecodeKernel(Attention, Protocol):
-    """Attention of one query per sequence, which reads the pools through block tables."""
+@dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """The kernel that decodes use, in the layers of the shape for which it was checked and measured."""
 
-    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool: ...
+    attend: Attention
+    shape: Shape
+    least_rows: int  # fewer sequences are attended faster by gather + SDPA
 
 
 class LayerCache:
@@ -62,11 +68,10 @@ class LayerCache:
 
     def __init__(self, shape: LayerShape, num_blocks: int, block_size: int) -> None:
         self.shape = shape
-        self.block_size = block_size
-        self.keys_pool = mx.zeros((num_blocks, block_size, shape.num_heads, shape.key_size), shape.dtype)
-        self.values_pool = mx.zeros((num_blocks, block_size, shape.num_heads, shape.value_size), shape.dtype)
+        sizes = (shape.key_size, shape.value_size)
+        self.pools = [mx.zeros((num_blocks, block_size, shape.num_heads, size), shape.dtype) for size in sizes]
         self.step: Pass | None = None
-        self.kernel: DecodeKernel | None = None  # for decodes, if it is faster than a gather
+        self.kernel: DecodeKernel | None = None  # None: contexts are gathered
         self.num_query_heads = 0  # seen in the last flat pass
 
     @property
@@ -92,8 +97,8 @@ class LayerCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[object, object]:
         """Store keys and values [B, K, L, D] of the pass. Returns the whole contexts."""
         step = self.running
-        self.keys_pool[step.blocks, step.slots] = _rows(keys, self.keys_pool.dtype)
-        self.values_pool[step.blocks, step.slots] = _rows(values, self.values_pool.dtype)
+        for pool, new in zip(self.pools, (keys, values), strict=True):
+            pool[step.blocks, step.slots] = _rows(new, pool.dtype)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[object, object]:
@@ -101,20 +106,20 @@ class LayerCache:
         if step.is_flat:
             context = PagedContext(self)
             return context, context
-        view = step.groups[0].view(0)
-        return gather(self.keys_pool, view.tables), gather(self.values_pool, view.tables)
+        return self.read(step.groups[0].view(0).tables)
 
-    def read(self, view: View) -> tuple[mx.array, mx.array]:
-        """Return keys and values [B, K, L, D] of a view."""
-        keys, values = gather(self.keys_pool, view.tables), gather(self.values_pool, view.tables)
-        if keys.shape[2] != view.num_keys:
-            keys, values = keys[:, :, : view.num_keys], values[:, :, : view.num_keys]
+    def read(self, tables: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and values of tables [B, W] as [B, K, W * block size, D]."""
+        num_seqs, width = tables.shape
+        keys, values = (
+            pool[tables].reshape(num_seqs, width * pool.shape[1], *pool.shape[2:]).swapaxes(1, 2) for pool in self.pools
+        )
         return keys, values
 
 
 @dataclass(frozen=True, slots=True)
 class PagedMask:
-    """The mask of a flat pass: causal, with this window. `attention.py` applies it group by group."""
+    """The mask of a flat pass: causal, with this window. `attend` applies it group by group."""
 
     window: int
 
@@ -127,7 +132,7 @@ class PagedContext:
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.layer.keys_pool.dtype
+        return self.layer.shape.dtype
 
     def astype(self, dtype: mx.Dtype) -> PagedContext:
         """Return itself. Some models ask for float32 keys; attention uses the wider type of queries and keys anyway."""
@@ -142,15 +147,11 @@ class KVStore:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = [LayerCache(shape, num_blocks, block_size) for shape in shapes]
-
-    @property
-    def limits(self) -> GroupLimits:
-        widest = max(layer.shape.token_bytes for layer in self.layers)
-        return GroupLimits(self.block_size, GATHER_BYTES // widest)
+        self.max_gathered = GATHER_BYTES // max(shape.token_bytes for shape in shapes)  # keys
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [pool for layer in self.layers for pool in (layer.keys_pool, layer.values_pool)]
+        return [pool for layer in self.layers for pool in layer.pools]
 
     @property
     def stored_layers(self) -> list[LayerCache]:
@@ -158,17 +159,14 @@ class KVStore:
         return [layer for layer in self.layers if not layer.shape.is_unused]
 
     @property
-    def stored_arrays(self) -> list[mx.array]:
-        return [pool for layer in self.stored_layers for pool in (layer.keys_pool, layer.values_pool)]
-
-    @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
-    def use_kernel(self, kernel: DecodeKernel | None) -> None:
+    def use_kernel(self, kernel: DecodeKernel) -> None:
         """Use this kernel for decodes from now on. The caller has checked it."""
         for layer in self.layers:
-            layer.kernel = kernel
+            if layer.shape.attention(self.block_size) == kernel.shape:
+                layer.kernel = kernel
 
     def begin(self, step: Pass | None) -> None:
         for layer in self.layers:
@@ -185,11 +183,9 @@ class KVStore:
         sources = mx.array([copy.source for copy in copies], dtype=mx.int32)
         destinations = mx.array([copy.destination for copy in copies], dtype=mx.int32)
         contents = []
-        for layer in self.layers:
-            keys, values = layer.keys_pool[sources], layer.values_pool[sources]
-            contents += [keys, values]
-            layer.keys_pool[destinations] = keys
-            layer.values_pool[destinations] = values
+        for pool in self.arrays:
+            contents.append(pool[sources])
+            pool[destinations] = contents[-1]
         return contents
 
     def purge(self, blocks: Sequence[int]) -> None:
@@ -197,18 +193,11 @@ class KVStore:
         whole = sorted(set(blocks))
         for first in range(0, len(whole), PURGED):
             index = mx.array(whole[first : first + PURGED], dtype=mx.int32)
-            for layer in self.layers:
-                keys, values = _finite(layer.keys_pool[index]), _finite(layer.values_pool[index])
-                mx.eval(keys, values)
-                layer.keys_pool[index] = keys
-                layer.values_pool[index] = values
-
-
-def gather(pool: mx.array, tables: mx.array) -> mx.array:
-    """Return the blocks of tables [B, W] as [B, K, W * block size, D]."""
-    _, block_size, num_heads, size = pool.shape
-    num_seqs, width = tables.shape
-    return pool[tables].reshape(num_seqs, width * block_size, num_heads, size).swapaxes(1, 2)
+            for pool in self.arrays:
+                found = pool[index]
+                finite = mx.where(mx.isfinite(found), found, mx.zeros_like(found))
+                mx.eval(finite)
+                pool[index] = finite
 
 
 def _rows(heads: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -217,25 +206,16 @@ def _rows(heads: mx.array, dtype: mx.Dtype) -> mx.array:
     return heads.swapaxes(1, 2).reshape(num_seqs * length, num_heads, size).astype(dtype)
 
 
-def _finite(blocks: mx.array) -> mx.array:
-    return mx.where(mx.isfinite(blocks), blocks, mx.zeros_like(blocks))
-
-
 LAYOUT = 1  # version of the bytes of a block; raise it when their meaning changes
-GROUP = 32  # blocks that are gathered together: MLX needs memory for them
-
-
-class Run(Protocol):
-    """Calls a function in the runner's thread, after all steps enqueued so far have been computed."""
-
-    def __call__(self, function: Callable[..., None], *args: Any) -> None: ...
 
 
 class MlxBlockIO:
-    def __init__(self, store: KVStore, layout: str, weight_bytes: int, run: Run) -> None:
+    """`run` calls a function in the runner's thread, after all steps enqueued so far have been computed."""
+
+    def __init__(self, store: KVStore, layout: str, weight_bytes: int, run: Callable[..., None]) -> None:
         self._store = store
         self._run = run
-        self.sizes = MemorySizes(sum(array.nbytes // store.num_blocks for array in store.stored_arrays))
+        self.sizes = MemorySizes(sum(layer.shape.token_bytes for layer in store.stored_layers) * store.block_size)
         self.layout = layout
         self.is_host_memory = True
         self.max_exports = MAX_EXPORTS
@@ -245,55 +225,31 @@ class MlxBlockIO:
         return np.zeros(num_bytes, np.uint8).data
 
     def export(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
-        self._check(pieces, buffers, is_export=True)
-        if pieces:
-            self._run(self._export, [ref.index for ref in pieces], buffers)
+        check_pieces(pieces, buffers, self.sizes, (self._store.num_blocks, 0, 0), is_export=True)
+        self._run(self._export, [ref.index for ref in pieces], buffers)
         return Copied()
 
     def import_(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview]) -> PendingCopy:
-        self._check(pieces, buffers, is_export=False)
-        if pieces:
-            self._run(self._import, [ref.index for ref in pieces], buffers)
+        check_pieces(pieces, buffers, self.sizes, (self._store.num_blocks, 0, 0), is_export=False)
+        self._run(self._import, [ref.index for ref in pieces], buffers)
         return Copied()
-
-    def _check(self, pieces: Sequence[MemoryRef], buffers: Sequence[memoryview], *, is_export: bool) -> None:
-        check_pieces(pieces, buffers, self.sizes, (self._store.num_blocks, 0, 0), is_export=is_export)
 
     # In the runner's thread
 
     def _export(self, blocks: list[int], buffers: Sequence[memoryview]) -> None:
-        for first in range(0, len(blocks), GROUP):
-            index = mx.array(blocks[first : first + GROUP], dtype=mx.int32)
-            targets = [np.frombuffer(buffer, np.uint8) for buffer in buffers[first : first + GROUP]]
-            contents = [_as_bytes(pool[index]) for pool in self._store.stored_arrays]
+        for block, buffer in zip(blocks, buffers, strict=True):
+            pools = [pool for layer in self._store.stored_layers for pool in layer.pools]
+            contents = [pool[block].reshape(-1).view(mx.uint8) for pool in pools]
             mx.eval(contents)
-            at = 0
-            for content in contents:
-                rows = np.array(content, copy=False)  # [blocks, bytes]
-                for target, row in zip(targets, rows, strict=True):
-                    target[at : at + len(row)] = row
-                at += rows.shape[1]
+            parts = [np.array(content, copy=False) for content in contents]
+            np.concatenate(parts, out=np.frombuffer(buffer, np.uint8))
 
     def _import(self, blocks: list[int], buffers: Sequence[memoryview]) -> None:
-        for first in range(0, len(blocks), GROUP):
-            index = mx.array(blocks[first : first + GROUP], dtype=mx.int32)
-            sources = [np.frombuffer(buffer, np.uint8) for buffer in buffers[first : first + GROUP]]
-            at = 0
+        for block, buffer in zip(blocks, buffers, strict=True):
+            whole, at = np.frombuffer(buffer, np.uint8), 0
             for layer in self._store.stored_layers:
-                size = layer.keys_pool[0].nbytes
-                layer.keys_pool[index] = _from_bytes(sources, at, at + size, layer.keys_pool)
-                at += size
-                size = layer.values_pool[0].nbytes
-                layer.values_pool[index] = _from_bytes(sources, at, at + size, layer.values_pool)
-                at += size
+                for pool in layer.pools:
+                    size = pool.nbytes // self._store.num_blocks
+                    pool[block] = mx.array(whole[at : at + size]).view(pool.dtype).reshape(pool.shape[1:])
+                    at += size
             mx.eval(self._store.arrays)
-
-
-def _as_bytes(blocks: mx.array) -> mx.array:
-    return blocks.reshape(len(blocks), -1).view(mx.uint8)
-
-
-def _from_bytes(sources: Sequence[NDArray[np.uint8]], first: int, last: int, pool: mx.array) -> mx.array:
-    """Return a part of each buffer as blocks of a pool."""
-    rows = mx.array(np.stack([source[first:last] for source in sources]))
-    return rows.view(pool.dtype).reshape(len(sources), *pool.shape[1:])

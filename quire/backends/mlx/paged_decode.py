@@ -245,7 +245,7 @@ def find_language() -> Language:
 
 
 class Attention(Protocol):
-    """Attention of one token per row: `PagedDecode` or `gather_reference`.
+    """Attention of one token per row: `PagedDecode` or `gather_attention`.
 
     queries [B, H, D], keys [blocks, block size, K, D], values [blocks, block size, K, V], tables int32 [B, W]: block
     ids, padded with any valid id. lengths int32 [B]: keys of each row, at least 1. With a window, only the last
@@ -284,33 +284,12 @@ class Shape:
         sizes_fit = all(
             size % SIMD_WIDTH == 0 and 0 < size <= MAX_HEAD_SIZE for size in (self.head_size, self.value_size)
         )
-        heads_fit = self.num_heads % self.num_kv_heads == 0
+        heads_fit = self.num_heads > 0 and self.num_heads % self.num_kv_heads == 0
         return sizes_fit and heads_fit and self.block_size % KEYS == 0 and self.dtype in TYPES
 
     @property
     def token_bytes(self) -> int:
         return self.num_kv_heads * (self.head_size + self.value_size) * self.dtype.size
-
-
-Gains = dict[int, dict[int, float]]
-
-
-def pays(gains: Gains, batch: int, num_tokens: int) -> bool:
-    """Whether the kernel is faster than gather + SDPA for this many rows with contexts up to `num_tokens`.
-
-    Between measured points, the smallest gain of the neighbouring points decides.
-    """
-    if not gains:
-        return False
-    fewer = max((rows for rows in gains if rows <= batch), default=min(gains))
-    more = min((rows for rows in gains if rows >= batch), default=max(gains))
-    return all(min(_around(gains[rows], num_tokens)) > 1 for rows in (fewer, more))
-
-
-def _around(by_context: dict[int, float], num_tokens: int) -> tuple[float, float]:
-    shorter = max((context for context in by_context if context <= num_tokens), default=min(by_context))
-    longer = min((context for context in by_context if context >= num_tokens), default=max(by_context))
-    return by_context[shorter], by_context[longer]
 
 
 class PagedDecode:
@@ -326,11 +305,6 @@ class PagedDecode:
         )
         self._merge = self._compile("quire_merge_parts", ["parts", "logsums"], ["out"], MERGE)
         self._constants: dict[tuple[float, mx.Dtype], mx.array] = {}
-        self._last_case: tuple[object, ...] = ()
-        self._is_used = False
-        self.shape: Shape | None = None  # the shape that was checked and measured; the kernel is used for no other
-        # Time of gather + SDPA divided by the kernel's, by number of rows and of keys. Empty: the kernel is not used.
-        self.gains: Gains = {}
 
     def _compile(self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str) -> Launch:
         language = self.language
@@ -348,20 +322,6 @@ class PagedDecode:
         if (array := self._constants.get((value, dtype))) is None:
             array = self._constants[value, dtype] = mx.array([value], dtype)
         return array
-
-    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool:
-        """Whether the kernel can compute this attention and is faster than gather + SDPA.
-
-        queries [B, H, ..]; `num_tokens` is the number of keys of the longest row.
-        """
-        case = queries.shape[1], keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype, batch, num_tokens
-        if case != self._last_case:  # all layers of a step with one shape have the same answer
-            self._last_case = case
-            (_, block_size, num_kv_heads, head_size), value_size = keys.shape, values.shape[-1]
-            shape = Shape(queries.shape[1], num_kv_heads, head_size, value_size, block_size, queries.dtype)
-            has_one_type = keys.dtype == values.dtype == queries.dtype
-            self._is_used = has_one_type and shape == self.shape and pays(self.gains, batch, num_tokens)
-        return self._is_used
 
     def num_parts(self, num_groups: int, num_keys: int) -> int:
         """Return into how many parts the keys of a row are divided if `num_groups` compute undivided rows."""

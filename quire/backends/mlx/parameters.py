@@ -24,6 +24,7 @@ from quire.backends.support import describe_error
 from quire.errors import ModelFileError, QuireError, UnsupportedModel
 
 _MISSING = re.compile(r"^ModelArgs.__init__\(\) missing \d+ required positional arguments?: ([\w', ]{1,300})")
+_TENSORS = ("Expected shape", "Missing ", "Received ")  # messages about the file's tensors
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def file_errors(path: Path) -> Iterator[None]:
         missing = _MISSING.search(message)
         problem = f"config.json has no {missing[1]}" if missing else "its code does not accept this config.json"
         text = describe_error(error, problem)
-        is_setting = isinstance(error, ValueError) and not message.startswith("Expected shape")
+        is_setting = isinstance(error, ValueError) and not message.startswith(_TENSORS)
         if text == problem or is_setting:
             raise UnsupportedModel(f"{path}: mlx-lm {mlx_lm.__version__} does not run it: {text}") from error
         raise ModelFileError(f"{path}: mlx-lm cannot load it: {text}") from error
@@ -89,27 +90,21 @@ class Layout(NamedTuple):
 
 def choose_layout(num_columns: int, bits: int) -> Layout | None:
     """Return the layout for a matrix of that many columns, or None if no group size divides them."""
-    for group_size in GROUP_SIZES:
-        if num_columns % group_size == 0:
-            return Layout(bits, group_size)
-    return None
+    sizes = [size for size in GROUP_SIZES if num_columns % size == 0]
+    return Layout(bits, sizes[0]) if sizes else None
 
 
 def quantize_layers(model: Module, bits: int) -> None:
     """Quantise linear layers, experts and embeddings, unless the model's `quant_predicate` decides otherwise."""
-    decide = getattr(model, "quant_predicate", None)
+    decide = getattr(model, "quant_predicate", lambda *_: True)
 
     def choose(path: str, layer: Module) -> bool | dict[str, Any]:
-        if not hasattr(layer, "to_quantized"):
-            return False
-        layout = choose_layout(layer.weight.shape[-1], bits)
-        chosen = decide(path, layer) if decide is not None else True
+        layout = choose_layout(layer.weight.shape[-1], bits) if hasattr(layer, "to_quantized") else None
+        chosen = decide(path, layer) if layout is not None else False
         if layout is None or not chosen:
             return False
-        if isinstance(chosen, dict):
-            layout = Layout(chosen.get("bits", bits), chosen.get("group_size", layout.group_size))
-            return layout._asdict() if layer.weight.shape[-1] % layout.group_size == 0 else False
-        return layout._asdict()
+        settings = layout._asdict() | (chosen if isinstance(chosen, dict) else {})
+        return settings if layer.weight.shape[-1] % settings["group_size"] == 0 else False
 
     quantize(model, class_predicate=choose)
 
@@ -119,22 +114,12 @@ def set_layouts(model: Module, layouts: Mapping[str, Layout]) -> None:
     quantize(model, class_predicate=lambda path, _: layouts[path]._asdict() if path in layouts else False)
 
 
-def quantized_layers(model: Module) -> dict[str, Layout]:
-    """Return the quantised layers by path."""
-    layers = cast(list[tuple[str, Module]], tree_flatten(model.leaf_modules(), is_leaf=Module.is_module))
-    return {
-        path: Layout(layer.bits, layer.group_size, getattr(layer, "mode", "affine"))
-        for path, layer in layers
-        if hasattr(layer, "bits") and hasattr(layer, "group_size")
-    }
-
-
 def main_layout(model: Module) -> Layout | None:
     """Return the layout of most of the weights, or None if no layer is quantised."""
     num_bytes: Counter[Layout] = Counter()
-    parameters = dict(flat_parameters(model))
-    for path, layout in quantized_layers(model).items():
-        num_bytes[layout] += parameters[f"{path}.weight"].nbytes
+    for layer in model.modules():
+        if hasattr(layer, "bits") and hasattr(layer, "group_size"):
+            num_bytes[Layout(layer.bits, layer.group_size, getattr(layer, "mode", "affine"))] += layer.weight.nbytes
     return num_bytes.most_common(1)[0][0] if num_bytes else None
 
 

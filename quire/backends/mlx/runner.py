@@ -14,9 +14,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
@@ -36,17 +36,21 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 class OwnThread:
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self.is_stopped = False
         # A daemon, so that a program that is interrupted while a model is loaded can end.
         threading.Thread(target=self._work, name="mlx", daemon=True).start()
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function in the thread and wait for its result."""
+        if self.is_stopped:
+            raise InvariantViolation("the runner is closed")
         future: Future[Result] = Future()
         self._calls.put((future, function, args))
         return future.result()
 
     def stop(self) -> None:
-        """End the thread after the calls before. `run` must not be called afterwards."""
+        """End the thread after the calls before."""
+        self.is_stopped = True
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -59,39 +63,26 @@ class OwnThread:
             del call, future, function, args  # they may hold large arrays until the next call
 
 
-class _PromptRanks(NamedTuple):
-    """Logprobs of some prompt tokens of one slice."""
-
-    tokens: Sequence[int]
-    ranks: Ranks
-
-
 @dataclass(slots=True)
 class _Step:
     """A step from its forward pass until it is collected. Its arrays may not be computed yet."""
 
     slices: tuple[SeqSlice, ...]
+    order: tuple[int, ...]  # of the slices in the passes
     sampled_indices: tuple[int, ...]  # of the slices that sample, in the order of the logits
     logits: mx.array | None  # [S, V]
     last_tokens: mx.array | None  # [S]
-    is_sound: mx.array  # [slices]: whether the last hidden state is finite
-    prompt_ranks: dict[int, list[_PromptRanks]]  # by slice index, in the order of the tokens
-    read_first: list[mx.array] = field(default_factory=list)  # contents of block copies
+    is_sound: mx.array  # [slices], in their order: whether the last hidden state is finite
+    prompt_ranks: dict[int, list[Ranks]]  # by slice index: logprobs of its prompt tokens, in parts
+    read_first: list[mx.array]  # contents of block copies
     sampled: Sampled | None = None
     error: Exception | None = None  # of the evaluation
     is_started: bool = False  # its evaluation
 
     @property
-    def arrays(self) -> list[mx.array]:
-        arrays = [self.is_sound]
-        if self.sampled is not None:
-            arrays += self.sampled.arrays
-        elif self.logits is not None:
-            arrays.append(self.logits)
-        for parts in self.prompt_ranks.values():
-            for part in parts:
-                arrays += part.ranks[2:]
-        return arrays
+    def arrays(self) -> list[object]:
+        """What is evaluated, in any nesting."""
+        return [self.is_sound, self.logits if self.sampled is None else self.sampled, self.prompt_ranks]
 
 
 class MlxRunner:
@@ -109,9 +100,7 @@ class MlxRunner:
         self._building: _Step | None = None  # forwarded, not sampled
         self._steps: deque[_Step] = deque()
         self._broken = ""
-        self._limits = store.limits
         self._thread = thread
-        self._is_closed = False
         self._block_io = MlxBlockIO(store, facts.layout, facts.weight_bytes, self._run_between_steps)
 
     def capacity(self) -> Capacity:
@@ -130,31 +119,25 @@ class MlxRunner:
         return self._block_io
 
     def forward(self, plan: StepPlan) -> None:
-        self._run(self._forward, plan)
+        self._thread.run(self._forward, plan)
 
     def sample(self, masks: TokenMasks | None) -> None:
-        self._run(self._sample, masks)
+        self._thread.run(self._sample, masks)
 
     def collect(self) -> StepResult:
-        return self._run(self._collect)
+        return self._thread.run(self._collect)
 
     def abandon(self) -> None:
         """Discard a pass that raised, so that the next plan can run."""
-        self._run(self._abandon)
+        self._thread.run(self._abandon)
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._run(self._close)
-            self._is_closed = True
+        if not self._thread.is_stopped:
+            self._thread.run(self._close)
             self._thread.stop()
 
-    def _run(self, function: Callable[..., Result], *args: Any) -> Result:
-        if self._is_closed:
-            raise InvariantViolation("the runner is closed")
-        return self._thread.run(function, *args)
-
     def _run_between_steps(self, function: Callable[..., None], *args: Any) -> None:
-        self._run(self._between_steps, function, *args)
+        self._thread.run(self._between_steps, function, *args)
 
     # In the runner's thread
 
@@ -179,12 +162,9 @@ class MlxRunner:
             self._penalties.release(batch_index)
         self._check(plan)
         contents = self.store.copy(plan.copies)
-        passes = build_passes(plan.slices, self._limits, self._last_samples, self.model.mode)
-        if self.model.mode is BatchMode.FLAT:
-            self._building = self._flat_step(plan.slices, passes[0], contents)
-            return
-        mx.eval(contents)
-        self._building = self._divided_step(plan.slices, passes)
+        sizes = self.store.block_size, self.store.max_gathered
+        passes = build_passes(plan.slices, *sizes, self._last_samples, self.model.mode)
+        self._building = self._run_passes(plan.slices, passes, contents)
 
     def _sample(self, masks: TokenMasks | None) -> None:
         step = self._building
@@ -236,7 +216,7 @@ class MlxRunner:
             if step.read_first:
                 mx.eval(step.read_first)
                 step.read_first = []
-            mx.async_eval(*step.arrays, *self.store.arrays, self._last_samples, *self._penalties.arrays)
+            mx.async_eval(step.arrays, self.store.arrays, self._last_samples, self._penalties.arrays)
         except Exception as error:
             step.error = error
             self._recover()
@@ -265,51 +245,36 @@ class MlxRunner:
 
     # Forward passes
 
-    def _flat_step(self, slices: tuple[SeqSlice, ...], step: Pass, contents: list[mx.array]) -> _Step:
-        places = {index: place for place, index in enumerate(step.order)}
-        sampled = tuple(index for index, piece in enumerate(slices) if piece.wants_token)
-        rows = [step.last_rows[places[index]] for index in sampled]
-        logits, hidden = self.model.forward(step, self.store, rows)
-        last_rows = mx.array([step.last_rows[places[index]] for index in range(len(slices))], dtype=mx.int32)
-        return _Step(
-            slices=slices,
-            sampled_indices=sampled,
-            logits=None if logits is None else logits.astype(mx.float32),
-            last_tokens=step.tokens.reshape(-1)[mx.array(rows, dtype=mx.int32)] if rows else None,
-            is_sound=_are_finite(hidden[last_rows]),
-            prompt_ranks=self._rank_prompts(slices, hidden, step.last_rows, places),
-            read_first=contents,
-        )
-
-    def _divided_step(self, slices: tuple[SeqSlice, ...], passes: Sequence[Pass]) -> _Step:
-        """Run the passes one after the other. Each is computed before the next, so that pools are written in place."""
-        logits: dict[int, mx.array] = {}
-        tokens: dict[int, mx.array] = {}
-        is_sound: dict[int, mx.array] = {}
-        ranks: dict[int, list[_PromptRanks]] = {}
+    def _run_passes(self, slices: tuple[SeqSlice, ...], passes: Sequence[Pass], contents: list[mx.array]) -> _Step:
+        """Build the graph of a step. Of several passes, each is computed before the next, which writes in place."""
+        is_divided = self.model.mode is not BatchMode.FLAT
+        if is_divided:
+            mx.eval(contents)
+        sampled: list[int] = []
+        logits: list[mx.array] = []
+        tokens: list[mx.array] = []
+        is_sound: list[mx.array] = []
+        ranks: dict[int, list[Ranks]] = {}
         for step in passes:
-            places = {index: place for place, index in enumerate(step.order)}
-            wanted = [index for index in step.order if slices[index].wants_token]
-            found, hidden = self.model.forward(step, self.store, [step.last_rows[places[index]] for index in wanted])
-            flat = step.tokens.reshape(-1)
-            new = self._rank_prompts(slices, hidden, step.last_rows, places)
-            for row, index in enumerate(wanted):
-                assert found is not None
-                logits[index] = found[row].astype(mx.float32)
-                tokens[index] = flat[step.last_rows[places[index]]]
-            for index, place in places.items():
-                is_sound[index] = _are_finite(hidden[step.last_rows[place]])
-            ranked = [array for parts in new.values() for part in parts for array in part.ranks[2:]]
-            mx.eval(logits, tokens, is_sound, ranked, self.store.arrays)
-            ranks |= new
-        sampled = tuple(sorted(logits))
+            wanted = {index: row for index, row in step.last_rows.items() if slices[index].wants_token}
+            found, hidden = self.model.forward(step, self.store, list(wanted.values()))
+            if found is not None:
+                sampled += wanted
+                logits.append(found.astype(mx.float32))
+                tokens.append(step.tokens.reshape(-1)[mx.array(list(wanted.values()), dtype=mx.int32)])
+            is_sound.append(_are_finite(hidden[mx.array(list(step.last_rows.values()), dtype=mx.int32)]))
+            ranks |= self._rank_prompts(slices, hidden, step.last_rows)
+            if is_divided:
+                mx.eval(logits, tokens, is_sound, ranks, self.store.arrays)
         return _Step(
             slices=slices,
-            sampled_indices=sampled,
-            logits=mx.stack([logits[index] for index in sampled]) if sampled else None,
-            last_tokens=mx.stack([tokens[index] for index in sampled]) if sampled else None,
-            is_sound=mx.stack([is_sound[index] for index in range(len(slices))]),
+            order=tuple(index for step in passes for index in step.last_rows),
+            sampled_indices=tuple(sampled),
+            logits=mx.concatenate(logits) if sampled else None,
+            last_tokens=mx.concatenate(tokens) if sampled else None,
+            is_sound=mx.concatenate(is_sound),
             prompt_ranks=ranks,
+            read_first=contents,
         )
 
     def _check(self, plan: StepPlan) -> None:
@@ -333,48 +298,42 @@ class MlxRunner:
                 raise InvariantViolation(f"{copy} is not within the pool's {num_blocks} blocks")
 
     def _rank_prompts(
-        self,
-        slices: tuple[SeqSlice, ...],
-        hidden: mx.array,
-        last_rows: Sequence[int],
-        places: Mapping[int, int],
-    ) -> dict[int, list[_PromptRanks]]:
+        self, slices: tuple[SeqSlice, ...], hidden: mx.array, last_rows: Mapping[int, int]
+    ) -> dict[int, list[Ranks]]:
         """Return logprobs of the prompt tokens after each position: a position's logits predict the next token."""
-        result: dict[int, list[_PromptRanks]] = {}
-        for index, place in places.items():
+        result: dict[int, list[Ranks]] = {}
+        for index, last_row in last_rows.items():
             piece = slices[index]
-            first_row = last_rows[place] + 1 - piece.length
+            first_row = last_row + 1 - piece.length
             for row, tokens in prompt_parts(piece):
                 raw = self.model.head(hidden[first_row + row : first_row + row + len(tokens)]).astype(mx.float32)
                 counts = (piece.sampling.prompt_logprobs or 0,) * len(tokens)
                 ranks = rank(raw, mx.array(tokens, dtype=mx.int32), tuple(range(len(tokens))), counts)
-                result.setdefault(index, []).append(_PromptRanks(tokens, ranks))
+                result.setdefault(index, []).append(ranks)
         return result
 
     # Results
 
     def _read(self, step: _Step) -> StepResult:
-        unsound = [index for index, is_sound in enumerate(_numbers(step.is_sound)) if not is_sound]
-        found: dict[int, PromptLogprobs] = {}
+        unsound = [index for index, is_sound in zip(step.order, _numbers(step.is_sound), strict=True) if not is_sound]
+        prompt_logprobs: dict[int, PromptLogprobs] = {}
         for index, parts in step.prompt_ranks.items():
-            ranked = [tuple(part.ranks.read(part.tokens).values()) for part in parts]
-            found[index] = join_prompt_logprobs(step.slices[index].start + 1, ranked)
-        result = make_result(step.slices, unsound, self._sampled_rows(step), found)
+            piece = step.slices[index]
+            ranked = [
+                tuple(part.read(some).values()) for part, (_, some) in zip(parts, prompt_parts(piece), strict=True)
+            ]
+            prompt_logprobs[index] = join_prompt_logprobs(piece.start + 1, ranked)
+        rows = None
+        if (sampled := step.sampled) is not None:
+            chosen, broken, blocked = (_numbers(array) for array in sampled[:3])
+            logprobs = {} if sampled.logprobs is None else sampled.logprobs.read(chosen)
+            rows = SampledRows(step.sampled_indices, chosen, broken, blocked, logprobs)
+        result = make_result(step.slices, unsound, rows, prompt_logprobs)
         if result.is_poisoned:
             mx.synchronize()  # the next step may already run: its writes come first
             for index in broken_slices(result):
                 self.store.purge(step.slices[index].block_table)
         return result
-
-    @staticmethod
-    def _sampled_rows(step: _Step) -> SampledRows | None:
-        sampled = step.sampled
-        if sampled is None:
-            return None
-        tokens = _numbers(sampled.tokens)
-        ranked = {} if sampled.logprobs is None else sampled.logprobs.read(tokens)
-        broken, blocked = _numbers(sampled.is_broken), _numbers(sampled.is_blocked)
-        return SampledRows(step.sampled_indices, tokens, broken, blocked, ranked)
 
 
 def _are_finite(hidden: mx.array) -> mx.array:
@@ -383,5 +342,4 @@ def _are_finite(hidden: mx.array) -> mx.array:
 
 
 def _numbers(array: mx.array) -> list[Any]:
-    values: Any = array.tolist()
-    return list(values)
+    return cast(list[Any], array.tolist())

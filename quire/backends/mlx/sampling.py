@@ -7,7 +7,7 @@ between two tokens may therefore choose the other one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -19,19 +19,13 @@ from quire.core.step import SeqSlice
 # S rows that sample, V vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """Arrays that may not be computed yet."""
 
     tokens: mx.array  # [S]
     is_broken: mx.array  # [S]: the logits of this row are not finite
     is_blocked: mx.array  # [S]: every token of this row was forbidden
     logprobs: Ranks | None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        ranked = [] if self.logprobs is None else self.logprobs[2:]
-        return [self.tokens, self.is_broken, self.is_blocked, *ranked]
 
 
 class Penalties:
@@ -173,9 +167,6 @@ def rank(raw: mx.array, chosen: mx.array, rows: tuple[int, ...], counts: tuple[i
     logprobs = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
     picked = mx.take_along_axis(logprobs, chosen[:, None], axis=-1)
     ranks = (logprobs > picked).sum(-1)
-    num_top = min(max(counts), raw.shape[1])
-    if num_top == 0:
-        nothing = mx.zeros((len(rows), 0))
-        return Ranks(rows, counts, picked[:, 0], ranks, nothing, nothing.astype(mx.int32))
+    num_top = min(max(*counts, 1), raw.shape[1])  # at least one: `Ranks.read` cuts each row
     order = mx.argsort(-logprobs, axis=-1)[:, :num_top]
     return Ranks(rows, counts, picked[:, 0], ranks, mx.take_along_axis(logprobs, order, axis=-1), order)

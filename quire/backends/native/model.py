@@ -15,6 +15,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.backends.base import Capacity
 from quire.backends.kv_memory import KVCosts, KVSpec, LayerKV, LayerState
 from quire.backends.native.library import (
     MAX_THREADS,
@@ -34,19 +35,6 @@ from quire.weights.spec import AttentionSpec, ModelSpec, QKNorm, QueryScaling, R
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds that a batch must respect so that C stays within its memory."""
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    num_window_blocks: int = 0  # 0: layers with a window use the blocks of the others
-    window: int = 0  # the largest of the layers with window blocks
-    num_states: int = 0  # 0: no layer has a state
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """T tokens of S sequences, in the order of the plan. L of the rows are sampled."""
 
@@ -61,12 +49,8 @@ class Batch:
     segments: Ints | None = None  # [segments, 4]: first and last row, source and target slot, see csrc/quire.h
     first_segments: Ints | None = None  # [S + 1]
 
-    @property
-    def last_rows(self) -> Ints:
-        return self.first_rows[1:] - 1
 
-
-def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) -> Batch:
+def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, capacity: Capacity) -> Batch:
     """Make the arrays of a step. `last_samples` is indexed by batch index.
 
     Integers of any size are checked before they are converted to 32 bits. The code uses lists because the batches of a
@@ -78,21 +62,21 @@ def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) 
     for piece in slices:
         _refuse(
             length=piece.length < 1 or piece.length != (len(piece.tokens) or 1),
-            start=piece.start < 0 or piece.start + piece.length > limits.max_model_len,
+            start=piece.start < 0 or piece.start + piece.length > capacity.max_model_len,
             batch_index=not 0 <= piece.batch_index < len(last_samples),
         )
         end = piece.start + piece.length
         tokens.extend(piece.tokens or (int(last_samples[piece.batch_index]),))
         positions.extend(range(piece.start, end))
         first_rows.append(len(tokens))
-        widths.append(-(-end // limits.block_size))
+        widths.append(-(-end // capacity.block_size))
     tables = np.zeros((len(slices), max(widths)), np.int64)
     for row, (piece, width) in enumerate(zip(slices, widths, strict=True)):
         _refuse(block_table=len(piece.block_table) < width)
         tables[row, :width] = piece.block_table[:width]
     _refuse(
-        tokens=not 0 <= min(tokens) <= max(tokens) < limits.vocab_size,
-        block_table=not 0 <= tables.min() <= tables.max() < limits.num_blocks,
+        tokens=not 0 <= min(tokens) <= max(tokens) < capacity.vocab_size,
+        block_table=not 0 <= tables.min() <= tables.max() < capacity.num_blocks,
     )
     return Batch(
         tokens=np.array(tokens, np.int32),
@@ -101,9 +85,9 @@ def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) 
         tables=tables.astype(np.int32),
         sampled=tuple(index for index, piece in enumerate(slices) for _ in range(piece.num_sampled)),
         sampled_rows=_sampled_rows(slices, first_rows),
-        window_tables=_window_tables(slices, widths, limits) if limits.num_window_blocks else None,
-        kv_starts=_kv_starts(slices),
-        **_segments(slices, first_rows, limits.num_states),
+        window_tables=_window_tables(slices, widths, capacity) if capacity.num_window_blocks else None,
+        kv_starts=np.array([max(piece.kv_start, 0) for piece in slices], np.int32),
+        **_segments(slices, first_rows, capacity.num_states),
     )
 
 
@@ -116,14 +100,14 @@ def _sampled_rows(slices: Sequence[SeqSlice], first_rows: Sequence[int]) -> Ints
     return np.array(rows, np.int32)
 
 
-def _window_tables(slices: Sequence[SeqSlice], widths: Sequence[int], limits: Limits) -> Ints:
+def _window_tables(slices: Sequence[SeqSlice], widths: Sequence[int], capacity: Capacity) -> Ints:
     """Return tables without the blocks behind the window, whose entries may be of freed blocks."""
     tables = np.zeros((len(slices), max(widths)), np.int64)
     for row, (piece, width) in enumerate(zip(slices, widths, strict=True)):
-        first = max(piece.start - limits.window + 1, 0) // limits.block_size
+        first = max(piece.start - capacity.window + 1, 0) // capacity.block_size
         _refuse(window_table=len(piece.window_table) < width)
         tables[row, first:width] = piece.window_table[first:width]
-    _refuse(window_table=not 0 <= tables.min() <= tables.max() < limits.num_window_blocks)
+    _refuse(window_table=not 0 <= tables.min() <= tables.max() < capacity.num_window_blocks)
     return tables.astype(np.int32)
 
 
@@ -141,15 +125,6 @@ def _segments(slices: Sequence[SeqSlice], first_rows: Sequence[int], num_states:
             start, source = position, slot
         first_segments.append(len(segments))
     return {"segments": np.array(segments, np.int32), "first_segments": np.array(first_segments, np.int32)}
-
-
-def _kv_starts(slices: Sequence[SeqSlice]) -> Ints | None:
-    starts = [max(piece.kv_start, 0) for piece in slices]
-    if not any(starts):
-        return None
-    return np.array(
-        [min(start, piece.start + piece.length) for start, piece in zip(starts, slices, strict=True)], np.int32
-    )
 
 
 def _refuse(**problems: bool | np.bool_) -> None:
@@ -207,30 +182,16 @@ class NativeModel:
         spec: ModelSpec,
         packed: PackedModel,
         engine: Engine,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        num_window_blocks: int = 0,
-        num_states: int = 0,
+        capacity: Capacity,
         precision: str = "balanced",
     ) -> None:
         self.spec = spec
         self.precision = precision
         self.engine = engine
-        kv = KVSpec.of(spec).within(max_model_len)
-        self.limits = Limits(
-            num_blocks,
-            block_size,
-            max_model_len,
-            spec.vocab_size,
-            num_window_blocks=num_window_blocks,
-            window=kv.window if num_window_blocks else 0,
-            num_states=num_states,
-        )
-        self.memory = Memory(kv, self.limits)
-        self._packed = packed
-        self._tables = _Tables(max_model_len)
+        self.capacity = capacity
+        self.memory = Memory(KVSpec.of(spec).within(capacity.max_model_len), capacity)
+        self.packed = packed
+        self._tables = _Tables(capacity.max_model_len)
         self.layers = (Layer * spec.num_layers)(*packed.layers)
         self.memory.place(self.layers)
         for layer, layer_spec in zip(self.layers, spec.layers, strict=True):
@@ -240,15 +201,7 @@ class NativeModel:
             layer.residual_scale = layer_spec.residual_scale
         self._args = _model_args(spec, packed, self.layers)
         self._args.refine = REFINED[precision]
-        self._args.block_size = block_size
-
-    @property
-    def has_experts_on_disk(self) -> bool:
-        return self._packed.has_experts_on_disk
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._packed.num_bytes
+        self._args.block_size = capacity.block_size
 
     def forward(self, batch: Batch, logit_rows: Ints, hidden: Floats | None = None) -> tuple[Floats, NDArray[np.bool_]]:
         """Return the logits [L, V] of `logit_rows`, and for each sequence whether its last hidden state is finite.
@@ -288,30 +241,10 @@ class NativeModel:
             raise MemoryError(f"no memory for {len(hidden)} rows of logits")
         return logits
 
-    def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks and state."""
-        num_blocks = -(-len(tokens) // self.limits.block_size)
-        has_window_blocks = self.limits.num_window_blocks > 0
-        num_available = min(self.limits.num_blocks, self.limits.num_window_blocks or self.limits.num_blocks)
-        if num_blocks >= num_available or len(tokens) > self.limits.max_model_len:
-            raise ValueError(f"the pool does not hold {len(tokens)} tokens")
-        tables = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
-        batch = Batch(
-            tokens=np.array(tokens, np.int32),
-            positions=np.arange(len(tokens), dtype=np.int32),
-            first_rows=np.array([0, len(tokens)], np.int32),
-            tables=tables,
-            sampled=(),
-            window_tables=tables if has_window_blocks else None,
-            segments=np.array([[0, len(tokens), 0, 1]], np.int32) if self.limits.num_states else None,
-            first_segments=np.array([0, 1], np.int32),
-        )
-        return self.forward(batch, np.arange(len(tokens), dtype=np.int32))[0]
-
     def copy_blocks(self, copies: tuple[BlockCopy, ...], window_copies: tuple[BlockCopy, ...] = ()) -> None:
         """Copy blocks. All numbers are checked before the first copy."""
-        pairs = _pairs(copies, self.limits.num_blocks)
-        window_pairs = _pairs(window_copies, self.limits.num_window_blocks)
+        pairs = _pairs(copies, self.capacity.num_blocks)
+        window_pairs = _pairs(window_copies, self.capacity.num_window_blocks)
         for has_window_blocks, some in enumerate((pairs, window_pairs)):
             if len(some):
                 args = (ctypes.byref(self._args), has_window_blocks, some.ctypes.data, len(some))
@@ -424,13 +357,16 @@ STATE_ITEM_BYTES = 4  # rows of a convolution are fp32, as they are computed: a 
 class Memory:
     """Allocates the pools and gives each layer its part. A pool has one array of blocks or slots for each layer."""
 
-    def __init__(self, kv: KVSpec, limits: Limits) -> None:
-        self.has_window_blocks = limits.num_window_blocks > 0
-        full, window = _block_bytes(kv, limits.block_size, self.has_window_blocks)
-        self.blocks = zeroed(limits.num_blocks * full)
-        self.window_blocks = zeroed(limits.num_window_blocks * window) if window else np.zeros(0, np.uint8)
-        self.states: Floats = np.zeros(limits.num_states * state_bytes(kv) // STATE_ITEM_BYTES, np.float32)
-        self.kv, self._limits = kv, limits
+    def __init__(self, kv: KVSpec, capacity: Capacity) -> None:
+        self.has_window_blocks = capacity.num_window_blocks > 0
+        self._sizes = _block_sizes(kv, capacity.block_size, self.has_window_blocks)
+        full, window = map(sum, self._sizes)
+        self.blocks = zeroed(capacity.num_blocks * full)
+        self.window_blocks = zeroed(capacity.num_window_blocks * window) if window else np.zeros(0, np.uint8)
+        self.states: Floats = np.zeros(
+            capacity.num_states * kv.state_bytes(STATE_ITEM_BYTES) // STATE_ITEM_BYTES, np.float32
+        )
+        self.kv, self._capacity = kv, capacity
 
     @property
     def num_bytes(self) -> int:
@@ -439,7 +375,7 @@ class Memory:
     def state_arrays(self) -> list[Floats]:
         """Return views of the pools of states: rows of convolutions, then matrices, [slots, ...] for each layer."""
         views: list[Floats] = []
-        at, num_states = 0, self._limits.num_states
+        at, num_states = 0, self._capacity.num_states
         for layer in self.kv.layers:
             if isinstance(layer, LayerState):
                 matrices = (layer.num_heads, layer.key_size, layer.value_size)
@@ -454,17 +390,12 @@ class Memory:
 
         Layers of equal size that lie side by side are one view.
         """
-        full: list[int] = []
-        window: list[int] = []
-        for layer in self.kv.kv_layers:
-            if layer.shared_with is None:
-                has_window = self.has_window_blocks and layer.window
-                (window if has_window else full).append(layer_block_bytes(layer, self._limits.block_size))
+        full, window = self._sizes
         states = [math.prod(pool.shape[1:]) * STATE_ITEM_BYTES for pool in self.state_arrays()]
         return (
-            _views(self.blocks, full, self._limits.num_blocks),
-            _views(self.window_blocks, window, self._limits.num_window_blocks),
-            _views(self.states.view(np.uint8), states, self._limits.num_states),
+            _views(self.blocks, full, self._capacity.num_blocks),
+            _views(self.window_blocks, window, self._capacity.num_window_blocks),
+            _views(self.states.view(np.uint8), states, self._capacity.num_states),
         )
 
     def place(self, layers: ctypes.Array[Layer]) -> None:
@@ -473,16 +404,16 @@ class Memory:
         next_state = self.states.ctypes.data
         for layer, kv in zip(layers, self.kv.layers, strict=True):
             if isinstance(kv, LayerState):
-                next_state = _place_state(layer, kv, next_state, self._limits.num_states)
+                next_state = _place_state(layer, kv, next_state, self._capacity.num_states)
             elif kv.shared_with is not None:
                 other = layers[kv.shared_with]
                 layer.pool, layer.has_window_blocks = other.pool, other.has_window_blocks
             elif self.has_window_blocks and kv.window:
                 layer.pool, layer.has_window_blocks = next_window_block, 1
-                next_window_block += self._limits.num_window_blocks * layer_block_bytes(kv, self._limits.block_size)
+                next_window_block += self._capacity.num_window_blocks * layer_block_bytes(kv, self._capacity.block_size)
             else:
                 layer.pool = next_block
-                next_block += self._limits.num_blocks * layer_block_bytes(kv, self._limits.block_size)
+                next_block += self._capacity.num_blocks * layer_block_bytes(kv, self._capacity.block_size)
 
 
 def _views(memory: Bytes, layer_bytes: list[int], count: int) -> list[Bytes]:
@@ -502,31 +433,23 @@ def _place_state(layer: Layer, kv: LayerState, at: int, num_states: int) -> int:
     return at + num_states * kv.num_heads * kv.key_size * kv.value_size * STATE_ITEM_BYTES
 
 
-def _block_bytes(kv: KVSpec, block_size: int, has_window_blocks: bool) -> tuple[int, int]:
-    """Return the bytes of a block and of a window block, in all layers that have such blocks."""
-    full = window = 0
+def _block_sizes(kv: KVSpec, block_size: int, has_window_blocks: bool) -> tuple[list[int], list[int]]:
+    """Return the bytes of a block and of a window block, in each layer that stores one."""
+    full: list[int] = []
+    window: list[int] = []
     for layer in kv.kv_layers:
-        num_bytes = layer_block_bytes(layer, block_size)
-        if has_window_blocks and layer.window:
-            window += num_bytes
-        else:
-            full += num_bytes
+        if layer.shared_with is None:
+            (window if has_window_blocks and layer.window else full).append(layer_block_bytes(layer, block_size))
     return full, window
 
 
 def kv_costs(kv: KVSpec, block_size: int, *, has_window_blocks: bool) -> KVCosts:
     """Return the bytes of each kind of memory, with the padding that C needs."""
-    full, window = _block_bytes(kv, block_size, has_window_blocks)
-    return KVCosts(full, window, state_bytes(kv), kv.window if has_window_blocks else 0)
-
-
-def state_bytes(kv: KVSpec) -> int:
-    return kv.state_bytes(STATE_ITEM_BYTES)
+    full, window = map(sum, _block_sizes(kv, block_size, has_window_blocks))
+    return KVCosts(full, window, kv.state_bytes(STATE_ITEM_BYTES), kv.window if has_window_blocks else 0)
 
 
 def layer_block_bytes(kv: LayerKV, block_size: int) -> int:
-    if kv.shared_with is not None:
-        return 0
     return int(load_library().quire_block_bytes(kv.num_kv_heads, kv.head_size, block_size))
 
 

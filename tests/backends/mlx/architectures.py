@@ -74,13 +74,15 @@ FLAT: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 8, "sliding_window_pattern": "LG", "rope_scaling": None},
     "gemma": {},
     "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
-    "gemma4_text": {
-        **WINDOWS,
+    "gemma4_text": {  # the last two layers use the keys and values of those before
+        "sliding_window": 8,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
         "global_head_dim": 16,
         "num_global_key_value_heads": 2,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": 2,
     },
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
     "glm4_moe": {

@@ -48,23 +48,13 @@ def test_types_that_numpy_does_not_have(tmp_path: Path, dtype: str) -> None:
     runner.close()
 
 
-def test_layers_that_share_keys_are_stored_once(tmp_path: Path) -> None:
-    shared: dict[str, Any] = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
-    kinds = ["sliding_attention", "full_attention"] * 2
-    folder = write_model(tmp_path / "m", "gemma4_text", num_hidden_layers=4, layer_types=kinds, **shared)
-    runner = open_runner(folder, **SETTINGS)
-    assert block_io(runner).sizes.block == 2 * 2 * 8 * 2 * 16 * 4
-    TestMlx().test_a_context_goes_on_elsewhere(runner)
-    runner.close()
-
-
 def test_pools_of_layers_that_store_nothing_are_left_out() -> None:
     """mlx-lm makes a cache for some layers that use the keys of another one."""
     used = LayerShape(2, 8, 4, mx.bfloat16, 0)
     store = KVStore([used, LayerShape(1, 1, 1, mx.float32, 0, is_unused=True), used], 10, 8)
     io = MlxBlockIO(store, "", 0, lambda function, *args: function(*args))
     assert io.sizes.block == 2 * used.token_bytes * 8
-    store.layers[0].keys_pool[3], store.layers[2].values_pool[3] = mx.array(1.0), mx.array(2.0)
+    store.layers[0].pools[0][3], store.layers[2].pools[1][3] = mx.array(1.0), mx.array(2.0)
     (content,) = buffers = [io.allocate(io.sizes.block)]
     io.export([MemoryRef(MemoryKind.BLOCK, 3)], buffers)
     halves = np.frombuffer(content, np.uint16)
@@ -72,16 +62,14 @@ def test_pools_of_layers_that_store_nothing_are_left_out() -> None:
     assert (halves[-8 * 2 * 4 :] == 0x4000).all()
     assert not halves[8 * 2 * 8 : -8 * 2 * 4].any()
     io.import_([MemoryRef(MemoryKind.BLOCK, 4)], buffers)
-    for layer in store.layers:
-        assert mx.array_equal(layer.keys_pool[4], layer.keys_pool[3])
-        assert mx.array_equal(layer.values_pool[4], layer.values_pool[3])
+    assert all(mx.array_equal(pool[4], pool[3]) for pool in store.arrays)
 
 
 def test_pools_are_written_in_place(tmp_path: Path) -> None:
     """By imports, and by the steps after exports and imports: none of them takes the memory of one layer's pool."""
     runner = open_runner(write_model(tmp_path / "m", "llama"), block_size=32, num_blocks=4096)
     pieces = [MemoryRef(MemoryKind.BLOCK, index) for index in range(10, 20)]
-    pool = runner.store.layers[0].keys_pool.nbytes
+    pool = runner.store.arrays[0].nbytes
     run(runner, piece())
     content = read(runner, pieces)
     mx.synchronize()
@@ -93,12 +81,6 @@ def test_pools_are_written_in_place(tmp_path: Path) -> None:
         content = read(runner, pieces)
         run(runner, piece())
     assert 0 < mx.get_peak_memory() - before < pool
-    runner.close()
-
-
-def test_many_blocks_are_copied_in_groups(tmp_path: Path) -> None:
-    runner = open_runner(write_model(tmp_path / "m", "llama"), block_size=8, num_blocks=100)
-    TestMlx().test_random_bytes(runner)
     runner.close()
 
 

@@ -13,25 +13,27 @@ import numpy as np
 import pytest
 import torch
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from torch import Tensor
 
 from quire.backends.base import BackendOptions
-from quire.backends.mlx.gguf_model import PACKINGS, UNPACKED, pack
-from quire.backends.mlx.loading import LoadedModel, load_from_tensors, load_model
-from quire.backends.mlx.parameters import Layout, flat_parameters, num_bytes, quantized_layers
+from quire.backends.mlx import gguf_model
+from quire.backends.mlx.loading import load_from_tensors, load_model
+from quire.backends.mlx.parameters import Layout, flat_parameters, main_layout, num_bytes
 from quire.backends.mlx.spec_model import MODEL_TYPES
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
 from quire.weights.opening import open_checkpoint
-from quire.weights.quants import to_float32
+from quire.weights.quants import pack_blocks, to_float32
 from quire.weights.tensors import check_tensors
 from tests.backends.mlx.architectures import DenseReference, write_model
+from tests.backends.mlx.test_runner import open_runner
 from tests.backends.torch.families import FAMILIES, MINISTRAL_ROPE, SIZES, Reference
 from tests.backends.torch.families import logprobs as reference_logprobs
 from tests.backends.torch.rig import Rig, same_rows
-from tests.weights.layouts import LAYOUTS, write_quantized
+from tests.weights.layouts import LAYOUTS, write_k_quants, write_quantized
 from tests.weights.makers import (
     FFN,
     HIDDEN,
@@ -44,11 +46,7 @@ from tests.weights.makers import (
     tiny_gguf,
     write_folder,
 )
-from tests.weights.makers import (
-    Tensor as GgufTensor,
-)
 
-FLOAT32 = BackendOptions(dtype="float32")
 BOUND = 5e-5
 BY_NUMBER = {"layer_types": None, "sliding_window": 24}
 TOKENS = [(7919 * i) % 160 for i in range(1, 61)]  # longer than the windows of the small models
@@ -56,7 +54,7 @@ TOKENS = [(7919 * i) % 160 for i in range(1, 61)]  # longer than the windows of 
 
 def load(
     path: Path, load_format: str = "auto", progress: Callable[[int, int], None] | None = None, **options: Any
-) -> LoadedModel:
+) -> Module:
     checkpoint = open_checkpoint(path, load_format)
     try:
         return load_model(checkpoint, BackendOptions(**options), progress)
@@ -70,6 +68,11 @@ def logprobs(model: Module, tokens: Sequence[int]) -> Tensor:
     parts = [model(mx.array([list(part)]), cache=cache)[0] for part in (tokens[:half], tokens[half:])]
     logits = mx.concatenate(parts).astype(mx.float32)
     return torch.log_softmax(torch.from_numpy(np.array(logits)), -1)
+
+
+def quantized_layers(model: Module) -> dict[str, Layout]:
+    layers: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
+    return {path: Layout(layer.bits, layer.group_size) for path, layer in layers if hasattr(layer, "bits")}
 
 
 def dtypes(model: Module) -> set[mx.Dtype]:
@@ -99,10 +102,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_folders_equal_transformers(reference: Reference) -> None:
-    loaded = load(reference.path)
-    assert loaded.dtype == mx.float32
-    assert loaded.description == "float32"
-    assert float((logprobs(loaded.model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
+    assert float((logprobs(load(reference.path), TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
 
 
 def test_tensors_equal_transformers(reference: Reference) -> None:
@@ -111,10 +111,10 @@ def test_tensors_equal_transformers(reference: Reference) -> None:
     if checkpoint.spec.family not in MODEL_TYPES:
         refusal = f"does not read GGUF files or dummy weights of {checkpoint.spec.family}"
         with pytest.raises(UnsupportedModel, match=refusal):
-            load_from_tensors(checkpoint, FLOAT32)
+            load_from_tensors(checkpoint, BackendOptions(), "float32")
         return
-    loaded = load_from_tensors(checkpoint, FLOAT32)
-    assert float((logprobs(loaded.model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
+    model = load_from_tensors(checkpoint, BackendOptions(), "float32")
+    assert float((logprobs(model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
 
 
 @pytest.mark.parametrize("inner", ["mistral", "ministral3"])
@@ -133,8 +133,7 @@ def test_the_language_model_of_a_multimodal_mistral(inner: str, tmp_path: Path) 
     checkpoint = open_checkpoint(tmp_path)
     check_tensors(checkpoint)
     assert checkpoint.spec.family == "ministral3"
-    loaded = load(tmp_path)
-    assert float((logprobs(loaded.model, TOKENS) - reference_logprobs(model, TOKENS)).abs().max()) < BOUND
+    assert float((logprobs(load(tmp_path), TOKENS) - reference_logprobs(model, TOKENS)).abs().max()) < BOUND
 
 
 class WithNormsAsInGguf:
@@ -156,8 +155,8 @@ class WithNormsAsInGguf:
 
 def test_norms_of_gemma_in_gguf(tmp_path: Path) -> None:
     reference = Reference("gemma3", tmp_path)
-    loaded = load_from_tensors(WithNormsAsInGguf(open_checkpoint(tmp_path)), FLOAT32)
-    assert float((logprobs(loaded.model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
+    model = load_from_tensors(WithNormsAsInGguf(open_checkpoint(tmp_path)), BackendOptions(), "float32")
+    assert float((logprobs(model, TOKENS) - reference.logprobs(TOKENS)).abs().max()) < BOUND
 
 
 def test_long_rope_follows_the_longest_context(tmp_path: Path) -> None:
@@ -165,8 +164,7 @@ def test_long_rope_follows_the_longest_context(tmp_path: Path) -> None:
     Reference("phi3 long rope", tmp_path)
     change_config(tmp_path, original_max_position_embeddings=256)
     short, long = (
-        load(tmp_path, max_model_len=length).model.layers[0].self_attn.rope(mx.ones((1, 1, 9, 16)))
-        for length in (256, 512)
+        load(tmp_path, max_model_len=length).layers[0].self_attn.rope(mx.ones((1, 1, 9, 16))) for length in (256, 512)
     )
     assert mx.array_equal(short[0, 0, 0], long[0, 0, 0])
     assert not mx.array_equal(short[0, 0, 8], long[0, 0, 8])
@@ -208,28 +206,24 @@ def rms_error(found: mx.array, expected: np.ndarray[Any, Any]) -> float:
     return float(np.sqrt(np.square(np.array(found) - expected).sum() / np.square(expected).sum()))
 
 
-@pytest.mark.parametrize("kind", PACKINGS)
-def test_packed_weights_are_those_of_the_file(kind: TensorType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.backends.mlx.gguf_model.CHUNK_ELEMENTS", 7 * 512)  # several chunks, the last smaller
-    raw = random_matrix(kind)
-    packed, expected = pack(raw), to_float32(raw)
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("Q4_0", 4), ("Q4_1", 4), ("Q4_K", 4), ("Q5_0", 5), ("Q5_1", 5), ("Q5_K", 5), ("Q8_0", 8)]
+)
+def test_codes_of_the_file_are_kept(kind: str, bits: int) -> None:
+    raw = random_matrix(TensorType[kind])
+    expected = np.concatenate([to_float32(raw)] * 2)
+    found = gguf_model._pack([pack_blocks(raw)] * 2)
+    assert found is not None
+    layout, weight, scales, biases = found
+    assert layout == Layout(bits, 32)
 
-    def unpacked(dtype: mx.Dtype) -> mx.array:
-        scales, biases = (mx.array(one).astype(dtype).astype(mx.float32) for one in (packed.scales, packed.biases))
-        return mx.dequantize(mx.array(packed.weight), scales, biases, group_size=32, bits=PACKINGS[kind].bits)
+    def error(dtype: mx.Dtype) -> float:
+        rounded = [one.astype(dtype).astype(mx.float32) for one in (scales, biases)]
+        return rms_error(mx.dequantize(weight, rounded[0], rounded[1], group_size=32, bits=bits), expected)
 
-    assert np.array_equal(np.array(unpacked(mx.float32)), expected)
-    in_float16 = rms_error(unpacked(mx.float16), expected)
-    has_products = kind in (TensorType.Q4_K, TensorType.Q5_K, TensorType.IQ4_XS)
-    assert in_float16 < 4e-4 if has_products else in_float16 == 0
-    assert rms_error(unpacked(mx.bfloat16), expected) < 3e-3
-
-
-def test_q6_k_is_quantised_again() -> None:
-    expected = to_float32(random_matrix(TensorType.Q6_K))
-    weight = mx.array(expected).astype(mx.float16)
-    parts = mx.quantize(weight, UNPACKED.group_size, UNPACKED.bits)
-    assert rms_error(mx.dequantize(*parts, UNPACKED.group_size, UNPACKED.bits).astype(mx.float32), expected) < 6e-3
+    assert error(mx.float32) < 1e-7
+    assert error(mx.float16) < (4e-4 if "K" in kind else 1e-7)
+    assert error(mx.bfloat16) < 3e-3
 
 
 def test_a_gguf_file_stays_packed(tmp_path: Path) -> None:
@@ -238,63 +232,36 @@ def test_a_gguf_file_stays_packed(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     loaded = load(path, progress=lambda done, total: seen.append((done, total)))
     assert 0 < seen[0][0] < seen[-1][0] == seen[-1][1]
-    assert loaded.description == "Q4_0 as 4 bits (affine, groups of 32)"
-    assert loaded.dtype == mx.float32  # on a CPU
-    layers = quantized_layers(loaded.model)
+    assert dtypes(loaded) == {mx.float32, mx.uint32}  # on a CPU
+    layers = quantized_layers(loaded)
     assert layers["model.embed_tokens"] == Layout(8, 32)
     assert layers["model.layers.1.self_attn.q_proj"] == Layout(4, 32)
     assert "model.layers.0.self_attn.v_proj" not in layers  # F16 in the file
-    assert loaded.num_bytes == num_bytes(loaded.model)
-    half = load(path, dtype="float16")
-    assert half.dtype == mx.float16
-    assert dtypes(half.model) == {mx.float16, mx.uint32}
+    assert dtypes(load(path, dtype="float16")) == {mx.float16, mx.uint32}
     rig = Rig(path)
     answer = rig.answer(range(40), 3)
     rig.engine.close()
-    assert same_rows(answer, logprobs(loaded.model, [*range(40), *answer.tokens]), 40) < BOUND
-
-
-def k_quants(head: TensorType) -> bytes:
-    """A GGUF file in K-quants, whose blocks have 256 weights."""
-    numbers = {TensorType.Q4_K: 12, TensorType.Q5_K: 13, TensorType.Q6_K: 14}
-
-    def matrix(kind: TensorType, num_rows: int, num_columns: int = 256) -> GgufTensor:
-        raw = random_matrix(kind, num_rows, num_columns)
-        return GgufTensor((num_columns, num_rows), numbers[kind], raw.data.tobytes())
-
-    norm, last = (GgufTensor((256,), 0, np.full(256, size, np.float32).tobytes()) for size in (1, 0.02))
-    tensors = {"token_embd.weight": matrix(TensorType.Q4_K, 64), "output_norm.weight": last}  # logits are about 1
-    tensors["output.weight"] = matrix(head, 64)
-    for name in ("attn_norm", "ffn_norm"):
-        tensors[f"blk.0.{name}.weight"] = norm
-    for name, num_rows in (("attn_q", 256), ("attn_k", 128), ("attn_v", 128), ("attn_output", 256)):
-        tensors[f"blk.0.{name}.weight"] = matrix(TensorType.Q5_K, num_rows)
-    for name in ("gate", "up", "down"):
-        shape = (256, 512) if name == "down" else (512, 256)
-        tensors[f"blk.0.ffn_{name}.weight"] = matrix(TensorType.Q4_K, *shape)
-    sizes = {"llama.block_count": 1, "llama.embedding_length": 256, "llama.feed_forward_length": 512}
-    return make_gguf(llama_keys(**sizes), list(tensors.items()))
+    assert same_rows(answer, logprobs(loaded, [*range(40), *answer.tokens]), 40) < BOUND
 
 
 @pytest.mark.parametrize(
-    ("head", "others", "bound"),
-    [(TensorType.Q5_K, "", BOUND), (TensorType.Q6_K, ", Q6_K as 8 bits (affine, groups of 32)", 0.05)],
+    ("kind", "layouts", "bound"),
+    [(None, {Layout(4, 32), Layout(8, 32)}, 0.15), ("Q5_K", {Layout(5, 32)}, BOUND)],
 )
-def test_k_quants(head: TensorType, others: str, bound: float, tmp_path: Path) -> None:
-    path = tmp_path / "k.gguf"
-    path.write_bytes(k_quants(head))
+def test_k_quants(kind: str | None, layouts: set[Layout], bound: float, tmp_path: Path) -> None:
+    path = write_k_quants(tmp_path, kind)
     loaded = load(path)
-    assert loaded.description == f"Q4_K as 4 bits (affine, groups of 32){others}"
+    assert set(quantized_layers(loaded).values()) == layouts
     rig = Rig(path)
     answer = rig.answer(range(40), 3)
     rig.engine.close()
-    assert same_rows(answer, logprobs(loaded.model, [*range(40), *answer.tokens]), 40) < bound
+    assert same_rows(answer, logprobs(loaded, [*range(40), *answer.tokens]), 40) < bound
 
 
 def test_quantize_applies_to_what_a_gguf_file_does_not_quantise(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_gguf())
-    layers = quantized_layers(load(path, quantize=8).model)
+    layers = quantized_layers(load(path, quantize=8))
     assert layers["model.layers.0.self_attn.v_proj"] == Layout(8, 64)
     assert layers["model.layers.1.self_attn.q_proj"] == Layout(4, 32)
 
@@ -313,9 +280,9 @@ def test_scales_beyond_the_range_of_float16(tmp_path: Path) -> None:
     tensors["token_embd.weight"] = matrix._replace(data=blocks.tobytes())
     path = tmp_path / "large.gguf"
     path.write_bytes(make_gguf(llama_keys(), list(tensors.items())))
-    with pytest.raises(ModelFileError, match=r"embed_tokens.weight has scales that are not finite in float16"):
+    with pytest.raises(ModelFileError, match=r"embedding.weight has scales that are not finite in float16"):
         load(path, dtype="float16")
-    assert load(path).description.startswith("Q4_0")
+    load(path)
 
 
 # The default model
@@ -330,26 +297,16 @@ def test_a_quantised_folder_is_not_quantised_again(tmp_path: Path) -> None:
 # Folders
 
 
-def test_mlx_quantisations_are_described(tmp_path: Path) -> None:
-    for name, quantization, expected in (
-        ("qwen3", {"group_size": 32, "bits": 6}, "6 bits (affine, groups of 32)"),
-        ("gpt_oss", {"group_size": 32, "bits": 4, "mode": "mxfp4"}, "mxfp4"),
-        ("llama", {"group_size": 32, "bits": 8, "mode": "mxfp8"}, "mxfp8"),
-    ):
-        assert load(write_model(tmp_path / name, name, quantization=quantization)).description == expected
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantize_a_plain_folder(bits: int, tmp_path: Path) -> None:
     folder = write_folder(tmp_path, arrays={name: one / 8 for name, one in llama_arrays().items()})
     plain, loaded = load(folder), load(folder, quantize=bits)
-    assert loaded.description == f"{bits} bits (affine, groups of 64)"
-    assert loaded.num_bytes < plain.num_bytes
-    layers = quantized_layers(loaded.model)
+    assert num_bytes(loaded) < num_bytes(plain)
+    layers = quantized_layers(loaded)
     assert layers["model.embed_tokens"] == layers["lm_head"] == Layout(bits, 64)
     assert layers["model.layers.0.mlp.down_proj"] == Layout(bits, 32)  # 64 does not divide 96
     for path, layout in layers.items():
-        layer, before = (_at(one.model, path) for one in (loaded, plain))
+        layer, before = (_at(one, path) for one in (loaded, plain))
         found = mx.dequantize(layer.weight, layer.scales, layer.biases, layout.group_size, layout.bits)
         assert mx.abs(found - before.weight).max() < mx.abs(before.weight).max() * 2 / (2**bits - 1)
 
@@ -363,7 +320,7 @@ def _at(model: Module, path: str) -> Any:
 
 def test_a_model_decides_which_layers_are_quantised(tmp_path: Path) -> None:
     """mlx-lm's gpt_oss keeps 8 bits in groups of 64 for the router."""
-    layers = quantized_layers(load(write_model(tmp_path / "m", "gpt_oss"), quantize=4).model)
+    layers = quantized_layers(load(write_model(tmp_path / "m", "gpt_oss"), quantize=4))
     assert layers["model.layers.0.mlp.router"] == Layout(8, 64)
     assert layers["model.layers.0.self_attn.q_proj"] == Layout(4, 64)
 
@@ -372,17 +329,7 @@ def test_a_model_decides_which_layers_are_quantised(tmp_path: Path) -> None:
 def test_dtypes(dtype: str, tmp_path: Path) -> None:
     arrays = {name: one.astype(np.float16) for name, one in llama_arrays().items()}
     folder = write_folder(tmp_path, config(torch_dtype="float16"), arrays, dtype="F16")
-    own, loaded = load(folder), load(folder, dtype=dtype)
-    assert own.dtype == mx.float16
-    assert dtypes(own.model) == {mx.float16}
-    assert loaded.dtype == getattr(mx, dtype)
-    assert dtypes(loaded.model) == {loaded.dtype}
-    assert loaded.description == dtype
-
-
-def test_an_unknown_dtype(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="dtype = 'int8'"):
-        load(write_folder(tmp_path), dtype="int8")
+    assert dtypes(load(folder, dtype=dtype)) == {getattr(mx, dtype)}
 
 
 def test_quantising_frees_each_layer_before_the_next(tmp_path: Path) -> None:
@@ -395,9 +342,9 @@ def test_quantising_frees_each_layer_before_the_next(tmp_path: Path) -> None:
     loaded = load_model(checkpoint, BackendOptions(quantize=4), lambda done, total: seen.append((done, total)))
     peak = mx.get_peak_memory() - before
     largest = 4 * 512 * 1024
-    assert peak < loaded.num_bytes + 3 * largest
+    assert peak < num_bytes(loaded) + 3 * largest
     assert sum(info.num_bytes for info in checkpoint.tensors.values()) > 2 * peak
-    assert seen[-1] == (loaded.num_bytes, loaded.num_bytes)
+    assert seen[-1] == (num_bytes(loaded), num_bytes(loaded))
     assert len(seen) > 8 * 7
 
 
@@ -410,51 +357,23 @@ def test_the_language_model_of_a_multimodal_gemma(tmp_path: Path) -> None:
     for quantization in (None, {"group_size": 32, "bits": 4}):  # the first is read by quire, the second by mlx-lm
         folder = tmp_path / f"{quantization}"
         write_model(folder, "llama", quantization=quantization, model_type="gemma3", vocab_size=160, **changes)
-        found = logprobs(load(folder, dtype="float32").model, TOKENS)
+        found = logprobs(load(folder, dtype="float32"), TOKENS)
         assert float((found - DenseReference(folder).logprobs(TOKENS)).abs().max()) < BOUND
 
 
-def test_awq_weights(tmp_path: Path) -> None:
-    """AutoAWQ packs eight outputs into a number, in an order of its own; a zero point of 8 is implied."""
-    rng = np.random.default_rng(0)
-    plain, packed = llama_arrays(), dict[str, mx.array]()
-    for name, array in plain.items():
-        if "proj" not in name:
-            packed[name] = mx.array(array).astype(mx.float16)
-            continue
-        codes = rng.integers(0, 16, array.shape[::-1], np.uint32)  # [in, out]
-        eights = codes.reshape(len(codes), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
-        scales = np.full((len(codes) // 32, codes.shape[1]), 1 / 64, np.float16)
-        plain[name] = ((codes.T.astype(np.float32) - 8) / 64).astype(np.float32)
-        layer = name.removesuffix(".weight")
-        shifts = np.arange(0, 32, 4, dtype=np.uint32)
-        packed[f"{layer}.qweight"] = mx.array((eights << shifts).sum(-1, dtype=np.uint32).view(np.int32))
-        packed[f"{layer}.scales"] = mx.array(scales)
-    method = {"quant_method": "awq", "bits": 4, "group_size": 32}
-    folder = write_folder(tmp_path / "awq", config(quantization_config=method))
-    mx.save_safetensors(str(folder / "model.safetensors"), packed, {"format": "pt"})
-    loaded = load(folder)
-    assert loaded.description == "INT4 as 4 bits (affine, groups of 32)"
-    rounded = {
-        name: one if "proj" in name else one.astype(np.float16).astype(np.float32) for name, one in plain.items()
-    }
-    expected = load(write_folder(tmp_path / "plain", arrays=rounded))
-    tokens = [one % 64 for one in TOKENS]
-    assert float((logprobs(loaded.model, tokens) - logprobs(expected.model, tokens)).abs().max()) < 1e-3
-
-
 @pytest.mark.parametrize(
-    ("name", "description"),
+    ("name", "layout"),
     [
-        ("ct w4 asymmetric", "INT4 as 4 bits (affine, groups of 32)"),
-        ("ct w4 g64", "INT4 as 4 bits (affine, groups of 64)"),
-        ("gptq act-order", "INT4 as 8 bits (affine, groups of 32)"),
-        ("fp8 small blocks", "FP8 as 8 bits (affine, groups of 32)"),
-        ("ct w8 g64", "INT8 as 8 bits (affine, groups of 32)"),
+        ("awq g32", Layout(4, 32)),
+        ("ct w4 asymmetric", Layout(4, 32)),
+        ("ct w4 g64", Layout(4, 64)),
+        ("gptq act-order", Layout(8, 32)),
+        ("fp8 small blocks", Layout(8, 32)),
+        ("ct w8 g64", Layout(8, 64)),
     ],
 )
-def test_quantised_safetensors(name: str, description: str, tmp_path: Path) -> None:
-    """4-bit codes stay as they are; codes of 8 bits are rounded again."""
+def test_quantised_safetensors(name: str, layout: Layout, tmp_path: Path) -> None:
+    """Codes stay as they are. Without groups of columns in order, and in FP8, they are rounded again."""
     arrays = {key: array / 8 for key, array in llama_arrays().items()}
     for i in range(2):  # 96 is not a multiple of 64
         for key in ("gate_proj", "up_proj"):
@@ -466,24 +385,18 @@ def test_quantised_safetensors(name: str, description: str, tmp_path: Path) -> N
     weights = write_quantized(tmp_path / "packed", LAYOUTS[name], settings, arrays)
     expected = load(write_folder(tmp_path / "plain", settings, weights))
     loaded = load(tmp_path / "packed")
-    assert loaded.description == description
+    assert main_layout(loaded) == layout
     tokens = [one % 64 for one in TOKENS]
-    difference = float((logprobs(loaded.model, tokens) - logprobs(expected.model, tokens)).abs().max())
-    assert difference < (BOUND if " 4 bits" in description else 0.05)
+    difference = float((logprobs(loaded, tokens) - logprobs(expected, tokens)).abs().max())
+    assert difference < (0.05 if name in ("gptq act-order", "fp8 small blocks") else BOUND)
 
 
 # Errors
 
 
-def test_an_architecture_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
-    folder = change_config(write_model(tmp_path / "m", "olmo2"), model_type="olmo77")
-    with pytest.raises(UnsupportedModel, match=r"mlx-lm \d.* has no model_type 'olmo77'"):
-        load(folder)
-
-
-@pytest.mark.parametrize("name", ["cache", "base", "llama-x"])
-def test_a_module_of_mlx_lm_that_is_not_a_model(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"has no model_type '{name}'"):
+@pytest.mark.parametrize("name", ["cache", "base", "llama-x", "olmo77"])
+def test_a_module_of_mlx_lm_that_is_missing_or_no_model(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"mlx-lm \d.* has no model_type '{name}'"):
         load(change_config(write_model(tmp_path / "m", "olmo2"), model_type=name))
 
 
@@ -498,10 +411,10 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
 def test_missing_and_unexpected_tensors(tmp_path: Path) -> None:
     arrays = llama_arrays()
     del arrays["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ModelFileError, match=r"tensors missing: 'model.layers.1.mlp.up_proj.weight'$"):
+    with pytest.raises(ModelFileError, match=r"Missing 1 parameters: model.layers.1.mlp.up_proj.weight"):
         load(write_folder(tmp_path / "a", arrays=arrays))
     extra = {f"model.extra.{i}": np.zeros(4, np.float32) for i in range(9)}
-    with pytest.raises(ModelFileError, match=r"tensors unexpected: 'model.extra.0', .* and 4 more$"):
+    with pytest.raises(ModelFileError, match=r"Received 9 parameters not in model: model.extra.0"):
         load(write_folder(tmp_path / "b", arrays={**llama_arrays(), **extra}))
 
 
@@ -530,7 +443,7 @@ def test_tensors_of_the_wrong_shape(tmp_path: Path) -> None:
 def test_a_forged_config_is_a_model_file_error(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "olmoe")
     with pytest.raises((ModelFileError, InvalidRequest)) as raised:
-        load(change_config(folder, **changes))
+        open_runner(change_config(folder, **changes))
     assert len(str(raised.value)) < 1000
 
 
@@ -541,24 +454,22 @@ def test_a_forged_config_is_a_model_file_error(changes: dict[str, Any], tmp_path
 def test_dummies(name: str, tmp_path: Path) -> None:
     Reference(name, tmp_path)
     first, second = (load(tmp_path, "dummy") for _ in range(2))
-    for (path, array), (_, same) in zip(flat_parameters(first.model), flat_parameters(second.model), strict=True):
+    for (path, array), (_, same) in zip(flat_parameters(first), flat_parameters(second), strict=True):
         assert mx.array_equal(array, same)
         if path.endswith("norm.weight"):
             assert mx.all(array == (0 if name == "gemma3" else 1))  # mlx-lm's Gemma adds 1
         else:
             assert 0 < mx.abs(array).max() < 0.12
-    layers = [layer.self_attn.o_proj.weight for layer in first.model.layers]
+    layers = [layer.self_attn.o_proj.weight for layer in first.layers]
     assert not mx.array_equal(layers[0], layers[1])
-    assert mx.all(mx.isfinite(first.model(mx.array([TOKENS]))))
+    assert mx.all(mx.isfinite(first(mx.array([TOKENS]))))
 
 
 def test_a_quantised_dummy(tmp_path: Path) -> None:
     write_folder(tmp_path, config(torch_dtype="bfloat16"))
     loaded = load(tmp_path, "dummy", quantize=4)
-    assert loaded.description == "4 bits (affine, groups of 64)"
-    assert loaded.dtype == mx.float32  # on a CPU
-    assert load(tmp_path, "dummy").dtype == mx.bfloat16
-    assert _at(loaded.model, "model.layers.0.mlp.down_proj").scales.shape == (HIDDEN, FFN // 32)
+    assert main_layout(loaded) == Layout(4, 64)
+    assert _at(loaded, "model.layers.0.mlp.down_proj").scales.shape == (HIDDEN, FFN // 32)
 
 
 # Files that mlx-lm would read
@@ -570,10 +481,8 @@ def test_files_of_weights_that_were_not_checked_are_refused(tmp_path: Path) -> N
     outside = tmp_path / "outside.safetensors"
     mx.save_safetensors(str(outside), {"model.norm.weight": mx.full((64,), 7.0)})
     (folder / "model_extra.safetensors").symlink_to(outside)
-    checkpoint = open_checkpoint(folder)
     with pytest.raises(ModelFileError, match="model_extra"):
-        load_model(checkpoint, BackendOptions(dtype="float32"))
-    checkpoint.close()
+        load(folder)
 
 
 @pytest.mark.parametrize("name", ["num_experts", "n_routed_experts", "moe_num_experts"])
@@ -582,10 +491,8 @@ def test_forged_numbers_of_experts_are_refused(name: str, tmp_path: Path) -> Non
     config = json.loads((folder / "config.json").read_text())
     (config["ffn_config"] if name.startswith("moe") else config)[name] = 300_000
     (folder / "config.json").write_text(json.dumps(config))
-    checkpoint = open_checkpoint(folder)
     with pytest.raises(ModelFileError, match=name):
-        load_model(checkpoint, BackendOptions(dtype="float32"))
-    checkpoint.close()
+        load(folder)
 
 
 def test_experts_in_16_bits_run_on_a_cpu(tmp_path: Path) -> None:

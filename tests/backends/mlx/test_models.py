@@ -9,14 +9,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from quire.backends.mlx import model as model_module
-from quire.backends.mlx import paged_cache
-from quire.backends.mlx.batch import BatchMode
-from quire.backends.mlx.kernel_check import gather_reference
+from quire.backends.mlx.batch import BatchMode, build_passes
+from quire.backends.mlx.kernel_check import gather_attention
+from quire.backends.mlx.paged_cache import DecodeKernel
 from quire.backends.mlx.runner import MlxRunner
 from quire.errors import UnsupportedModel
 from tests.backends.contract import HEAD, Contract, Pair, random_prompt
 from tests.backends.mlx.architectures import DIVIDED, FLAT, REFUSED, DenseReference, write_model
+from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
 from tests.backends.torch.rig import Rig
 
@@ -158,52 +158,26 @@ def test_quantised_checkpoints(name: str, quantization: dict[str, Any], tmp_path
     rig.engine.close()
 
 
-class GatheringKernel:
-    """Replaces the GPU kernel, which this machine cannot run: the same interface, computed by gather + SDPA."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def is_used(self, queries: mx.array, keys: mx.array, values: mx.array, batch: int, num_tokens: int) -> bool:
-        del queries, keys, values, num_tokens
-        return batch > 1
-
-    def __call__(self, *args: Any, **settings: Any) -> mx.array:
-        self.num_calls += 1
-        return gather_reference(*args, **settings)
-
-
 @pytest.mark.parametrize("name", ["llama with windows", "gpt_oss", "gemma3_text", "qwen3_moe"])
 def test_decodes_through_the_kernel(name: str, tmp_path: Path) -> None:
     """Lengths, windows, sinks and block tables reach the kernel as it expects them."""
     folder = write_model(tmp_path / "m", name)
     rig = Rig(folder, **SETTINGS)
-    kernel = GatheringKernel()
     assert isinstance(rig.engine.runner, MlxRunner)
-    rig.engine.runner.store.use_kernel(kernel)
+    store, num_rows = rig.engine.runner.store, []
+
+    def attend(queries: mx.array, *arrays: mx.array, **settings: Any) -> mx.array:
+        num_rows.append(len(queries))
+        return gather_attention(queries, *arrays, **settings)
+
+    store.use_kernel(DecodeKernel(attend, store.layers[0].shape.attention(store.block_size), least_rows=2))
     check_mixed(folder, rig, 1e-4)
-    assert kernel.num_calls
+    assert min(num_rows) == 2
     rig.engine.close()
 
 
-def test_large_groups_of_decodes_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered contexts take memory, so a group has a bound."""
-    folder = write_model(tmp_path / "m", "llama")
-    monkeypatch.setattr(paged_cache, "GATHER_BYTES", 3 * 64 * 2 * 2 * 16 * 4)  # three rows of two blocks
-    rig = Rig(folder, **SETTINGS)
-    sizes = []
-    real = model_module._attend_group
-
-    def recorded(queries: mx.array, layer: Any, group: Any, *rest: Any) -> mx.array:
-        sizes.append(group.num_seqs)
-        return real(queries, layer, group, *rest)
-
-    monkeypatch.setattr(model_module, "_attend_group", recorded)
-    reference, contract = DenseReference(folder), Contract()
-    prompts = [random_prompt(50 + number, 40 + number) for number in range(8)]
-    ids = [rig.start(prompt, 4) for prompt in prompts]
-    answers = rig.run(*ids)
-    for prompt, request_id in zip(prompts, ids, strict=True):
-        contract.check(reference, prompt, answers[request_id])
-    assert max(sizes) == 3
-    rig.engine.close()
+def test_large_groups_of_decodes_are_divided() -> None:
+    """Gathered contexts take memory, so a group has a bound: three rows of two blocks here."""
+    slices = [piece(start=40, length=1, tokens=[5], batch_index=index, block_table=[1, 2]) for index in range(8)]
+    (step,) = build_passes(slices, 32, 3 * 2 * 32, mx.zeros(8, mx.int32), BatchMode.FLAT)
+    assert [group.num_seqs for group in step.groups] == [3, 3, 2]

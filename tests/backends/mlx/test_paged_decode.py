@@ -13,29 +13,9 @@ import numpy as np
 import pytest
 
 from quire.backends.mlx import kernel_check, paged_decode
-from quire.backends.mlx.kernel_check import (
-    TOLERANCES,
-    Example,
-    check,
-    find_error,
-    gather_reference,
-    make_example,
-    measure_gains,
-)
-from quire.backends.mlx.paged_decode import (
-    CUDA,
-    METAL,
-    TYPES,
-    Attention,
-    Gains,
-    Language,
-    PagedDecode,
-    Shape,
-    pays,
-)
+from quire.backends.mlx.kernel_check import TOLERANCES, Example, check, find_error, gather_attention, make_example
+from quire.backends.mlx.paged_decode import CUDA, METAL, TYPES, Attention, Language, PagedDecode, Shape
 from tests.backends.mlx import gpu_on_cpu
-
-Arrays = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "mlx_decode.py"
 SHAPE = Shape(8, 2, 64, 64, 32, mx.float16)
@@ -54,10 +34,6 @@ def example_of(
     dtype: mx.Dtype = mx.float32,
 ) -> Example:
     return make_example(lengths, Shape(*heads, *sizes, block_size, dtype))
-
-
-def arrays_of(example: Example) -> Arrays:
-    return example.queries, example.keys, example.values, example.tables, example.lengths
 
 
 @pytest.mark.parametrize("language", [METAL, CUDA], ids=lambda language: language.name)
@@ -98,24 +74,16 @@ def test_the_check_passes_with_the_text_of_the_kernel() -> None:
 
 def test_unwritten_memory_is_not_used() -> None:
     example = example_of((1, 30, 150), (2, 1), (64, 64))
-    pools = []
-    for pool in (example.keys, example.values):
-        array = np.array(pool)
-        array[array == kernel_check.UNUSED] = np.nan
-        pools.append(mx.array(array))
-    kernel = on_cpu(METAL)
-    keys, values = pools
-    result = kernel(example.queries, keys, values, example.tables, example.lengths, scale=0.1, window=20)
-    expected = gather_reference(*arrays_of(example), scale=0.1, window=20)
-    assert mx.allclose(result, expected, atol=1e-5).item()
+    keys, values = (mx.where(pool == kernel_check.UNUSED, mx.nan, pool) for pool in (example.keys, example.values))
+    written = example._replace(keys=keys, values=values)
+    result = on_cpu(METAL)(*written[:5], scale=0.1, window=20)
+    assert mx.allclose(result, gather_attention(*example[:5], scale=0.1, window=20), atol=1e-5).item()
 
 
 def test_a_scale_and_a_window_of_one_are_different_constants() -> None:
-    example = example_of((1, 30), (2, 1), (64, 64))
-    arrays = arrays_of(example)
-    kernel = on_cpu(METAL)
-    result = kernel(*arrays, scale=1.0, window=1)
-    assert mx.allclose(result, gather_reference(*arrays, scale=1.0, window=1), atol=1e-5).item()
+    arrays = example_of((1, 30), (2, 1), (64, 64))[:5]
+    result = on_cpu(METAL)(*arrays, scale=1.0, window=1)
+    assert mx.allclose(result, gather_attention(*arrays, scale=1.0, window=1), atol=1e-5).item()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +114,8 @@ def test_the_reference_is_a_softmax(window: int, has_sinks: bool) -> None:
     lengths, block_size = (1, 7, 33), 8
     example = example_of(lengths, (4, 2), (64, 32), block_size)
     sinks = example.sinks if has_sinks else None
-    result = np.array(gather_reference(*arrays_of(example), scale=0.2, window=window, sinks=sinks))
-    queries, keys, values, tables, _ = (np.array(array) for array in arrays_of(example))
+    result = np.array(gather_attention(*example[:5], scale=0.2, window=window, sinks=sinks))
+    queries, keys, values, tables, _ = (np.array(array) for array in example[:5])
     for row, head in itertools.product(range(3), range(4)):
         positions = np.arange(max(0, lengths[row] - window) if window else 0, lengths[row])
         slots = (tables[row, positions // block_size], positions % block_size, head // 2)
@@ -156,66 +124,41 @@ def test_the_reference_is_a_softmax(window: int, has_sinks: bool) -> None:
         np.testing.assert_allclose(result[row, head], weights @ values[slots] / total, rtol=2e-4, atol=1e-5)
 
 
-class Wrong:
-    """Gather + SDPA with an error."""
-
-    def __call__(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        tables: mx.array,
-        lengths: mx.array,
-        *,
-        scale: float,
-        window: int = 0,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        return self.attend((queries, keys, values, tables, lengths), scale, window, sinks)
-
-    def attend(self, arrays: Arrays, scale: float, window: int, sinks: mx.array | None) -> mx.array:
-        return gather_reference(*arrays, scale=scale, window=window, sinks=sinks)
+def wide_window(*arrays: mx.array, window: int, **settings: Any) -> mx.array:
+    return gather_attention(*arrays, window=window and window + 1, **settings)
 
 
-class WrongWindow(Wrong):
-    def attend(self, arrays: Arrays, scale: float, window: int, sinks: mx.array | None) -> mx.array:
-        return super().attend(arrays, scale, window and window + 1, sinks)
+def without_sinks(*arrays: mx.array, **settings: Any) -> mx.array:
+    return gather_attention(*arrays, **{**settings, "sinks": None})
 
 
-class WithoutSinks(Wrong):
-    def attend(self, arrays: Arrays, scale: float, window: int, sinks: mx.array | None) -> mx.array:  # noqa: ARG002
-        return super().attend(arrays, scale, window, None)
+def one_key_more(
+    queries: mx.array, keys: mx.array, values: mx.array, tables: mx.array, lengths: mx.array, **settings: Any
+) -> mx.array:
+    return gather_attention(queries, keys, values, tables, lengths + 1, **settings)
 
 
-class OneKeyMore(Wrong):
-    def attend(self, arrays: Arrays, scale: float, window: int, sinks: mx.array | None) -> mx.array:
-        return super().attend((*arrays[:4], arrays[4] + 1), scale, window, sinks)
+def not_a_number(*arrays: mx.array, **settings: Any) -> mx.array:
+    return gather_attention(*arrays, **settings) * mx.nan
 
 
-class NotANumber(Wrong):
-    def attend(self, arrays: Arrays, scale: float, window: int, sinks: mx.array | None) -> mx.array:
-        return super().attend(arrays, scale, window, sinks) * mx.nan
+def another_type(*arrays: mx.array, **settings: Any) -> mx.array:
+    return gather_attention(*arrays, **settings).astype(mx.float16)
 
 
-class AnotherType(Wrong):
-    def attend(self, arrays: Arrays, scale: float, window: int, sinks: mx.array | None) -> mx.array:
-        return super().attend(arrays, scale, window, sinks).astype(mx.float16)
-
-
-class DoesNotCompile(Wrong):
-    def attend(self, arrays: Arrays, scale: float, window: int, sinks: mx.array | None) -> mx.array:  # noqa: ARG002
-        raise RuntimeError("[metal::Device] Unable to build metal library from source")
+def does_not_compile(*_: mx.array, **__: Any) -> mx.array:
+    raise RuntimeError("[metal::Device] Unable to build metal library from source")
 
 
 @pytest.mark.parametrize(
     ("kernel", "problem"),
     [
-        (WrongWindow(), "mlx.core.float32, 3 rows, window = 70, has_sinks = False: error = "),
-        (WithoutSinks(), "mlx.core.float32, 3 rows, window = 0, has_sinks = True: error = "),
-        (OneKeyMore(), "mlx.core.float32, 3 rows, window = 0, has_sinks = False: error = "),
-        (NotANumber(), "mlx.core.float32, 3 rows, window = 0, has_sinks = False: error = nan"),
-        (AnotherType(), "mlx.core.float32, 3 rows, window = 0, has_sinks = False: the kernel does not run: the result"),
-        (DoesNotCompile(), "mlx.core.float32, 3 rows, window = 0, has_sinks = False: the kernel does not run: [metal"),
+        (wide_window, "mlx.core.float32, 3 rows, window = 70, has_sinks = False: error = "),
+        (without_sinks, "mlx.core.float32, 3 rows, window = 0, has_sinks = True: error = "),
+        (one_key_more, "mlx.core.float32, 3 rows, window = 0, has_sinks = False: error = "),
+        (not_a_number, "mlx.core.float32, 3 rows, window = 0, has_sinks = False: error = nan"),
+        (another_type, "mlx.core.float32, 3 rows, window = 0, has_sinks = False: the kernel does not run: the result"),
+        (does_not_compile, "mlx.core.float32, 3 rows, window = 0, has_sinks = False: the kernel does not run: [metal"),
     ],
 )
 def test_the_check_describes_the_first_disagreement(kernel: Attention, problem: str) -> None:
@@ -223,17 +166,8 @@ def test_the_check_describes_the_first_disagreement(kernel: Attention, problem: 
 
 
 def test_the_check_accepts_gather_itself() -> None:
-    assert check(gather_reference, SHAPE, TYPES) is None
-    assert check(gather_reference, Shape(6, 6, 128, 96, 16, mx.float32), TYPES) is None
-
-
-def test_rows_of_an_example_share_blocks_and_name_no_other() -> None:
-    example = example_of((1, 33, 300), (4, 2), (64, 64))
-    assert example.tables.shape == (3, 10)
-    tables: Any = example.tables.tolist()
-    assert tables[0][1:] == [0] * 9  # padded with the null block
-    assert tables[2][0] == tables[1][0]  # the first of two blocks
-    assert tables[2][1] != tables[1][1]
+    assert check(gather_attention, SHAPE, TYPES) is None
+    assert check(gather_attention, Shape(6, 6, 128, 96, 16, mx.float32), TYPES) is None
 
 
 @pytest.mark.parametrize(
@@ -244,6 +178,7 @@ def test_rows_of_an_example_share_blocks_and_name_no_other() -> None:
         ({"head_size": 80}, False),  # no multiple of the SIMD width
         ({"value_size": 512}, False),
         ({"num_heads": 30}, False),
+        ({"num_heads": 0}, False),  # the model computes attention itself
         ({"block_size": 6}, False),
         ({"dtype": mx.bfloat16}, True),
         ({"dtype": mx.int8}, False),
@@ -254,61 +189,27 @@ def test_supported_shapes(change: dict[str, Any], is_supported: bool) -> None:
     assert shape.is_supported is is_supported
 
 
-GAINS: Gains = {1: {256: 0.8, 2048: 0.5}, 4: {256: 1.2, 2048: 1.5}, 16: {256: 2.0, 2048: 0.9}}
+@pytest.mark.parametrize(
+    ("slower", "least"),
+    [([], 1), ([(1, 256)], 4), ([(1, 2048), (4, 2048)], 16), ([(4, 256)], 16), ([(16, 2048)], None)],
+)
+def test_the_kernel_is_used_from_where_on_it_is_faster_at_all_contexts(
+    slower: list[tuple[int, int]], least: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times(_kernel: object, _shape: Shape, rows: int, context: int) -> tuple[float, float]:
+        return 1.0, 2.0 if (rows, context) in slower else 0.5
 
-
-def test_the_smaller_gain_of_the_measured_points_around_decides() -> None:
-    assert not pays(GAINS, 1, 256)
-    assert not pays(GAINS, 3, 256)  # between 0.8 and 1.2
-    assert pays(GAINS, 4, 100)
-    assert pays(GAINS, 4, 1000)
-    assert pays(GAINS, 4, 100_000)
-    assert pays(GAINS, 8, 256)
-    assert not pays(GAINS, 8, 300)  # 16 rows of 2048 tokens: 0.9
-    assert pays(GAINS, 64, 200)
-    assert not pays({}, 4, 256)
-
-
-def test_the_kernel_is_used_where_it_pays_for_shapes_that_it_supports() -> None:
-    kernel = on_cpu(METAL)
-    queries, keys = mx.zeros((4, 8, 1, 64), mx.float16), mx.zeros((3, 32, 2, 64), mx.float16)
-    assert not kernel.is_used(queries, keys, keys, 4, 1000)  # not measured
-    kernel = on_cpu(METAL)
-    kernel.shape, kernel.gains = Shape(8, 2, 64, 64, 32, mx.float16), GAINS
-    assert kernel.is_used(queries, keys, keys, 4, 1000)
-    assert not kernel.is_used(queries[:, :4], keys, keys, 4, 1000)  # another shape
-    assert not kernel.is_used(queries, keys, keys, 1, 1000)
-    assert not kernel.is_used(queries, keys, keys.astype(mx.float32), 4, 1000)
-    assert not kernel.is_used(queries, keys, keys[..., :40], 4, 1000)
-
-
-def test_gains_are_measured_for_every_point() -> None:
-    found = []
-    gains = measure_gains(
-        gather_reference, Shape(2, 1, 32, 32, 16, mx.float32), (1, 2), (20, 64), lambda *point: found.append(point)
-    )
-    assert {batch: list(by_context) for batch, by_context in gains.items()} == {1: [20, 64], 2: [20, 64]}
-    assert all(gain > 0 for by_context in gains.values() for gain in by_context.values())
-    assert [point[:2] for point in found] == [(1, 20), (1, 64), (2, 20), (2, 64)]
-
-
-def no_gpu() -> Language:
-    raise RuntimeError("MLX finds no GPU here")
-
-
-def test_without_a_gpu_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="needs a GPU"):
-        PagedDecode()
+    monkeypatch.setattr(kernel_check, "measure_times", times)
+    assert kernel_check.find_least_rows(gather_attention, SHAPE) == least
 
 
 def test_without_a_gpu_the_benchmark_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(paged_decode, "find_language", no_gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     assert runpy.run_path(str(BENCHMARK))["main"]([]) == 1
-    assert capsys.readouterr().err == "nothing to measure: MLX finds no GPU here\n"
+    assert capsys.readouterr().err.startswith("nothing to measure: the paged-decode kernel needs a GPU")
 
 
 def test_the_benchmark_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_steps_write_the_pools_in_place(model_path: Path) -> None:
     rig = Rig(model_path, **{**SETTINGS, "num_blocks": 4096})
     runner = rig.engine.runner
     assert isinstance(runner, MlxRunner)
-    layer = runner.store.layers[0].keys_pool.nbytes
+    layer = runner.store.arrays[0].nbytes
     rig.reset(overlap=True, num_blocks=4096, max_chunk_tokens=16)
     rig.answer(random_prompt(1, 40), 4, logprobs=None)
     mx.synchronize()
@@ -252,14 +252,12 @@ def test_facts_and_capacity(model_path: Path) -> None:
     runner = open_runner(model_path, max_model_len=200)
     facts, capacity = runner.facts(), runner.capacity()
     assert facts.backend.startswith("mlx ")
-    assert (facts.device, facts.num_threads) == ("cpu", 1)
-    assert facts.dtype == "float32"
+    assert (facts.device, facts.num_threads, facts.dtype) == ("cpu", 1, "float32")
     assert facts.kv_bytes == 2 * 2 * NUM_BLOCKS * 32 * 2 * 16 * 4
     assert facts.weight_bytes > 0
-    assert (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs) == (NUM_BLOCKS, 32, 4)
-    assert (capacity.max_model_len, capacity.vocab_size) == (200, VOCAB)
+    sizes = capacity.num_blocks, capacity.block_size, capacity.max_num_seqs, capacity.max_model_len, capacity.vocab_size
+    assert sizes == (NUM_BLOCKS, 32, 4, 200, VOCAB)
     assert capacity.has_overlap
-    assert runner.prepare() is False
     runner.use_threads(3)
     runner.close()
 

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.backends.native.library import GROUP, Bytes, Floats, Linear, Matrix, load_library
-from quire.backends.native.model import Engine
+from quire.backends.native.model import Engine, NativeModel, build_batch
 from quire.backends.native.packing import SOURCES
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.gguf import BLOCKS
 from quire.weights.quants import to_float32
+from tests.backends.plans import piece
 from tests.weights.makers import set_scales
 
 PANEL = 8
@@ -127,6 +128,14 @@ def project(engine: Engine, parts: Sequence[Packed], x: Floats, refine: int, bia
     assert status == 0
     out.check()
     return out.array
+
+
+def logits_of(model: NativeModel, tokens: list[int]) -> Floats:
+    """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks and state."""
+    blocks = range(1, -(-len(tokens) // model.capacity.block_size) + 1)
+    slice_ = piece(tokens=tokens, length=len(tokens), block_table=blocks, window_table=blocks, state_target=1)
+    batch = build_batch([slice_], np.zeros(1, np.int32), model.capacity)
+    return model.forward(batch, np.arange(len(tokens), dtype=np.int32))[0]
 
 
 def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:

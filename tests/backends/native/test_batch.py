@@ -8,34 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.native.model import Batch, Limits, build_batch
+from quire.backends.base import Capacity
+from quire.backends.native.model import Batch, build_batch
 from quire.core.step import SeqSlice
-from quire.core.values import SamplingParams
 from quire.errors import InvariantViolation
+from tests.backends import plans
 
-LIMITS = Limits(num_blocks=10, block_size=4, max_model_len=24, vocab_size=50)
+CAPACITY = Capacity(num_blocks=10, block_size=4, max_num_seqs=4, max_model_len=24, vocab_size=50)
 LAST_SAMPLES = np.array([40, 41, 42, 43], np.int32)
 
 
 def piece(tokens: Sequence[int], start: int = 0, table: Sequence[int] = (1, 2, 3, 4, 5, 6), **changes: Any) -> SeqSlice:
-    made = SeqSlice(
-        request_id=1,
-        epoch=0,
-        batch_index=0,
-        tokens=tokens,
-        start=start,
-        length=len(tokens),
-        block_table=table,
-        history=(),
-        wants_token=True,
-        sampling=SamplingParams(),
-        num_prompt_tokens=1,
-    )
-    return made._replace(**changes)
+    changes = {"history": (), "num_prompt_tokens": 1, "length": len(tokens), **changes}
+    return plans.piece(tokens=tokens, start=start, block_table=table, **changes)
 
 
 def build(*slices: SeqSlice) -> Batch:
-    return build_batch(slices, LAST_SAMPLES, LIMITS)
+    return build_batch(slices, LAST_SAMPLES, CAPACITY)
 
 
 def test_a_mixed_step() -> None:
@@ -45,18 +34,9 @@ def test_a_mixed_step() -> None:
         piece([8, 9], start=0, table=[6], wants_token=False),
         piece([11], start=23, table=[1, 2, 3, 4, 5, 7], batch_index=1),
     )
-    assert batch.tokens.tolist() == [
-        5,
-        6,
-        7,
-        42,
-        8,
-        9,
-        11,
-    ]  # the second is the runner's last sample of batch index 2
+    assert batch.tokens.tolist() == [5, 6, 7, 42, 8, 9, 11]  # 42 is the runner's last sample of batch index 2
     assert batch.positions.tolist() == [3, 4, 5, 10, 0, 1, 23]
     assert batch.first_rows.tolist() == [0, 3, 4, 6, 7]
-    assert batch.last_rows.tolist() == [2, 3, 5, 6]
     assert batch.sampled == (0, 1, 3)
     assert batch.tables.tolist() == [[1, 2, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 7]]
     for array in (batch.tokens, batch.positions, batch.first_rows, batch.tables):
@@ -109,4 +89,4 @@ def test_lengths_that_agree_only_in_total_are_refused() -> None:
 def test_a_last_sample_that_is_not_a_token_is_refused() -> None:
     """The runner's own sample, from a step that failed, must not be used as an index."""
     with pytest.raises(InvariantViolation):
-        build_batch([piece([], start=3, length=1)], np.array([50], np.int32), LIMITS)
+        build_batch([piece([], start=3, length=1)], np.array([50], np.int32), CAPACITY)

@@ -9,30 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.backends.base import Capacity
 from quire.backends.native import packing
 from quire.backends.native.library import Floats
 from quire.backends.native.model import Engine, NativeModel
-from quire.backends.native.packing import PackedModel, pack_model
+from quire.backends.native.packing import pack_model
 from quire.errors import InvalidRequest
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
-from quire.weights.quants import to_float32
-from tests.backends.native.matrices import same_bits
+from tests.backends.contract import random_prompt
+from tests.backends.native.matrices import logits_of, same_bits
 from tests.backends.native.references import RoundedReference
-from tests.backends.native.test_invariance import random_prompt
 from tests.backends.native.test_models import check
-from tests.backends.native.test_packing import check_matrix, read
 from tests.backends.torch.rig import Rig
-from tests.weights.makers import FFN, HEAD, HEADS, HIDDEN, KV_HEADS, LAYERS, Q4_0, Q8_0, VOCAB, llama_keys, make_gguf
-from tests.weights.makers import weights as random_weights
-
-NUM_EXPERTS, NUM_CHOSEN = 5, 2
+from tests.weights.makers import HIDDEN
 
 
 def model_of(checkpoint: Checkpoint, num_threads: int = 1, precision: str = "exact") -> NativeModel:
     packed = pack_model(checkpoint, num_threads)
-    size = {"num_blocks": 64, "block_size": 16, "max_model_len": 400}
-    return NativeModel(checkpoint.spec, packed, Engine(num_threads), precision=precision, **size)
+    capacity = Capacity(64, 16, max_num_seqs=1, max_model_len=400, vocab_size=checkpoint.spec.vocab_size)
+    return NativeModel(checkpoint.spec, packed, Engine(num_threads), capacity, precision)
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +49,10 @@ def test_rows_do_not_depend_on_others(olmoe: Checkpoint, length: int, num_thread
     """The logits of the first tokens of a prompt are the same with any tokens after them, on any number of threads."""
     one, many = model_of(olmoe), model_of(olmoe, num_threads)
     prompt = random_prompt(length, length)
-    whole = one.logits(prompt)
-    assert same_bits(many.logits(prompt), whole)
+    whole = logits_of(one, prompt)
+    assert same_bits(logits_of(many, prompt), whole)
     for part in {1, length // 2, length - 1} - {0}:
-        assert same_bits(one.logits(prompt[:part]), whole[:part])
+        assert same_bits(logits_of(one, prompt[:part]), whole[:part])
     one.engine.close()
     many.engine.close()
 
@@ -67,9 +63,9 @@ def test_every_variant_and_precision(olmoe: Checkpoint, precision: str) -> None:
     """Experts with one, two, three and more rows take different paths through the kernels."""
     model = model_of(olmoe, 2, precision)
     prompt = random_prompt(1, 40)
-    whole = model.logits(prompt)
+    whole = logits_of(model, prompt)
     for part in range(1, 12):
-        assert same_bits(model.logits(prompt[:part]), whole[:part])
+        assert same_bits(logits_of(model, prompt[:part]), whole[:part])
     model.engine.close()
 
 
@@ -102,8 +98,9 @@ def choice_of(folder: Path, router: Floats) -> Floats:
     packed = pack_model(checkpoint, 1)
     found = np.ascontiguousarray(router, np.float32)
     packed.layers[0].router = found.ctypes.data
-    model = NativeModel(checkpoint.spec, packed, Engine(1), num_blocks=4, block_size=16, max_model_len=16)
-    logits = model.logits([5, 6])
+    capacity = Capacity(4, 16, max_num_seqs=1, max_model_len=16, vocab_size=checkpoint.spec.vocab_size)
+    model = NativeModel(checkpoint.spec, packed, Engine(1), capacity)
+    logits = logits_of(model, [5, 6])
     model.engine.close()
     checkpoint.close()
     return logits
@@ -130,89 +127,18 @@ def test_scores_that_are_not_finite_are_detected(tmp_path: Path, wrong: float) -
 # Files
 
 
-def stacked_gguf() -> bytes:
-    """Make a Llama with experts, which are stacked in GGUF files: [columns, rows, experts]."""
-    rng = np.random.default_rng(0)
-    tensors = {
-        "token_embd.weight": random_weights(rng, HIDDEN, VOCAB, kind=Q8_0),
-        "output_norm.weight": random_weights(rng, HIDDEN),
-    }
-    for i in range(LAYERS):
-        layer = {
-            "attn_norm": random_weights(rng, HIDDEN),
-            "attn_q": random_weights(rng, HIDDEN, HEADS * HEAD, kind=Q4_0),
-            "attn_k": random_weights(rng, HIDDEN, KV_HEADS * HEAD, kind=Q4_0),
-            "attn_v": random_weights(rng, HIDDEN, KV_HEADS * HEAD, kind=Q4_0),
-            "attn_output": random_weights(rng, HEADS * HEAD, HIDDEN, kind=Q4_0),
-            "ffn_norm": random_weights(rng, HIDDEN),
-            "ffn_gate_inp": random_weights(rng, HIDDEN, NUM_EXPERTS),
-            "ffn_gate_exps": random_weights(rng, HIDDEN, FFN, NUM_EXPERTS, kind=Q4_0),
-            "ffn_up_exps": random_weights(rng, HIDDEN, FFN, NUM_EXPERTS, kind=Q4_0),
-            "ffn_down_exps": random_weights(rng, FFN, HIDDEN, NUM_EXPERTS, kind=Q8_0),
-        }
-        tensors |= {f"blk.{i}.{name}.weight": one for name, one in layer.items()}
-    keys = llama_keys(llama__expert_count=NUM_EXPERTS, llama__expert_used_count=NUM_CHOSEN)
-    return make_gguf(keys, list(tensors.items()))
-
-
-@pytest.fixture
-def stacked(tmp_path: Path) -> Iterator[Checkpoint]:
-    path = tmp_path / "m.gguf"
-    path.write_bytes(stacked_gguf())
-    checkpoint = open_checkpoint(path)
-    yield checkpoint
-    checkpoint.close()
-
-
-def check_experts(checkpoint: Checkpoint, packed: PackedModel) -> None:
-    for index, layer in enumerate(packed.layers):
-        assert (layer.num_experts, layer.num_chosen) == (NUM_EXPERTS, NUM_CHOSEN)
-        for number in range(NUM_EXPERTS):
-            prefix = f"layers.{index}.experts.{number}."
-            expert = layer.experts[number]
-            check_matrix(checkpoint, expert.gate_up, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-            check_matrix(checkpoint, expert.down, f"{prefix}down_proj.weight")
-        router = to_float32(checkpoint.read(f"layers.{index}.router.weight"))
-        assert read(layer.router, NUM_EXPERTS * HIDDEN) == router.ravel().tolist()
-
-
-def test_stacked_experts(stacked: Checkpoint) -> None:
-    check_experts(stacked, pack_model(stacked, 2))
-
-
-def test_dummy_experts(tmp_path: Path) -> None:
-    RoundedReference("olmoe", tmp_path)
-    for file in tmp_path.glob("*.safetensors"):
-        file.unlink()
-    checkpoint = open_checkpoint(tmp_path, "dummy")
-    model = model_of(checkpoint)
-    logits = model.logits(random_prompt(1, 20))
-    assert np.isfinite(logits).all()
-    assert same_bits(model_of(checkpoint, 2).logits(random_prompt(1, 20)), logits)
-
-
 # Memory
 
 
-def test_experts_in_a_file(stacked: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    prompt = random_prompt(2, 30)
-    prompt = [token % VOCAB for token in prompt]
-    expected = model_of(stacked).logits(prompt)
+def test_experts_in_a_file(olmoe: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = logits_of(model_of(olmoe), random_prompt(2, 30))
     monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
-    packed = pack_model(stacked, 2)
-    assert packed.has_experts_on_disk
-    check_experts(stacked, packed)
+    model = model_of(olmoe, 2)
+    assert model.packed.has_experts_on_disk
     assert list((tmp_path / "cache").iterdir()) == []  # the file has no name
-    model = model_of(stacked)
-    assert model.has_experts_on_disk
-    assert same_bits(model.logits(prompt), expected)
+    assert same_bits(logits_of(model, random_prompt(2, 30)), expected)
     model.engine.close()
-
-
-def test_dense_models_need_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
-    assert not packing.ExpertMemory({}, other_bytes=10_000).is_file
 
 
 @pytest.mark.parametrize(("other_bytes", "is_file"), [(700, False), (701, True)])
@@ -221,6 +147,7 @@ def test_the_share_of_memory(other_bytes: int, is_file: bool, monkeypatch: pytes
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     memory = packing.ExpertMemory({"a": 30, "b": 36}, other_bytes=other_bytes - 28)
     assert memory.is_file == is_file
+    assert not packing.ExpertMemory({}, other_bytes=10_000).is_file  # a dense model needs none
     memory["a"][:], memory["b"][:] = 1, 2
     assert (memory["a"].size, memory["b"].size, memory["a"].sum(), memory["b"].sum()) == (30, 36, 30, 72)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from quire.backends.native.library import kernels_available
 from quire.engine.generation import GenerationParams
 from quire.engine.llm import LLM
 
@@ -62,35 +61,11 @@ def test_first_examples_are_right_by_a_margin_in_fp32(benchmark: Any, default_mo
         check(benchmark, llm)
 
 
-def test_an_example_without_a_margin_is_found(benchmark: Any, default_model: Path) -> None:
-    """With the README's former question, whose two best tokens are nearly equally probable."""
-    former = benchmark.Example("a test", "What is the capital of France?", 20)
-    regex = benchmark.Example("a test", "Is ice hot or cold?", 20, choices=("Hot", "Cold"))
-    with benchmark.opened(kernels_available()[0], "exact", str(default_model)) as llm:
-        answered = benchmark.answer_examples(llm, [former, regex])
-    assert set(answered.wrong) == {former, regex}  # no right answer is known
-    assert answered.margins[former].nats < benchmark.LEAST_MARGIN
-    assert answered.margins[regex].nats < benchmark.LEAST_MARGIN
-
-
 def test_the_readme_shows_the_first_answer(benchmark: Any) -> None:
     first = benchmark.examples()[0]
     assert first.source == "quire serve --hello"
     shown = re.findall(r"^      > (.*)\n      (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert shown == [(first.prompt, benchmark.RIGHT[first.prompt])]
-
-
-def test_every_kind_of_example_is_found(benchmark: Any) -> None:
-    found = benchmark.examples()
-    readme = (ROOT / "README.md").read_text()
-    num_commands = len(re.findall(r"quire generate ", readme))
-    num_pythons = len(re.findall(r"completions\.create\(|llm\.chat\(", readme))
-    assert sum(one.source == "README.md, quire generate" for one in found) == num_commands >= 3
-    assert sum(one.source == "README.md, Python" for one in found) >= num_pythons >= 2
-    assert sum(one.source == "README.md, curl" for one in found) >= 2
-    assert sum(one.source == "the page" for one in found) >= 3
-    for one in found:  # `quire generate` has a small default, a server has not
-        assert one.max_tokens is not None or one.source == "README.md, quire generate", one
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

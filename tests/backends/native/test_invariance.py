@@ -18,22 +18,16 @@ from torch import Tensor
 
 from quire.backends.native.runner import NativeRunner
 from quire.core.values import Priority
-from quire.engine.model_text import ModelText
+from tests.backends.contract import random_prompt
 from tests.backends.native.references import RoundedReference
 from tests.backends.native.test_models import SHAPES, check
 from tests.backends.torch.families import FAMILIES
 from tests.backends.torch.rig import Answer, Rig
-from tests.equality import make_prompts
 from tests.selection import mostly_nightly
 
 pytestmark = pytest.mark.sweep("file")
 NUM_TOKENS = 10
 LENGTHS = (70, 1, 33, 5, 96, 31, 64, 18)
-
-
-def random_prompt(seed: int, length: int) -> list[int]:
-    rng = Random(seed)
-    return [rng.randrange(3, 160) for _ in range(length)]
 
 
 PROMPTS = [random_prompt(length, length) for length in LENGTHS]
@@ -229,40 +223,3 @@ def test_random_steps(seed: int, tmp_path: Path) -> None:
     for one, answer in rng.sample(list(found.values()), 4):
         check(reference, one.prompt, answer, bound=4e-3)  # narrow models round more
     rig.engine.close()
-
-
-# The real model
-
-NUM_PROMPTS = 5
-REAL_TOKENS = 6
-REAL_SETTINGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"max_chunk_tokens": 13, "max_num_batched_tokens": 48},
-    {"max_num_seqs": 3, "overlap": True},
-)
-
-
-@pytest.fixture(scope="module")
-def real(default_model: Path) -> Iterator[tuple[Rig, list[tuple[int, ...]]]]:
-    text = ModelText.open(default_model)
-    rig = Rig(default_model, backend="native", num_blocks=300, max_num_seqs=NUM_PROMPTS, threads=2)
-    yield rig, make_prompts(text, NUM_PROMPTS)
-    rig.engine.close()
-    text.close()
-
-
-def test_the_real_model(real: tuple[Rig, list[tuple[int, ...]]]) -> None:
-    rig, prompts = real
-    native(rig).use_threads(1)
-    expected = []
-    for prompt in prompts:
-        rig.reset(enable_prefix_caching=False)
-        expected.append(rig.answer(prompt, REAL_TOKENS, logprobs=50))
-    native(rig).use_threads(2)
-    for settings in REAL_SETTINGS:
-        rig.reset(**settings)
-        for _ in range(2):  # the second time with prefix hits
-            ids = [rig.start(prompt, REAL_TOKENS, logprobs=50) for prompt in prompts]
-            answers = rig.run(*ids)
-            for request_id, one in zip(ids, expected, strict=True):
-                check_same(answers[request_id], one)

@@ -100,14 +100,6 @@ def test_odd_columns(engine: Engine, cols: int) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", MAKERS)
-def test_any_number_of_rows(engine: Engine, kind: str) -> None:
-    part = MAKERS[kind](20, 224, 3)
-    for num_rows in range(1, 41):
-        check(engine, [part], inputs(num_rows, 224, seed=num_rows), SHARES["balanced"])
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("precision", SHARES)
 def test_the_bounds_are_close(precision: str) -> None:
     """A bound ten times too wide would hold for a wrong kernel. Each precision is also close to its bound."""
@@ -242,15 +234,6 @@ def test_rows_without_a_number(engine: Engine, bits: int) -> None:
         found = project(engine, [part], x, refine)
         assert np.isnan(found[2]).all()
         assert same_bits(np.delete(found, 2, 0), np.delete(sound, 2, 0))
-
-
-@pytest.mark.usefixtures("kernels")
-def test_one_outlier_in_a_group(engine: Engine) -> None:
-    """As in the inputs of down_proj. Refining it preserves the other numbers of the group."""
-    part, x = MAKERS["F32"](32, 1536, 10), np.random.default_rng(0).normal(size=(6, 1536)).astype(np.float32)
-    x[:, 700] = 48_000
-    for refine in SHARES.values():
-        check(engine, [part], x, refine)
 
 
 @pytest.mark.usefixtures("kernels")

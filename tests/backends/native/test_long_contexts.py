@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from quire.backends.native.runner import NativeRunner
+from tests.backends.contract import random_prompt
 from tests.backends.native.references import RoundedReference
-from tests.backends.native.test_invariance import check_same, random_prompt
+from tests.backends.native.test_invariance import check_same, native
 from tests.backends.native.test_models import HALF_BOUND, check
 from tests.backends.torch.rig import Answer, Rig
 
@@ -50,11 +50,6 @@ def long(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         layer.is_half_attention = is_half
     yield (reference, rig), HALF_BOUND if is_half else 4e-3
     rig.engine.close()
-
-
-def native(rig: Rig) -> NativeRunner:
-    assert isinstance(rig.engine.runner, NativeRunner)
-    return rig.engine.runner
 
 
 @pytest.fixture(scope="module")

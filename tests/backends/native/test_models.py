@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from quire.backends.native.model import may_attend_in_halves
 from quire.backends.native.runner import NativeRunner
 from quire.weights.config import spec_from_config
+from tests.backends.contract import HEAD, random_prompt
 from tests.backends.native.references import RoundedReference
 from tests.backends.torch.families import FAMILIES
 from tests.backends.torch.rig import Answer, Rig
@@ -30,14 +30,8 @@ HALF_BOUND = 1.5e-2  # attention in fp16: 8e-3 at most with gemma3, 1.4e-3 with 
 OTHER_EXPERT_BOUND = 0.5  # rows for which a router chose another expert
 ROUNDED_BOUND = {"balanced": 0.1, "fast": 0.15}
 pytestmark = pytest.mark.sweep("file")
-HEAD = 70  # tokens: two full blocks and a tail
 
 Pair = tuple[RoundedReference, Rig]
-
-
-def random_prompt(seed: int, length: int) -> list[int]:
-    rng = Random(seed)
-    return [rng.randrange(3, 160) for _ in range(length)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,8 @@ import pytest
 
 from quire.engine.model_text import ModelText
 from tests.precision import (
-    WHOLE,
-    Model,
     Native,
-    Passage,
     Reference,
-    Rounded,
-    Verdict,
     chat_passages,
     chat_prompts,
     compare,
@@ -29,70 +23,16 @@ WINDOWS = (384, 640)  # of the text
 NUM_CHATS = 6
 
 
-@pytest.fixture(scope="module")
-def text(default_model: Path) -> Iterator[ModelText]:
-    text = ModelText.open(default_model)
-    yield text
-    text.close()
-
-
-class Remembered:
-    """The reference, computed once for each passage."""
-
-    def __init__(self, path: Path) -> None:
-        self.reference = Reference(path)
-        self._known: dict[tuple[int, ...], np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = {}
-
-    def logits(self, tokens: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        key = tuple(tokens)
-        if key not in self._known:
-            self._known[key] = self.reference.logits(tokens)
-        return self._known[key]
-
-
-@pytest.fixture(scope="module")
-def reference(default_model: Path) -> Iterator[Remembered]:
-    remembered = Remembered(default_model)
-    yield remembered
-    remembered.reference.close()
-
-
-@pytest.fixture(scope="module")
-def passages(text: ModelText, reference: Remembered) -> list[Passage]:
-    prompts = chat_prompts(text)[:: 50 // NUM_CHATS][:NUM_CHATS]
-    answers = reference.reference.answer(prompts, text.eos_token_ids)
-    return [*text_passages(text, WINDOWS, has_rest=False), *chat_passages(prompts, answers)]
-
-
-def verdict_of(model: Model, reference: Model, passages: list[Passage]) -> Verdict:
-    verdict = judge_all(passages, reference, model)[-1]
-    print(verdict)
-    assert verdict.name == WHOLE
-    return verdict
-
-
 @pytest.mark.nightly
-def test_native_is_close_to_fp32(default_model: Path, reference: Remembered, passages: list[Passage]) -> None:
-    native = Native(default_model)
-    try:
-        verdict = verdict_of(native, reference, passages)
-    finally:
-        native.close()
+def test_native_is_close_to_fp32(default_model: Path) -> None:
+    text, reference, native = ModelText.open(default_model), Reference(default_model), Native(default_model)
+    prompts = chat_prompts(text)[:: 50 // NUM_CHATS][:NUM_CHATS]
+    chats = chat_passages(prompts, reference.answer(prompts, text.eos_token_ids))
+    verdict = judge_all([*text_passages(text, WINDOWS, has_rest=False), *chats], reference, native)[-1]
     assert verdict.misses == []
     assert verdict.num_positions > sum(WINDOWS)
-
-
-@pytest.mark.nightly
-def test_8_bits_everywhere_fail_the_comparison(
-    default_model: Path, reference: Remembered, passages: list[Passage]
-) -> None:
-    """On prose the KL is near the limit, but one first token in thirty differs."""
-    rounded = Rounded(default_model)
-    try:
-        misses = verdict_of(rounded, reference, passages[:1]).misses
-    finally:
-        rounded.close()
-    assert any("top-1" in miss for miss in misses)
+    for one in (text, reference, native):
+        one.close()
 
 
 # The comparison itself
@@ -114,16 +54,3 @@ def test_distances_match_a_hand_calculation() -> None:
     assert whole.max_kl == pytest.approx(distance)
     assert whole.perplexity_ratio == pytest.approx(0.5)
     assert len(whole.misses) == 2
-
-
-def test_shared_prefixes_of_chats_are_compared_once() -> None:
-    one, two = chat_passages([(1, 2, 3, 4), (1, 2, 5)], [(7, 8), (9,)])
-    assert one == Passage((1, 2, 3, 4, 7, 8), (("chat, prompts", 0, 3), ("chat, answers", 3, 6)))
-    assert two == Passage((1, 2, 5, 9), (("chat, prompts", 2, 2), ("chat, answers", 2, 4)))
-
-
-def test_the_whole_text_is_read(text: ModelText) -> None:
-    passages = list(text_passages(text))
-    assert [len(passage.tokens) for passage in passages] == [512, 512, 512, 512, 1024, 1643]
-    assert text.tokenizer.decode([token for passage in passages for token in passage.tokens]).endswith("police.\n")
-    assert len(set(chat_prompts(text))) == 50

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.backends.base import Capacity
 from quire.backends.native.library import kernels_in_use
 from quire.backends.native.model import Engine
 from quire.backends.native.runner import NativeRunner
@@ -98,18 +99,14 @@ def test_calls_in_the_wrong_order(runner: NativeRunner) -> None:
 
 def test_after_close_nothing_reaches_c(model_path: Path) -> None:
     runner = open_runner(model_path)
-    tokens = run(runner, piece())
     runner.forward(plan(piece()))
     runner.close()
     runner.close()
     assert runner.facts().num_threads == 1
-    with pytest.raises(InvariantViolation):
-        runner.sample(None)
-    with pytest.raises(InvariantViolation):
-        runner.forward(plan(piece()))
-    with pytest.raises(InvariantViolation):
-        runner.use_threads(2)
-    assert tokens
+    calls: list[tuple[Any, Any]] = [(runner.sample, None), (runner.forward, plan(piece())), (runner.use_threads, 2)]
+    for call, argument in calls:
+        with pytest.raises(InvariantViolation):
+            call(argument)
 
 
 # Blocks
@@ -185,25 +182,6 @@ def test_a_poisoned_token_fails_only_its_own_requests(tmp_path: Path, value: flo
     rig.engine.close()
 
 
-def test_a_poisoned_chunk_is_detected_before_its_prompt_ends(tmp_path: Path) -> None:
-    """No token is sampled from it yet, but other requests must not find its blocks."""
-    runner = open_runner(
-        write_folder(tmp_path / "m", config(), arrays_with("model.embed_tokens.weight", (POISONED, 17)))
-    )
-    sound = piece(wants_token=False)
-    runner.forward(
-        plan(sound, sound._replace(tokens=[5, 6, POISONED, 8, 9], batch_index=1, block_table=[2]), piece(batch_index=2))
-    )
-    runner.sample(None)
-    result = runner.collect()
-    assert dict(result.failures) == {1: BROKEN}
-    assert result.is_poisoned
-    assert [len(tokens) for tokens in result.tokens] == [0, 0, 1]
-    halves = runner.model.memory.blocks[:-64].view(np.float16)
-    assert np.isfinite(halves).all()
-    runner.close()
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "name",
@@ -236,8 +214,9 @@ def test_nan_weights_never_produce_a_token(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_threads", [0, -1])
 def test_invalid_thread_counts_are_refused(runner: NativeRunner, num_threads: int) -> None:
-    with pytest.raises(InvalidRequest):
-        runner.use_threads(num_threads)
+    for call in (runner.use_threads, Engine):
+        with pytest.raises(InvalidRequest):
+            call(num_threads)
     run(runner, piece())
 
 
@@ -286,18 +265,14 @@ def test_a_step_without_memory_fails_only_its_requests(tmp_path: Path) -> None:
 def test_facts_and_capacity(model_path: Path) -> None:
     runner = open_runner(model_path, precision="exact", max_model_len=200)
     facts, capacity = runner.facts(), runner.capacity()
-    assert facts.backend.startswith("native")
-    assert kernels_in_use() in facts.backend
-    assert (facts.device, facts.num_threads) == ("cpu", 1)
-    assert facts.dtype == "F32, exact"
+    assert (facts.backend, facts.device, facts.dtype) == (f"native ({kernels_in_use()})", "cpu", "F32, exact")
     num_weights = sum(array.size for array in llama_arrays().values())
     assert num_weights < facts.weight_bytes < 1.2 * num_weights
     head_bytes = 2 * (16 * 32 + 32 * 32)  # keys, and values in whole vectors
     assert facts.kv_bytes == 2 * NUM_BLOCKS * 2 * head_bytes + 64
-    assert replace(capacity, has_overlap=False) == capacity
-    assert (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs) == (NUM_BLOCKS, 32, 4)
-    assert (capacity.max_model_len, capacity.vocab_size) == (200, VOCAB)
-    assert runner.prepare() is False
+    expected = Capacity(NUM_BLOCKS, 32, max_num_seqs=4, max_model_len=200, vocab_size=VOCAB, has_overlap=False)
+    mixed: dict[str, Any] = {"has_costly_rows": True, "max_mixed_tokens": 64, "max_drafts": 15}
+    assert capacity == replace(expected, **mixed)
     runner.close()
 
 
@@ -316,9 +291,3 @@ def test_facts_and_capacity(model_path: Path) -> None:
 def test_unsupported_settings_are_refused(model_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(reversed(settings)))):
         open_runner(model_path, **settings)
-
-
-@pytest.mark.parametrize("num_threads", [0, -1])
-def test_an_engine_without_threads_is_refused(num_threads: int) -> None:
-    with pytest.raises(InvalidRequest):
-        Engine(num_threads)

@@ -161,17 +161,6 @@ def test_a_mask_forbids_exactly_its_tokens(sampler: NativeSampler, vocab_size: i
     assert logits.tolist() == np.where(is_allowed, before, -INF).tolist()
 
 
-def test_a_row_does_not_depend_on_its_neighbours(sampler: NativeSampler) -> None:
-    """Not even if a decision is close: the sums are the same in the same order."""
-    rng = Random(5)
-    for vocab_size in (50, 2500):
-        logits = normal(rng, 8, vocab_size)
-        rows = [random_row(rng, vocab_size, batch_index) for batch_index in range(8)]
-        masks = {3: rng.randbytes(-(-vocab_size // 8))}
-        alone = [int(run(sampler, logits[i : i + 1].copy(), rows[i : i + 1], masks).tokens[0]) for i in range(8)]
-        assert run(sampler, logits, rows, masks).tokens.tolist() == alone
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -250,50 +239,6 @@ def test_only_broken_and_blocked_rows_are_marked(sampler: NativeSampler) -> None
         assert found.tokens[index] == reference(before[index : index + 1], [rows[index]]).tokens[0]
 
 
-def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSampler) -> None:
-    """Also if the history is one token short because a step is in flight, and if batch indices are reused."""
-    vocab_size = 300
-    ours = Penalties(vocab_size)
-    rng = Random(3)
-    logits = normal(rng, 1, vocab_size, 0.5)  # the same in every step: only the counts make the tokens differ
-    fields: list[dict[str, float]] = [
-        {"frequency_penalty": 0.4},
-        {"presence_penalty": 2.0, "repetition_penalty": 1.1},
-        {},
-        {"repetition_penalty": 1.3, "frequency_penalty": -0.2},
-    ]
-    params = [SamplingParams(temperature=0, **one) for one in fields]  # type: ignore[arg-type]
-    prompts = [rng.choices(range(vocab_size), k=6) for _ in fields]
-    answers: list[list[int]] = [[] for _ in fields]
-    owners = [(index + 1, 0) for index in range(4)]
-    sampled = set()
-    for step in range(12):
-        if step == 5:
-            ours.release(0)
-            owners[0], owners[1], owners[3] = (9, 0), (2, 1), (10, 0)  # 0 and 3 are reused; 1 was preempted
-            answers[0], answers[3] = [], []
-        rows, last = [], []
-        for index in rng.sample(range(4), 4 if step % 3 else 2):
-            tokens = [*prompts[index], *answers[index]]
-            known = tokens[: len(tokens) - rng.randrange(2)] if answers[index] else tokens
-            length = 1 if answers[index] else len(tokens)
-            request_id, epoch = owners[index]
-            start, history = len(tokens) - length, tuple(known)
-            rows.append(
-                SeqSlice(
-                    request_id, epoch, index, (), start, length, [1], history, True, params[index], len(prompts[index])
-                )
-            )
-            last.append(tokens[-1])
-        many = logits.repeat(len(rows), 0)
-        wanted = definition.sample(torch.from_numpy(many.copy()), rows, torch.tensor(last), None).tokens.tolist()
-        assert sampler.sample(many, rows, ours, np.array(last, np.int32), None).tokens.tolist() == wanted, step
-        for piece, token in zip(rows, wanted, strict=True):
-            answers[piece.batch_index].append(token)
-            sampled.add(token)
-    assert len(sampled) > 5  # the penalties did something
-
-
 def assert_same(one: TokenLogprobs, other: TokenLogprobs) -> None:
     assert (one.token, one.rank) == (other.token, other.rank)
     assert math.isclose(one.logprob, other.logprob, abs_tol=1e-5)
@@ -332,7 +277,7 @@ def test_wrong_arguments_do_not_reach_c(sampler: NativeSampler) -> None:
         run(sampler, logits.astype(np.float64), rows)
     for tokens in ([0, 1, 2, 100], [0, 1, -1, 2]):
         with pytest.raises(InvariantViolation):
-            sampler.rank_tokens(logits, tokens, 1)
+            sampler.rank(logits, np.array(tokens, np.int32), [1] * len(tokens))
     for mask in (bytes(12), bytes(14)):
         with pytest.raises(InvariantViolation):
             run(sampler, logits, rows, {1: mask})

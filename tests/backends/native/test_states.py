@@ -17,9 +17,10 @@ from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import SeqSlice, StateSnapshot
 from quire.errors import InvariantViolation
-from tests.backends.native.matrices import same_bits
+from tests.backends.contract import random_prompt
+from tests.backends.native.matrices import logits_of, same_bits
 from tests.backends.native.references import RoundedReference
-from tests.backends.native.test_invariance import check_same, random_prompt, run_requests
+from tests.backends.native.test_invariance import check_same, run_requests
 from tests.backends.native.test_models import check_rows
 from tests.backends.native.test_runner import open_runner
 from tests.backends.native.test_windows import logits
@@ -49,7 +50,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("model")
     reference = RoundedReference(request.param, folder)
     runner = open_runner(folder, precision="exact", **SETTINGS)
-    expected = [runner.model.logits(prompt) for prompt in PROMPTS]
+    expected = [logits_of(runner.model, prompt) for prompt in PROMPTS]
     runner.close()
     return Case(reference, folder, expected)
 
@@ -154,7 +155,7 @@ def test_out_of_bounds_states_are_refused(runner: NativeRunner, wrong: SeqSlice)
 def test_other_kernels(case: Case, kernels: str, precision: str) -> None:
     """Each variant has its own bits."""
     runner = open_runner(case.path, precision=precision, **SETTINGS)
-    expected = runner.model.logits(PROMPTS[4])
+    expected = logits_of(runner.model, PROMPTS[4])
     if precision == "exact":
         found = torch.log_softmax(torch.from_numpy(expected), -1)
         check_rows(case.reference, found, case.reference.logprobs(PROMPTS[4]))
@@ -198,6 +199,6 @@ def test_gguf_files(name: str, tmp_path: Path) -> None:
     changes = {"linear_value_head_dim": 32} if name.startswith("qwen3_5") else {}
     reference = RoundedReference(name, tmp_path / "m", **changes)
     runner = open_runner(write_gguf(tmp_path / "m", tmp_path / "m.gguf"), precision="exact", **SETTINGS)
-    found = torch.log_softmax(torch.from_numpy(runner.model.logits(PROMPTS[4])), -1)
+    found = torch.log_softmax(torch.from_numpy(logits_of(runner.model, PROMPTS[4])), -1)
     check_rows(reference, found, reference.logprobs(PROMPTS[4]))
     runner.close()

@@ -14,9 +14,9 @@ from quire.backends.native.library import Floats
 from quire.backends.native.runner import NativeRunner
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
 from quire.errors import InvariantViolation
-from tests.backends.native.matrices import same_bits
+from tests.backends.contract import random_prompt
+from tests.backends.native.matrices import logits_of, same_bits
 from tests.backends.native.references import RoundedReference
-from tests.backends.native.test_invariance import random_prompt
 from tests.backends.native.test_runner import NUM_BLOCKS, open_runner
 from tests.backends.plans import piece, plan, run
 
@@ -48,7 +48,7 @@ def expected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Floats]:
     monkeypatch.setattr(kv_memory, "HAS_WINDOWS", False)
     runner = open_runner(folder, block_size=BLOCK_SIZE, num_blocks=2 * NUM_BLOCKS)
     assert runner.capacity().num_window_blocks == 0
-    yield runner.model.logits(PROMPT)
+    yield logits_of(runner.model, PROMPT)
     runner.close()
 
 
@@ -118,21 +118,6 @@ def test_blocks_may_move(runner: NativeRunner, expected: Floats) -> None:
     assert same_bits(found[0], expected[-1])
     poison(runner, 21, 22, 23, 20)
     assert same_bits(logits(runner, slice_of(40, 30))[0], expected[-1])  # the sources are unchanged
-
-
-def test_window_copies_leave_other_blocks_alone(runner: NativeRunner) -> None:
-    memory = runner.model.memory
-    for pool in (memory.blocks, memory.window_blocks):
-        pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
-    blocks, window_blocks = memory.blocks.copy(), memory.window_blocks.copy()
-    runner.model.copy_blocks((), (BlockCopy(1, 7),))
-    assert np.array_equal(memory.blocks, blocks)
-    runner.model.copy_blocks((BlockCopy(1, 7),))
-    assert np.array_equal(memory.blocks, blocks) == (not num_full_layers(runner))
-    changed = np.flatnonzero(memory.window_blocks != window_blocks)
-    num_layers = runner.model.spec.num_layers - num_full_layers(runner)
-    per_block = (len(window_blocks) - 64) // num_layers // num_window_blocks(runner)
-    assert set((changed // per_block % num_window_blocks(runner)).tolist()) == {7}
 
 
 @pytest.mark.parametrize(
