@@ -400,9 +400,9 @@ class ActiveRequest:
             generation.cancel()
             generation.detach()
         self.ticket.leave()
-        if self.is_accepted:  # a refused request is counted elsewhere
-            self.service.close_request(self, self._record(error or self.error))
-        self.on_close.close()
+        with self.on_close:  # also if the record cannot be written
+            if self.is_accepted:  # a refused request is counted elsewhere
+                self.service.close_request(self, self._record(error or self.error))
 
     def _record(self, error: Exception | None) -> RequestRecord:
         usage, cache = self.usage, self.cache

@@ -457,7 +457,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "fields", "message", "param"), REFUSALS, ids=lambda value: getattr(value, "__name__", str(value)[:40]))
+@pytest.mark.parametrize(
+    ("ask", "fields", "message", "param"), REFUSALS, ids=lambda value: getattr(value, "__name__", str(value)[:40])
+)
 def test_refusals_name_the_field(
     ask: Callable[..., InferenceRequest], fields: dict[str, Any], message: str, param: str | None
 ) -> None:
