@@ -34,7 +34,7 @@ from quire.server.config import ServeConfig
 from quire.server.errors import ApiError, Dialect, Kind, api_error
 from quire.server.http import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, Key
-from quire.server.logs import log_refusal
+from quire.server.logs import LogOnce, log_refusal
 from quire.server.models import ActiveRequest, Caller, ClientGone, InferenceRequest, Model, Models, ModelService
 from quire.server.watch import Watch
 
@@ -64,6 +64,7 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 _parsers = ThreadPoolExecutor(NUM_PARSERS, "quire-parse")
+log_once = LogOnce()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,10 @@ class RequestContext:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
         try:
             value = decode(data, kind)
-            self.note(IGNORED, unknown_fields(msgspec.json.decode(data), kind).values())
+            unknown = unknown_fields(msgspec.json.decode(data), kind)
+            for name in list(unknown)[:MAX_NAMED_FIELDS]:
+                log_once(f"{self.endpoint}: the unknown field {_printable(name)} was ignored")
+            self.note(IGNORED, unknown.values())
             return value
         except msgspec.ValidationError as error:
             raise _wrong_type(error, data) from None
