@@ -153,6 +153,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=ollama.OllamaVersion, dialect=OLLAMA, tag="ollama",
     ),
     Endpoint(
+        "POST", "/api/pull", catalog.pull_model, "Download a model to this machine's disk.",
+        ollama.PullRequest, ollama.PullProgress, OLLAMA, access=Access.ADMIN, streams=True, tag="ollama",
+    ),
+    Endpoint(
         "POST", "/v1/cache/explain", cache.explain, "How much of a prompt is cached, and why not more.",
         cache.ExplainRequest, cache.Explanation, tag="cache",
     ),

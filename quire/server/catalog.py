@@ -1,11 +1,17 @@
-"""Lists and describes models without loading them, in the protocols of OpenAI and Ollama."""
+"""Lists and describes models without loading them, in the protocols of OpenAI and Ollama.
+
+`POST /api/pull`, admin only, downloads a model to this machine's disk. It is not served until the server is restarted
+with it: the models of a server are fixed at its start.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import math
+import threading
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import structs
 from starlette.responses import Response
 
@@ -23,12 +30,16 @@ from quire.server.models import Model
 from quire.server.protocols import openai
 from quire.server.protocols.anthropic import ANTHROPIC_MODELS
 from quire.server.protocols.ollama import (
+    DEFAULT_TAG,
+    OLLAMA,
     ListedModel,
     ListedModels,
     LoadedModel,
     LoadedModels,
     ModelDetails,
     OllamaVersion,
+    PullProgress,
+    PullRequest,
     ShownModel,
     ShowRequest,
     find_model,
@@ -40,7 +51,7 @@ from quire.text.reasoning import find_reasoning
 from quire.version import __version__
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES
-from quire.weights.hub import NO_DEFAULTS, known_generation, size_of
+from quire.weights.hub import NO_DEFAULTS, HubName, find_known, known_generation, pull, size_of
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
 from quire.weights.tensors import num_weights
@@ -152,6 +163,7 @@ async def model_entries(model: Model) -> list[openai.Model]:
 
 
 API_VERSION = "0.12.11"  # the first Ollama with logprobs, the newest field that quire implements
+PULL_POLL_S = 0.2  # between two lines of progress
 NEVER = "9999-12-31T23:59:59Z"
 _PARAMETERS = {
     "temperature": "temperature",
@@ -184,9 +196,7 @@ async def tags(context: RequestContext) -> Response:
 
 async def show(context: RequestContext) -> Response:
     body = await context.body(ShowRequest)
-    if not (name := body.model or body.name):
-        raise ApiError(Kind.INVALID, "model is missing", param="model")
-    model = find_model(context.models, name)
+    model = find_model(context.models, _given_name(body))
     facts = await facts_of(model)
     return context.json(
         ShownModel(
@@ -226,6 +236,12 @@ async def ps(context: RequestContext) -> Response:
 
 async def version(context: RequestContext) -> Response:
     return context.json(OllamaVersion(version=API_VERSION, quire=__version__))
+
+
+def _given_name(body: ShowRequest) -> str:
+    if not (name := body.model or body.name):
+        raise ApiError(Kind.INVALID, "model is missing", param="model")
+    return name
 
 
 def _expires_at(model: Model) -> str:
@@ -295,3 +311,75 @@ def _info(model: Model, facts: ModelFacts) -> dict[str, Any]:
     }
     tokens = ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id")  # null: the model has none
     return {name: value for name, value in info.items() if value is not None or name in tokens}
+
+
+_encode = msgspec.json.Encoder().encode
+_downloads: list[Download] = []  # that run: one at a time, because parallel ones would share bandwidth and disk
+
+
+class Download(threading.Thread):
+    """Downloads a model. The thread is a daemon: it does not delay the end of the server."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(name=f"pull {model}", daemon=True)
+        self._model = model
+        self._last = PullProgress(status="pulling manifest")
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            # With a progress callback, the hub's library would draw bars on this process's terminal.
+            pull(self._model, self._take if find_known(self._model) is not None else None)
+        except Exception as error:
+            self._error = error
+
+    def _take(self, what: str, num_done: int, num_bytes: int) -> None:
+        self._last = PullProgress(status=f"{what} {self._model}", total=num_bytes, completed=num_done)
+
+    async def progress(self) -> AsyncIterator[PullProgress]:
+        shown = None
+        while self.is_alive():
+            if shown is not self._last:
+                shown = self._last
+                yield shown
+            await asyncio.sleep(PULL_POLL_S)
+        if self._error is not None:
+            text = f"pull: {type(self._error).__name__}: {self._error}"
+            raise ApiError(Kind.FAILED, text, reason="download_failed")
+        yield PullProgress(status="success", note=f"restart the server with it to serve it: quire serve {self._model}")
+
+
+async def pull_model(context: RequestContext) -> Response:
+    """Download a model. If the client disconnects, the download continues, and a later pull finds the files."""
+    body = await context.body(PullRequest)
+    given = _given_name(body)
+    name = given.removesuffix(DEFAULT_TAG)
+    progress = _served() if {given, name} & {*context.models.names} else _begin_pull(name).progress()
+    if body.stream is not False:
+        return context.streaming(_lines(progress), OLLAMA.stream_type)
+    return context.json([one async for one in progress][-1])
+
+
+async def _served() -> AsyncIterator[PullProgress]:
+    yield PullProgress(status="success")
+
+
+def _begin_pull(name: str) -> Download:
+    if find_known(name) is None and HubName.parse(name) is None:
+        text = f"model = {name!r:.200} is neither a known model name nor an org/name of the hub"
+        raise ApiError(Kind.NO_MODEL, text, param="model")
+    _downloads[:] = [one for one in _downloads if one.is_alive()]
+    if _downloads:
+        text = "another model is being downloaded: only one download runs at a time"
+        raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
+    _downloads.append(Download(name))
+    _downloads[0].start()
+    return _downloads[0]
+
+
+async def _lines(progress: AsyncIterator[PullProgress]) -> AsyncIterator[bytes]:
+    try:
+        async for one in progress:
+            yield _encode(one) + b"\n"
+    except ApiError as error:
+        yield OLLAMA.event(error, "")

@@ -219,7 +219,7 @@ REASONS = frozenset(
     {
         *(kind.name.lower() for kind in Kind),
         *("queue_full", "queue_tokens", "queue_timeout", "body_bytes", "draining", "loading", "restarting", "internal"),
-        *("load_failed", "model_too_large", "unloading", "watchers"),
+        *("load_failed", "model_too_large", "unloading", "watchers", "pulling", "download_failed"),
         *("origin", "host", "unsupported_parameter", "unsupported_value", "request_not_found"),
         *("uploads", "key_batches", "state_dir", "storage", "no_file", "no_batch"),
         *("key_max_requests", "key_requests_per_minute", "key_tokens_per_minute"),
