@@ -13,7 +13,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
-from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -260,10 +259,6 @@ class Exposition(Collector):
         self.values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in (*GAUGES, *COUNTERS)}
         self.histograms: dict[str, dict[tuple[str, ...], Histogram]] = {name: {} for name in HISTOGRAMS}
         self._compat = compat
-
-    def render(self) -> tuple[bytes, str]:
-        """Return the text and its content type."""
-        return generate_latest(self), CONTENT_TYPE
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families(_PREFIX, {*GAUGES, *COUNTERS, *HISTOGRAMS})

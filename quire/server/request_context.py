@@ -105,7 +105,6 @@ class RequestContext:
         self.has_body = "transfer-encoding" in self.request.headers or length != "0"  # an unread body
         self._gone: asyncio.Task[None] | None = None
         self._active: ActiveRequest | None = None
-        self.is_accepted = False  # it was submitted to a model
         self.model = self.models.default  # the model whose metrics count this request
         self._held: set[Model] = set()  # kept loaded until the request ends
         self.on_finish = ExitStack()  # what ends with this request
@@ -253,7 +252,6 @@ class RequestContext:
             raise ClientGone
         self._active = active = self.models.enter(request, caller)
         await self.models.open(active)
-        self.is_accepted = True
         self.note(IGNORED, active.ignored)
         return active
 
@@ -302,7 +300,7 @@ class RequestContext:
         if key is not None and key.is_admin:
             error.message = error.admin_message
         status = self.dialect.status(error)
-        if not self.is_accepted:  # an accepted request has its own log line
+        if self._active is None or not self._active.is_accepted:  # an accepted request has its own log line
             name = None if key is None else key.name
             log_refusal(self.request_id, self.endpoint, name, status, error.reason, error.param)
         if self.has_body and error.kind is not Kind.TIMEOUT:
