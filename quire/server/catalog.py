@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -314,39 +315,7 @@ def _info(model: Model, facts: ModelFacts) -> dict[str, Any]:
 
 
 _encode = msgspec.json.Encoder().encode
-_downloads: list[Download] = []  # that run: one at a time, because parallel ones would share bandwidth and disk
-
-
-class Download(threading.Thread):
-    """Downloads a model. The thread is a daemon: it does not delay the end of the server."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(name=f"pull {model}", daemon=True)
-        self._model = model
-        self._last = PullProgress(status="pulling manifest")
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            # With a progress callback, the hub's library would draw bars on this process's terminal.
-            pull(self._model, self._take if find_known(self._model) is not None else None)
-        except Exception as error:
-            self._error = error
-
-    def _take(self, what: str, num_done: int, num_bytes: int) -> None:
-        self._last = PullProgress(status=f"{what} {self._model}", total=num_bytes, completed=num_done)
-
-    async def progress(self) -> AsyncIterator[PullProgress]:
-        shown = None
-        while self.is_alive():
-            if shown is not self._last:
-                shown = self._last
-                yield shown
-            await asyncio.sleep(PULL_POLL_S)
-        if self._error is not None:
-            text = f"pull: {type(self._error).__name__}: {self._error}"
-            raise ApiError(Kind.FAILED, text, reason="download_failed")
-        yield PullProgress(status="success", note=f"restart the server with it to serve it: quire serve {self._model}")
+_is_pulling = threading.Lock()  # one at a time: parallel downloads would share bandwidth and disk
 
 
 async def pull_model(context: RequestContext) -> Response:
@@ -354,7 +323,11 @@ async def pull_model(context: RequestContext) -> Response:
     body = await context.body(PullRequest)
     given = _given_name(body)
     name = given.removesuffix(DEFAULT_TAG)
-    progress = _served() if {given, name} & {*context.models.names} else _begin_pull(name).progress()
+    is_served = bool({given, name} & {*context.models.names})
+    if not is_served and find_known(name) is None and HubName.parse(name) is None:
+        text = f"model = {name!r:.200} is neither a known model name nor an org/name of the hub"
+        raise ApiError(Kind.NO_MODEL, text, param="model")
+    progress = _served() if is_served else _download(name)
     if body.stream is not False:
         return context.streaming(_lines(progress), OLLAMA.stream_type)
     return context.json([one async for one in progress][-1])
@@ -364,17 +337,37 @@ async def _served() -> AsyncIterator[PullProgress]:
     yield PullProgress(status="success")
 
 
-def _begin_pull(name: str) -> Download:
-    if find_known(name) is None and HubName.parse(name) is None:
-        text = f"model = {name!r:.200} is neither a known model name nor an org/name of the hub"
-        raise ApiError(Kind.NO_MODEL, text, param="model")
-    _downloads[:] = [one for one in _downloads if one.is_alive()]
-    if _downloads:
+async def _download(name: str) -> AsyncIterator[PullProgress]:
+    """Download in a daemon thread, which does not delay the end of the server, and yield its progress."""
+    if not _is_pulling.acquire(blocking=False):
         text = "another model is being downloaded: only one download runs at a time"
         raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
-    _downloads.append(Download(name))
-    _downloads[0].start()
-    return _downloads[0]
+    done: Future[Path] = Future()
+    latest = PullProgress(status="pulling manifest")
+
+    def take(what: str, num_done: int, num_bytes: int) -> None:
+        nonlocal latest
+        latest = PullProgress(status=f"{what} {name}", total=num_bytes, completed=num_done)
+
+    def run() -> None:
+        try:
+            # With a progress callback, the hub's library would draw bars on this process's terminal.
+            done.set_result(pull(name, take if find_known(name) is not None else None))
+        except Exception as error:
+            done.set_exception(error)
+        finally:
+            _is_pulling.release()
+
+    threading.Thread(target=run, name=f"pull {name}", daemon=True).start()
+    shown = None
+    while not done.done():
+        if latest is not shown:
+            shown = latest
+            yield shown
+        await asyncio.sleep(PULL_POLL_S)
+    if (error := done.exception()) is not None:
+        raise ApiError(Kind.FAILED, f"pull: {type(error).__name__}: {error}", reason="download_failed")
+    yield PullProgress(status="success", note=f"restart the server with it to serve it: quire serve {name}")
 
 
 async def _lines(progress: AsyncIterator[PullProgress]) -> AsyncIterator[bytes]:

@@ -526,22 +526,23 @@ def test_no_answer_names_a_path_of_this_machine(server: Server, tiny_model: Path
 def test_a_pull_reports_its_progress_and_its_end(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
     is_shown = threading.Event()
 
-    def fetch(name: str, progress: Callable[[str, int, int], None]) -> None:
+    def fetch(name: str, progress: Callable[[str, int, int], None]) -> Path:
         assert name == "smollm2"
         progress("downloading", 10, 1000)
         assert is_shown.wait(HANG_S)
         if error is not None:
             raise error
+        return Path("/model")
 
     monkeypatch.setattr(catalog, "pull", fetch)
 
     async def read() -> list[dict[str, Any]]:
         lines = []
-        async for line in catalog._lines(catalog._begin_pull("smollm2").progress()):
+        async for line in catalog._lines(catalog._download("smollm2")):
             lines.append(json.loads(line))
             if "completed" in lines[-1]:
                 with pytest.raises(ApiError, match="only one download"):
-                    catalog._begin_pull("org/name")
+                    await anext(catalog._download("org/name"))
                 is_shown.set()
         return lines
 
