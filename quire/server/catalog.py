@@ -358,9 +358,10 @@ async def _download(name: str) -> AsyncIterator[PullProgress]:
         finally:
             _is_pulling.release()
 
-    threading.Thread(target=run, name=f"pull {name}", daemon=True).start()
+    thread = threading.Thread(target=run, name=f"pull {name}", daemon=True)
+    thread.start()
     shown = None
-    while not done.done():
+    while thread.is_alive():
         if latest is not shown:
             shown = latest
             yield shown
