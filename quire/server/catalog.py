@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, structs
 from starlette.responses import Response
 
 from quire.engine.model_manager import ModelState
@@ -344,15 +344,17 @@ async def _download(name: str) -> AsyncIterator[PullProgress]:
         raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
     done: Future[Path] = Future()
     latest = PullProgress(status="pulling manifest")
+    known = find_known(name)
+    digest = UNSET if known is None else f"sha256:{known.sha256}"
 
     def take(what: str, num_done: int, num_bytes: int) -> None:
         nonlocal latest
-        latest = PullProgress(status=f"{what} {name}", total=num_bytes, completed=num_done)
+        latest = PullProgress(status=f"{what} {name}", digest=digest, total=num_bytes, completed=num_done)
 
     def run() -> None:
         try:
             # With a progress callback, the hub's library would draw bars on this process's terminal.
-            done.set_result(pull(name, take if find_known(name) is not None else None))
+            done.set_result(pull(name, take if known is not None else None))
         except Exception as error:
             done.set_exception(error)
         finally:

@@ -547,6 +547,7 @@ def test_a_pull_reports_its_progress_and_its_end(monkeypatch: pytest.MonkeyPatch
         return lines
 
     *_, part, last = asyncio.run(read())
+    assert part.pop("digest").startswith("sha256:")
     assert part == {"status": "downloading smollm2", "total": 1000, "completed": 10}
     if error is None:
         assert last["status"] == "success"

@@ -352,6 +352,7 @@ class OllamaVersion(Struct, kw_only=True):
 
 class PullProgress(Struct, kw_only=True):
     status: str
+    digest: str | UnsetType = UNSET  # clients show a bar for each
     total: int | UnsetType = UNSET
     completed: int | UnsetType = UNSET
     note: Annotated[str, described("With success: how to serve the model.")] | UnsetType = UNSET
