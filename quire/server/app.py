@@ -36,7 +36,7 @@ PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain") 
 
 
 async def openapi_json(context: RequestContext) -> Response:
-    body = await context.in_turn(partial(_openapi_bytes, context.models.default.name))
+    body = await context.run(partial(_openapi_bytes, context.models.default.name), is_slow=True)
     return Response(body, 200, context.headers, "application/json")
 
 

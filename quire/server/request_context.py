@@ -123,18 +123,15 @@ class RequestContext:
             data = await self._read(take)
             self._gone = asyncio.create_task(self._watch())
             self._is_slow = is_slow(data)
-            return await self._on_body(partial(self._decode, data, kind))
+            return await self.run(partial(self._decode, data, kind), is_slow=self._is_slow)
 
     async def parse(self, parse: Callable[[T], Parsed], body: T) -> Parsed:
         """Call a codec's parser: for a large body in a thread, so that the streams of others continue."""
-        return await self._on_body(partial(parse, body))
+        return await self.run(partial(parse, body), is_slow=self._is_slow)
 
-    async def _on_body(self, work: Callable[[], Parsed]) -> Parsed:
-        return await self.in_turn(work) if self._is_slow else work()
-
-    async def in_turn(self, work: Callable[[], Parsed]) -> Parsed:
-        """Do work in a thread, when it is the turn of this key."""
-        return await self.models.parsing.run(self.key.name, _parsers, work)
+    async def run(self, work: Callable[[], Parsed], *, is_slow: bool) -> Parsed:
+        """Do work at once; slow work in a thread, when it is the turn of this key."""
+        return await self.models.parsing.run(self.key.name, _parsers, work) if is_slow else work()
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
         """Decode a body. The number of values is bounded, because decoding time depends on it."""
@@ -232,14 +229,10 @@ class RequestContext:
         return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
 
     async def json_of(self, make: Callable[[], object], num_values: int) -> Response:
-        """Make an answer of so many tokens and scores, and encode it: see `on_values`."""
+        """Make an answer of so many tokens and scores, and encode it."""
         if num_values <= MAX_PLAIN_VALUES:
             return self.json(make())
-        return await self.in_turn(lambda: self.json(in_parts(make())))
-
-    async def on_values(self, work: Callable[[], Parsed], num_values: int) -> Parsed:
-        """Do work on tokens and scores: at once, or on many of them in a thread, where keys take turns."""
-        return work() if num_values <= MAX_PLAIN_VALUES else await self.in_turn(work)
+        return await self.run(lambda: self.json(in_parts(make())), is_slow=True)
 
     async def open(self, request: InferenceRequest) -> ActiveRequest:
         """Submit the request to its model, unless the client disconnects first."""
