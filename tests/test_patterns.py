@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# A pattern with two adjacent `\\s*` takes 9 million steps here, one with four takes years. CPU time does not depend on load.
+# Four adjacent `\\s*` take years here. CPU time does not depend on the load of the machine.
 TRY_ALL = r"""
 import importlib, pkgutil, re, resource, sys
 import quire
@@ -33,6 +33,6 @@ print(len(found))
 
 
 def test_no_pattern_backtracks() -> None:
-    done = subprocess.run([sys.executable, "-c", TRY_ALL], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, "-c", TRY_ALL], check=False, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.stderr[-500:])
     assert int(done.stdout.splitlines()[-1]) > 30
