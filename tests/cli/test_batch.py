@@ -16,7 +16,7 @@ import pytest
 from tests.cli.runs import Terminal, quire
 from tests.cli.scripted import Reply, ScriptedServer, document, refusal
 from tests.server.rig import FAKE, Server, children, command_line, serving
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, eventually, is_running
 
 KEY = "sk-batch-00000001"
 OPENAI_LINE = {
@@ -159,13 +159,6 @@ def test_a_killed_run_continues_and_leaves_no_server(tiny_model: Path, tmp_path:
     assert outcome.returncode == 0, outcome.stderr
     assert "300 lines: 300 answered, 0 failed" in outcome.stderr
     assert set(read(out)) == {f"p-{number}" for number in range(300)}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def test_ctrl_c_on_a_terminal_and_again(server: Server, tmp_path: Path) -> None:

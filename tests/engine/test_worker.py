@@ -27,7 +27,7 @@ from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Work
 from quire.engine.worker.worker import Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, WorkerDied
 from tests.engine.serving import client, request, run, until, usage
-from tests.waiting import HANG_S, num_switches
+from tests.waiting import HANG_S, is_running, num_switches
 
 pytestmark = pytest.mark.anyio
 
@@ -175,13 +175,6 @@ async def test_modules_in_the_working_directory_are_not_imported(
     async with client(tiny_model) as engine:
         await engine.generate(request(engine))
     assert not (tmp_path / "HACKED").exists()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

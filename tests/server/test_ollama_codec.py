@@ -37,7 +37,7 @@ from quire.server.protocols.ollama import (
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
-from tests.server.streams import FakeActiveRequest, events_of, whole_of
+from tests.server.streams import FakeActiveRequest, chat_of, events_of, whole_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -52,12 +52,6 @@ def chat_ask(**body: Any) -> InferenceRequest:
 def generate_ask(**body: Any) -> InferenceRequest:
     data = json.dumps({"model": "m", "prompt": "Hello"} | body)
     return parse_generate(msgspec.json.decode(data, type=OllamaGenerateRequest))
-
-
-def chat_of(ask: InferenceRequest) -> ChatRequest:
-    (prompt,) = ask.prompts
-    assert isinstance(prompt, ChatRequest)
-    return prompt
 
 
 # Parsing
