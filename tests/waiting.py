@@ -115,7 +115,7 @@ class ManualClock:
     """A clock that a test advances."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
+        self.now_s = 0.0
 
     def __call__(self) -> float:
         return self.now_s
