@@ -62,6 +62,7 @@ def anyio_backend() -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="skip slow test files")
     parser.addoption("--nightly", action="store_true", help="run all tests, also those marked with nightly")
+    parser.addoption("--left-out", action="store_true", help="run only the tests that `make test` leaves out")
     parser.addoption("--costs", type=Path, metavar="FILE", help="write what each test took to FILE (tests/costs.py)")
 
 
@@ -87,6 +88,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], left_out = select(items, config.getoption("--nightly"))
+    if config.getoption("--left-out"):
+        items[:], left_out = left_out, items[:]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
 

@@ -96,10 +96,29 @@ def is_asleep(*pids: int, window_s: float = 2.0) -> bool:
     return switches() == before
 
 
+def is_running(pid: int) -> bool:
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def num_switches(pid: int) -> int:
     """Number of voluntary context switches of all its threads."""
     statuses = [(task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int(number) for text in statuses for number in re.findall(r"^voluntary_ctxt\S+\s+(\d+)", text, re.M))
+
+
+class ManualClock:
+    """A clock that a test advances."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -6,13 +6,14 @@ run prompts whole, in chunks, in a batch, on shared and forked blocks, preempted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
 
 import pytest
 from torch import Tensor
 
+from quire.backends.sampling import BROKEN
 from tests.backends.torch.rig import Answer, Rig, same_rows
 
 HEAD = 70  # tokens: two full blocks and a tail
@@ -203,6 +204,31 @@ class Contract:
         ids = [rig.start(prompt, 10, seed=11 + i, **settings) for i, prompt in enumerate(prompts)]
         answers = rig.run(*ids)
         assert [answers[request_id].tokens for request_id in ids] == alone
+
+
+POISONED = 50  # a token whose embedding is not finite
+NEVER: dict[str, Any] = {"logit_bias": {POISONED: -100.0}}  # keeps it out of answers
+
+
+def sound_prompt(seed: int, length: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(3, 40) for _ in range(length)]
+
+
+def check_poisoned(rig: Rig, check: Callable[[list[int], Answer], None], **settings: Any) -> None:
+    """Every context with that token fails, complete or not, and no other does."""
+    for place in (0, 20, 59):
+        good, bad = sound_prompt(11, 50), sound_prompt(12, 60)
+        bad[place] = POISONED
+        rig.reset(max_chunk_tokens=16, num_blocks=12, **settings)
+        ids = rig.start(good, 4, **NEVER), rig.start(bad, 4, **NEVER), rig.start(sound_prompt(13, 9), 4, **NEVER)
+        answers = rig.run(*ids)
+        assert answers[ids[1]].error == BROKEN
+        assert answers[ids[1]].tokens == []
+        check(good, answers[ids[0]])
+        for number in range(4):  # uses all blocks of the small pool
+            prompt = sound_prompt(20 + number, 60)
+            check(prompt, rig.answer(prompt, 4, **NEVER))
 
 
 def has_overlap(rig: Rig) -> bool:

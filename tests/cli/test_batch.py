@@ -16,7 +16,7 @@ import pytest
 from tests.cli.runs import Terminal, quire
 from tests.cli.scripted import Reply, ScriptedServer, document, refusal
 from tests.server.rig import FAKE, Server, children, command_line, serving
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, eventually, is_running
 
 KEY = "sk-batch-00000001"
 OPENAI_LINE = {
@@ -115,22 +115,6 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path: Path) -> Non
 # A server that misbehaves
 
 
-def test_refusals_and_lost_connections_are_retried(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
-    with ScriptedServer() as server:
-        busy = refusal(429, "busy")
-        busy.headers["retry-after"] = "1"
-        cut = Reply(200, [b'{"usage"'], {"content-type": "application/json"}, is_cut=True)
-        server.answers(busy, cut, refusal(503, "starting"), document(ANSWER), refusal(400, "no"), document(ANSWER))
-        options = ("--max-in-flight", "1", "--temperature", "0.5", "--max-tokens", "7")
-        outcome = quire("batch", str(source), str(out), "--server", server.url, *options)
-        assert outcome.returncode == 1, outcome.stderr
-        assert [(body["temperature"], body["max_tokens"]) for body in server.posted()] == [(0.5, 7)] * 6
-    found = read(out)
-    statuses = [found[f"p-{number}"]["response"]["status_code"] for number in range(3)]
-    assert statuses == [200, 400, 200]
-
-
 def test_a_server_that_goes_away_ends_the_run_and_the_next_one_continues(tmp_path: Path) -> None:
     source, out = prompts(tmp_path / "in.jsonl", 4), tmp_path / "out.jsonl"
     command = ("batch", str(source), str(out), "--max-in-flight", "1", "--retries", "2")
@@ -175,13 +159,6 @@ def test_a_killed_run_continues_and_leaves_no_server(tiny_model: Path, tmp_path:
     assert outcome.returncode == 0, outcome.stderr
     assert "300 lines: 300 answered, 0 failed" in outcome.stderr
     assert set(read(out)) == {f"p-{number}" for number in range(300)}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def test_ctrl_c_on_a_terminal_and_again(server: Server, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from quire.engine.worker.worker import Observer, Worker
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
-    from quire.engine.worker.event_publisher import EventPublisher
+    pass
 
 T = TypeVar("T")
 SLOW = {"backend": "fake", "device": "20ms"}  # per step: thousands of tokens outlast the rest of the test
@@ -138,16 +138,14 @@ class Peer:
 
 
 @contextmanager
-def working(capacity: Capacity = CAPACITY, publisher: EventPublisher | None = None) -> Iterator[tuple[Peer, Engine]]:
+def working() -> Iterator[tuple[Peer, Engine]]:
     """A worker's loop in a thread. It ends with the context."""
     client_end, worker_end = socket.socketpair()
     client_end.settimeout(HANG_S)
-    observer, runner = Observer(), FakeRunner(capacity)
+    observer, runner = Observer(), FakeRunner(CAPACITY)
     engine = Engine(runner, make_scheduler(runner, EngineConfig(), observer))
-    if publisher is not None:
-        publisher.start(engine.scheduler.cache)
     channel = Channel(worker_end)
-    worker = Worker(channel, engine, observer, publisher=publisher)
+    worker = Worker(channel, engine, observer)
 
     def serve() -> None:
         with pytest.raises(ConnectionError):

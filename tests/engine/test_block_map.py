@@ -113,6 +113,12 @@ def test_runs_are_short_and_in_order() -> None:
     assert block_map.runs() == (CellRun(16, 0, 0, 0, 0),)
 
 
+def test_a_large_pool_has_cells_of_several_blocks() -> None:
+    block_map = BlockMap(KVCacheManager(100_001, 4), 2000)
+    block_map.update(100_000)
+    assert (block_map.blocks_per_cell, block_map.runs()) == (50, (CellRun(2000, 0, 0, 0, 0),))
+
+
 def test_a_closed_map_records_no_changes() -> None:
     cache = KVCacheManager(17, 4)
     block_map = BlockMap(cache, 10)

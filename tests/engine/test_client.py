@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
-from quire.backends.fake import run_alone
-from quire.core.values import FinishReason, Priority
-from quire.engine.generation import Delta, Generation, PinPrefix
-from quire.engine.worker.client import EngineClient
-from quire.engine.worker.protocol import Stepped
+from quire.core.values import Priority
+from quire.engine.generation import Generation, PinPrefix
 from quire.errors import InvalidRequest, QueueFull, RequestFailed
 from tests.engine.serving import SLOW, client, request, stats, until, usage
 
 pytestmark = pytest.mark.anyio
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
-
-
-async def serve_all(generations: Sequence[Generation], updated: asyncio.Event) -> list[list[Delta]]:
-    """Read all generations with one shared event, as a server does."""
-    seen: list[list[Delta]] = [[] for _ in generations]
-    while True:
-        updated.clear()
-        for deltas, generation in zip(seen, generations, strict=True):
-            deltas += generation.take()
-        if all(generation.is_over for generation in generations):
-            return seen
-        await updated.wait()
-
-
-# The fake backend
-
-
-async def test_the_fake_backend_answers_like_the_oracle(tiny_model: Path) -> None:
-    async with client(tiny_model, backend="fake") as engine:
-        asked = request(engine, LONG, max_tokens=20, temperature=1.0, seed=4, n=3)
-        output = await engine.generate(asked)
-        for completion in output.completions:
-            expected = run_alone(
-                asked.prompt.tokens,
-                asked.sampling.sample(completion.index),
-                20,
-                block_size=32,
-                vocab_size=engine.text.spec.vocab_size,
-            )
-            assert list(completion.token_ids) == expected
-        facts = engine.facts
-        assert facts is not None
-        assert (facts.facts.backend, facts.facts.weight_bytes, facts.facts.kv_bytes) == ("fake", 0, 0)
 
 
 # The start of a worker
@@ -81,19 +43,7 @@ def header_bytes(folder: Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
-# Steps
-
-
-async def test_every_step_reports_its_tokens(tiny_model: Path) -> None:
-    steps: list[Stepped] = []
-    async with client(tiny_model, backend="fake", max_chunk_tokens=16, on_step=steps.append) as engine:
-        asked = request(engine, LONG)
-        generation = await engine.submit(asked)
-        await generation.result()
-        assert sum(step.num_tokens for step in steps) == len(asked.prompt) + 7  # the last token is not computed
-        assert len([step for step in steps if not step.outputs]) >= len(asked.prompt) // 16 - 1
-        assert all(step.took_s > 0 for step in steps)
-        assert (await stats(engine)).num_steps == len(steps)
+# Failures
 
 
 @pytest.mark.parametrize("place", ["start", "push_token", "push"])
@@ -118,25 +68,6 @@ async def test_a_callback_that_raises_ends_its_request_only(
         results = await asyncio.gather(*(one.result() for one in generations), return_exceptions=True)
         assert isinstance(results[0], RequestFailed)
         assert [one.text for one in results[1:] if not isinstance(one, BaseException)] == expected[1:]
-        assert await usage(engine) == (0, 0, 0)
-
-
-async def test_generations_that_share_an_event_all_finish(tiny_model: Path) -> None:
-    async with client(tiny_model, backend="fake") as engine:
-        updated = asyncio.Event()
-        asked = [request(engine, f"Prompt {i}", max_tokens=5 + 7 * i, n=1 + i % 2) for i in range(6)]
-        generations = [await engine.submit(one, updated=updated) for one in asked]
-        seen = await serve_all(generations, updated)
-        for one, generation, deltas in zip(asked, generations, seen, strict=True):
-            completion = generation.output().completions[0]
-            assert "".join(delta.text for delta in deltas if delta.index == 0) == completion.text
-            assert len(completion.token_ids) == one.sampling.max_tokens
-        updated.clear()
-        for generation in generations:
-            generation.cancel()  # no effect after the end
-            assert generation.is_over
-        assert not updated.is_set()
-        assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].output().completions)
         assert await usage(engine) == (0, 0, 0)
 
 
@@ -229,28 +160,3 @@ async def test_pins_beyond_the_prompt_and_too_many_pins_are_refused(tiny_model: 
             request(engine, pins=(PinPrefix("a", 1, 1.0), PinPrefix("a", 999, 1.0)))
         with pytest.raises(InvalidRequest, match="pins has 9 entries, more than 8"):
             request(engine, pins=(PinPrefix("a", 1, 1.0),) * 9)
-
-
-async def test_generations_cancelled_at_random_free_everything(tiny_model: Path) -> None:
-    random = Random(7)
-
-    async def one(engine: EngineClient, number: int) -> None:
-        prompt = LONG[: random.randrange(1, len(LONG))]
-        asked = request(engine, prompt, max_tokens=random.randrange(1, 60), n=1 + number % 3, temperature=1.0)
-        generation = await engine.submit(asked)
-        for _ in range(random.randrange(30)):
-            await asyncio.sleep(0)
-            generation.take()
-        generation.cancel()
-        generation.take()
-        assert generation.is_over
-
-    async with client(tiny_model, backend="fake", num_blocks=40, max_num_seqs=4) as engine:
-        await engine.start()
-        for _ in range(10):
-            await asyncio.gather(*(one(engine, number) for number in range(20)))
-        # sources of copies are held until the step of the copy is done: one more request completes it
-        assert (await usage(engine))[:2] == (0, 0)
-        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
-        assert await usage(engine) == (0, 0, 0)
-        assert (await stats(engine)).num_violations == 0

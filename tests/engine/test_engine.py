@@ -32,28 +32,30 @@ class FaultyRunner(FakeRunner):
     def __init__(self, capacity: Capacity = CAPACITY) -> None:
         super().__init__(capacity)
         self.in_forward: Callable[[StepPlan], None] = lambda _: None
-        self.in_sample: Callable[[], None] = lambda: None
-        self.after_sample: Callable[[], None] = lambda: None
+        self.reach: Callable[[str], None] = lambda _: None  # gets the name of each place
         self.change: Callable[[StepPlan, StepResult], StepResult] = lambda _, result: result
         self._plans: list[StepPlan] = []
 
     def forward(self, plan: StepPlan) -> None:
         self.in_forward(plan)
+        self.reach("forward")
         super().forward(plan)
         self._plans.append(plan)
 
     def sample(self, masks: TokenMasks | None) -> None:
-        self.in_sample()
+        self.reach("sample")
         super().sample(masks)
         try:
-            self.after_sample()
+            self.reach("after")
         except BaseException:  # as on a GPU, the samples have been stored already, and there is no result
             self._results.pop()
             self._plans.pop()
             raise
 
     def collect(self) -> StepResult:
-        return self.change(self._plans.pop(0), super().collect())
+        plan, result = self._plans.pop(0), super().collect()
+        self.reach("collect")
+        return self.change(plan, result)
 
     def abandon(self) -> None:
         if self._forwarded is not None:
@@ -109,26 +111,14 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(place: str, has_over
     num_calls = 0
     is_mended = False
 
-    def fail(*_: object) -> None:
+    def fail(where: str) -> None:
         nonlocal num_calls
-        num_calls += 1
-        if num_calls >= 4 and not is_mended:
+        num_calls += where == place
+        if where == place and num_calls >= 4 and not is_mended:
             raise RuntimeError("device lost")
 
-    def fail_late(_: StepPlan, result: StepResult) -> StepResult:
-        fail()
-        return result
-
-    if place == "forward":
-        runner.in_forward = fail
-    elif place == "sample":
-        runner.in_sample = fail
-    else:
-        runner.change = fail_late
-    outputs: dict[int, list[EngineOutput]] = defaultdict(list)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
+    runner.reach = fail
+    outputs = drain(engine)
     for request_id in (1, 2):
         last = outputs[request_id][-1]
         assert last.finish_reason is FinishReason.ERROR
@@ -146,20 +136,15 @@ def test_a_step_that_runs_out_of_memory_once_ends_no_request(num_requests: int, 
     """Requests share a prefix, so that steps with copies of blocks are repeated too."""
     num_calls = 0
 
-    def fail(*_: object) -> None:
+    def fail(where: str) -> None:
         nonlocal num_calls
-        num_calls += 1
-        if num_calls == at:
+        num_calls += where == place
+        if where == place and num_calls == at:
             raise MemoryError
 
     for at in range(1, 11):
         runner, num_calls = FaultyRunner(replace(CAPACITY, has_overlap=has_overlap)), 0
-        if place == "forward":
-            runner.in_forward = fail
-        elif place == "sample":
-            runner.in_sample = fail
-        else:
-            runner.after_sample = fail
+        runner.reach = fail
         engine = make(runner)
         prompts = {i: [1, 2, 3, 4, 5, 6, i] for i in range(num_requests)}
         for request_id, prompt in prompts.items():

@@ -1,41 +1,26 @@
-"""KV events over real sockets: batches, replay, slow subscribers, taken ports, and a worker with random traffic."""
+"""KV events over real sockets: batches, replay, slow subscribers, and caches that are not announced."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
-from random import Random
 
 import pytest
 import zmq
 
-from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.cache.context import hash_block_tokens, pack_tokens
-from quire.core.cache.prefix import PrefixTree
 from quire.core.kv_cache import KVCacheManager
-from quire.core.values import Level, SamplingParams
+from quire.core.values import Level
 from quire.engine.composition import EngineConfig, make_scheduler
-from quire.engine.generation import GenerationRequest
 from quire.engine.worker import event_publisher
 from quire.engine.worker.event_publisher import EventPublisher, ReplayBuffer
 from quire.engine.worker.kv_events import KvEventsConfig
-from quire.engine.worker.protocol import (
-    Add,
-    Ask,
-    Cancel,
-    ClearCache,
-    ToWorker,
-)
-from quire.errors import InvalidRequest
-from tests.core.following import public_content
 from tests.engine import vllm_events as vllm
-from tests.engine.serving import client, working
-from tests.engine.subscriber import Subscriber, free_ports, routed
+from tests.engine.serving import CAPACITY
+from tests.engine.subscriber import Subscriber, routed
 from tests.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.anyio
@@ -43,8 +28,6 @@ pytestmark = pytest.mark.anyio
 ANY = "tcp://127.0.0.1:0"
 BOTH = KvEventsConfig(ANY, ANY, "kv@here@model")
 SIZE = 4
-WORKER = Capacity(60, SIZE, max_num_seqs=4, max_model_len=120, vocab_size=8)
-SALTED_START = (7, 7, 7, 7)  # the first block of salted prompts, and of no others
 
 
 @contextmanager
@@ -62,21 +45,6 @@ def announce(publisher: EventPublisher, cache: KVCacheManager, first: int) -> No
     tokens, root = pack_tokens(range(first, first + SIZE)), cache.tree.root("")
     publisher.events.stored(Level.DEVICE, hash_block_tokens(root, tokens), root, tokens)
     publisher.flush()
-
-
-def expected_view(tree: PrefixTree) -> dict[int, tuple[int | None, tuple[int, ...]]]:
-    """What a router must know of a tree: hash -> parent, tokens."""
-
-    def name(key: bytes) -> int | None:
-        return None if key == tree.root("") else int.from_bytes(key[:8], "big")
-
-    return {
-        name(key) or 0: (
-            name(parent),
-            tuple(int.from_bytes(tokens[at : at + 4], "big") for at in range(0, len(tokens), 4)),
-        )
-        for key, (parent, tokens) in public_content(tree).items()
-    }
 
 
 def test_messages_are_topic_number_and_payload() -> None:
@@ -187,18 +155,6 @@ def test_a_client_that_asks_for_replays_without_reading_does_not_stop_others() -
             subscriber.join(lambda: publisher._publish(b"x"))
 
 
-def test_a_taken_port_is_refused_by_the_name_of_its_setting() -> None:
-    (port,) = free_ports(1)
-    address = f"tcp://127.0.0.1:{port}"
-    with socket.create_server(("127.0.0.1", port)):
-        with pytest.raises(InvalidRequest, match=rf"kv_events = '{address}': cannot listen there: Address already in"):
-            EventPublisher(KvEventsConfig(address))
-        with pytest.raises(InvalidRequest, match=rf"kv_events_replay = '{address}': cannot listen there: Address"):
-            EventPublisher(KvEventsConfig(ANY, address))
-    with closing(EventPublisher(KvEventsConfig(address))) as publisher:
-        assert publisher.endpoint == address
-
-
 def test_numbers_continue_above_those_of_an_earlier_worker() -> None:
     """A subscriber that stays connected must not take the batches of a new worker for old ones."""
     with publishing() as (publisher, cache):
@@ -236,68 +192,9 @@ def test_caches_that_routers_would_overrate_are_not_announced(cache: KVCacheMana
             assert vllm.decode(payload).events == [vllm.AllBlocksCleared()]
 
 
-# A worker's loop in a thread
-
-
-def traffic(random: Random, num_messages: int) -> Iterator[ToWorker]:
-    """Requests with common prefixes, samples that compute equal blocks, salts, cancellations and clears."""
-    heads = [[random.randrange(4) for _ in range(70)] for _ in range(4)]
-    request_id = 1
-    for number in range(num_messages):
-        salt = "tenant" if number % 4 == 3 else ""
-        prompt: tuple[int, ...] = SALTED_START if salt else ()
-        prompt += tuple(random.choice(heads)[: random.randint(1, 70)])
-        prompt += tuple(random.randrange(4) for _ in range(random.randint(1, 9)))
-        ids = tuple(range(request_id, request_id + random.choice((1, 1, 3))))
-        request_id = ids[-1] + 1
-        sampling = SamplingParams(temperature=0, max_tokens=random.randint(1, 30))
-        yield Add(ids, GenerationRequest.of(prompt, sampling, salt=salt))
-        if random.random() < 0.1:
-            yield Cancel(random.choice(ids))
-        if number % 80 == 40:
-            yield Ask(number + 2, ClearCache())
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_router_that_follows_a_worker_knows_its_tree(seed: int) -> None:
-    """After random traffic with evictions, twins, salts and clears; live and by replay."""
-    with closing(EventPublisher(BOTH)) as publisher:
-        with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-            with working(WORKER, publisher) as (peer, engine):
-                subscriber.join(lambda: peer.send(Ask(2, ClearCache())))
-                for message in traffic(Random(seed), 200):
-                    peer.send(message)
-                    while peer.stats().num_waiting > 8:
-                        pass
-                eventually(lambda: peer.stats().num_waiting == 0 and not engine.has_work, "all requests have ended")
-            # The worker has ended: all of its events were sent, and its tree does not change.
-            everything = subscriber.replay()
-            subscriber.receive_upto(everything[-1][0])
-        assert subscriber.batches == everything[-len(subscriber.batches) :]
-        counts, tree = engine.scheduler.cache.stats(), engine.scheduler.cache.tree
-        assert counts.num_evictions > 100
-        assert counts.num_twins > 10
-        assert len(tree) > len(public_content(tree)) > 5  # the rest has the salt
-        router = routed(everything, SIZE)
-        assert router.device == expected_view(tree)
-        assert (router.num_removed > 100, router.num_cleared >= 4) == (True, True)
-        assert (None, SALTED_START) not in router.places  # at no time
-        assert len(router.places) > 100
-
-
 def test_a_worker_without_a_publisher_keeps_no_changes() -> None:
-    runner = FakeRunner(WORKER)
+    runner = FakeRunner(CAPACITY)
     scheduler = make_scheduler(runner, EngineConfig())
     assert scheduler.cache.tree.on_change is None
     script = "import sys, quire.engine.worker.client, quire.engine.worker.worker\nassert 'zmq' not in sys.modules\n"
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-# A worker process
-
-
-async def test_a_worker_whose_port_is_taken_does_not_start(tiny_model: Path) -> None:
-    with closing(EventPublisher(BOTH)) as publisher:
-        async with client(tiny_model, backend="fake", kv_events=KvEventsConfig(publisher.endpoint)) as engine:
-            with pytest.raises(InvalidRequest, match=r"kv_events = 'tcp://127.0.0.1:\d+': cannot listen there: "):
-                await engine.start()

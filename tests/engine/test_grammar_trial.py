@@ -23,7 +23,7 @@ from quire.text.grammar import Grammar, GrammarKind, choice_grammar, regex_gramm
 from quire.text.tokenizer import Tokenizer
 from tests.engine.serving import client
 from tests.engine.test_grammars import answer
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, ManualClock, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -205,14 +205,6 @@ def test_hostile_grammars_use_up_the_time_of_their_owner_only(
     assert grammars._normal_time.take("a") == 0.0
     assert grammars._normal_time.take("b") == PATIENCE_S
     grammars.submit(regex_grammar("b"), "b").result()
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.mark.parametrize("seed", range(20))

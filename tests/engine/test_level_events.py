@@ -9,6 +9,7 @@ from quire.core.levels.lower_level import LowerLevel
 from quire.core.step import Content, MemoryKind
 from quire.core.values import Level
 from quire.engine.worker.kv_events import CacheEvents, block_hash
+from tests.core.following import public_content
 from tests.core.level_rig import BLOCK_SIZE, TieredRig
 from tests.engine.vllm_events import Router
 
@@ -70,6 +71,7 @@ def test_a_router_follows_all_tiers_through_random_traffic() -> None:
         keys = public_keys(rig)
         for level in rig.levels.levels:
             assert set(router.media.get(MEDIA[level.level], {})) == reachable(level, keys)
+        assert set(router.device) == {block_hash(key) for key in public_content(rig.cache.tree)}
     assert router.num_stored > 100
     assert router.num_removed > 50
 

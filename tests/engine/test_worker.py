@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -28,7 +27,7 @@ from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Work
 from quire.engine.worker.worker import Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, WorkerDied
 from tests.engine.serving import client, request, run, until, usage
-from tests.waiting import HANG_S, eventually, num_switches
+from tests.waiting import HANG_S, is_running, num_switches
 
 pytestmark = pytest.mark.anyio
 
@@ -178,13 +177,6 @@ async def test_modules_in_the_working_directory_are_not_imported(
     assert not (tmp_path / "HACKED").exists()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_idle_costs_no_cpu(tiny_model: Path) -> None:
     async with client(tiny_model) as engine:
@@ -196,31 +188,6 @@ async def test_idle_costs_no_cpu(tiny_model: Path) -> None:
             await asyncio.sleep(2)
             if num_switches(pid) == before and time.process_time() - own_s < 0.02:
                 break
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_worker_does_not_outlive_its_parent(tiny_model: Path) -> None:
-    script = (
-        "import asyncio, os, sys\n"
-        "from pathlib import Path\n"
-        "from quire.engine.composition import EngineConfig\n"
-        "from quire.engine.worker.client import EngineClient\n"
-        "from quire.engine.model_text import ModelText\n"
-        "async def main():\n"
-        "    path = Path(sys.argv[1])\n"
-        "    client = EngineClient(path, ModelText.open(path), EngineConfig(num_blocks=50))\n"
-        "    await client.start()\n"
-        "    print(client.worker_pid, flush=True)\n"
-        "    os._exit(1)\n"
-        "asyncio.run(main())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tiny_model)], capture_output=True, text=True, check=False)
-    pid = int(done.stdout)
-    try:
-        eventually(lambda: not is_running(pid), "the worker ends with its parent")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_the_client_does_not_import_torch() -> None:

@@ -62,7 +62,6 @@ class Router:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.media: dict[str, dict[int, tuple[int | None, tuple[int, ...]]]] = {}  # hash -> parent, tokens
-        self.places: set[tuple[int | None, tuple[int, ...]]] = set()  # parent and tokens of everything announced so far
         self.num_stored = self.num_removed = self.num_cleared = 0
 
     @property
@@ -99,7 +98,6 @@ class Router:
             known = self.media.setdefault(event.medium, {})
             assert name not in known, "stored twice"
             known[name] = parent, tuple(event.token_ids[index * size : (index + 1) * size])
-            self.places.add(known[name])
             parent = name
             self.num_stored += 1
 

@@ -87,15 +87,6 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
-def is_running(pid: int) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def settings_of(options: tuple[str, ...]) -> dict[str, Any]:
     """Options of a command line as settings of a file."""
     settings: dict[str, Any] = {}

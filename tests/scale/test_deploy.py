@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests.scale.faults import ask, kill_in_mid_stream, restart_under_load
-from tests.scale.rig import Cluster, deployed, descendants, is_running, write
+from tests.scale.rig import Cluster, deployed, descendants, write
 from tests.server.rig import ONE_THREAD, PATIENCE, Reply
-from tests.waiting import HANG_S, eventually, repeating
+from tests.waiting import HANG_S, eventually, is_running, repeating
 
 QUESTION = "What is the capital of France? Answer in one sentence, and name the river of that city in a second one."
 ANSWER = {"temperature": 0, "max_tokens": 16, "ignore_eos": False}

@@ -81,6 +81,12 @@ class FakeActiveRequest:
             raise self.error
 
 
+def chat_of(ask: InferenceRequest) -> ChatRequest:
+    (prompt,) = ask.prompts
+    assert isinstance(prompt, ChatRequest)
+    return prompt
+
+
 def whole_of(encoder: AnswerEncoder, *completions: Completion) -> Any:
     """The whole answer with these samples, as JSON."""
     encoder.samples.clear()

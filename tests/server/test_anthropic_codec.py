@@ -38,7 +38,7 @@ from quire.server.protocols.anthropic import (
 from quire.text.grammar import json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
 from tests.server.rig import Server
-from tests.server.streams import FakeActiveRequest, events_of, whole_of
+from tests.server.streams import FakeActiveRequest, chat_of, events_of, whole_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 EPHEMERAL = {"type": "ephemeral"}
@@ -48,12 +48,6 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 def parse(**body: Any) -> InferenceRequest:
     data = json.dumps({"model": "m", "max_tokens": 8, "messages": HELLO} | body)
     return to_inference_request(msgspec.json.decode(data, type=MessagesRequest))
-
-
-def chat_of(ask: InferenceRequest) -> ChatRequest:
-    (prompt,) = ask.prompts
-    assert isinstance(prompt, ChatRequest)
-    return prompt
 
 
 def texts(ask: InferenceRequest) -> list[tuple[str, list[str]]]:

@@ -184,9 +184,6 @@ def test_it_listens_on_one_loopback_port_only(busy: Server) -> None:
     assert busy.address[0] == "127.0.0.1"
 
 
-# Many at once
-
-
 # A worker that dies or hangs
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from quire.weights.hub import DEFAULT_MODEL
 from tests.cli.runs import quire
 from tests.server.rig import Server, serving
 
@@ -33,13 +30,6 @@ def ask(server: Server, *arguments: str, stdin: str = "") -> subprocess.Complete
     return quire(*arguments, "--server", server.url, "--api-key", KEY, stdin=stdin, env=NO_SERVER)
 
 
-def document(outcome: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert outcome.returncode == 0, outcome.stderr
-    found = json.loads(outcome.stdout)
-    assert isinstance(found, dict)
-    return found
-
-
 # generate
 
 
@@ -47,23 +37,6 @@ def test_the_answer_alone_is_on_stdout(server: Server) -> None:
     outcome = ask(server, "generate", QUESTION, *GREEDY)
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
     server.wait_for("key=key-1 .*completion_tokens=8 ")  # the server has answered
-
-
-@pytest.mark.nightly
-def test_json_is_what_it_is_locally(server: Server) -> None:
-    """The same seed gives the same answer with and without a server."""
-    options = ("--json", "--seed", "3", "--max-tokens", "6")
-    there = document(ask(server, "generate", QUESTION, *options))
-    here = document(quire("generate", QUESTION, *options, "--local", env=NO_SERVER))
-    assert there.keys() == here.keys()
-    for name in ("model", "text", "finish_reason"):
-        assert there[name] == here[name]
-    assert (here["model"], here["finish_reason"]) == (DEFAULT_MODEL, "length")
-    assert there["usage"].keys() == here["usage"].keys()
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert there["usage"][name] == here["usage"][name]
-    assert there["cache"].keys() == here["cache"].keys()
-    assert there["timings"].keys() == here["timings"].keys()
 
 
 # chat

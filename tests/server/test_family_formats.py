@@ -147,38 +147,6 @@ def test_images_are_refused(family: Family) -> None:
     assert "images" in answer.json["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "is_on"),
-    [
-        ("/v1/chat/completions", {}, True),
-        ("/v1/chat/completions", {"reasoning_effort": "high"}, True),
-        ("/v1/chat/completions", {"reasoning_effort": "none"}, False),
-        ("/v1/chat/completions", {"enable_thinking": False}, False),
-        ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}, False),
-        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
-        ("/v1/messages", {"thinking": {"type": "disabled"}}, False),
-        ("/api/chat", {"think": True}, True),
-        ("/api/chat", {"think": False}, False),
-    ],
-)
-def test_thinking_of_qwen35(families: dict[str, Family], path: str, fields: dict[str, Any], is_on: bool) -> None:
-    """With thinking on, the prompt opens the block, and a short answer is all reasoning."""
-    body: dict[str, Any] = {"model": "qwen", "messages": [ASKED], "max_tokens": 8, "temperature": 0, "stream": False}
-    if path == "/api/chat":
-        body["options"] = {"num_predict": 8, "temperature": 0}
-    answer = families["qwen"].server.post(path, {**body, **fields})
-    assert answer.status == 200, answer.body
-    found = answer.json
-    if path == "/v1/messages":
-        kinds = {block["type"] for block in found["content"]}
-        assert kinds == ({"thinking"} if is_on else {"text"})
-        return
-    message = found["message"] if path == "/api/chat" else found["choices"][0]["message"]
-    thought = message.get("thinking") or message.get("reasoning_content")
-    assert bool(thought) is is_on
-    assert bool(message["content"]) is not is_on
-
-
 def test_structured_output_of_gpt_oss(families: dict[str, Family]) -> None:
     family = families["oss"]
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sun", "rain"]}, "strict": True}}

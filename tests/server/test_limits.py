@@ -29,15 +29,7 @@ from quire.server.limits import (
     make_keyring,
     presented,
 )
-from tests.waiting import HANG_S
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.waiting import HANG_S, ManualClock
 
 
 def enter(queue: TierQueue, num_requests: int, tenant: str = "a") -> QueueTicket:
@@ -49,7 +41,7 @@ def waiting(queue: TierQueue) -> tuple[int, int]:
 
 
 def test_the_queues_limit_requests_and_tokens() -> None:
-    queue = TierQueue(4, 100, Clock())
+    queue = TierQueue(4, 100, ManualClock())
     first = enter(queue, 3)
     first.grow(50)
     with pytest.raises(ApiError, match="3 requests are already waiting, and 2 more exceed the limit of 4") as refused:
@@ -68,7 +60,7 @@ def test_the_queues_limit_requests_and_tokens() -> None:
 
 
 def test_an_empty_queue_accepts_a_request_larger_than_its_limit() -> None:
-    queue = TierQueue(4, 100, Clock())
+    queue = TierQueue(4, 100, ManualClock())
     big = enter(queue, 32)
     big.grow(5000)
     with pytest.raises(ApiError):
@@ -80,7 +72,7 @@ def test_an_empty_queue_accepts_a_request_larger_than_its_limit() -> None:
 def test_a_full_queue_of_one_tier_does_not_refuse_other_tiers() -> None:
     assert Key("a", Priority.NORMAL, Priority.NORMAL).tiers == [Priority.NORMAL, Priority.LOW]
     assert Key("a", Priority.LOW, Priority.HIGH).tiers == list(Priority)
-    low, normal = TierQueue(4, 100, Clock()), TierQueue(4, 100, Clock())
+    low, normal = TierQueue(4, 100, ManualClock()), TierQueue(4, 100, ManualClock())
     enter(low, 4).grow(100)
     with pytest.raises(ApiError, match="4 requests are already waiting, which is the limit"):
         enter(low, 1)
@@ -93,7 +85,7 @@ def test_a_full_queue_of_one_tier_does_not_refuse_other_tiers() -> None:
 
 
 def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
-    queue = TierQueue(4, 100, Clock())
+    queue = TierQueue(4, 100, ManualClock())
     enter(queue, 4, tenant="batch").grow(100)
     with pytest.raises(ApiError):
         enter(queue, 1, tenant="batch")
@@ -111,7 +103,7 @@ def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
 
 
 def test_retry_after_follows_the_start_rate() -> None:
-    clock = Clock()
+    clock = ManualClock()
     queue = TierQueue(1000, 10**9, clock)
     waiting = [enter(queue, 1)]
     clock.now_s += 12.0
@@ -245,7 +237,7 @@ async def test_a_slot_is_used_until_its_thread_ends() -> None:
 
 
 def test_requests_per_minute() -> None:
-    clock = Clock()
+    clock = ManualClock()
     quota = Quota(Limits(requests_per_minute=2), clock)
     quota.enter(5)
     quota.enter(5)
@@ -257,7 +249,7 @@ def test_requests_per_minute() -> None:
 
 
 def test_tokens_per_minute_include_answers_and_may_be_overdrawn_once() -> None:
-    clock = Clock()
+    clock = ManualClock()
     quota = Quota(Limits(tokens_per_minute=600), clock)
     quota.enter(100)
     quota.use(1100)  # the answer was long
@@ -271,7 +263,7 @@ def test_tokens_per_minute_include_answers_and_may_be_overdrawn_once() -> None:
 
 
 def test_open_requests_at_once() -> None:
-    quota = Quota(Limits(max_requests=1), Clock())
+    quota = Quota(Limits(max_requests=1), ManualClock())
     quota.enter(1)
     with pytest.raises(ApiError, match="max_requests = 1"):
         quota.enter(1)

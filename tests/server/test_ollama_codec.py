@@ -39,7 +39,7 @@ from quire.server.protocols.ollama import (
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
-from tests.server.streams import FakeActiveRequest, events_of, whole_of
+from tests.server.streams import FakeActiveRequest, chat_of, events_of, whole_of
 from tests.waiting import HANG_S
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -55,12 +55,6 @@ def chat_ask(**body: Any) -> InferenceRequest:
 def generate_ask(**body: Any) -> InferenceRequest:
     data = json.dumps({"model": "m", "prompt": "Hello"} | body)
     return parse_generate(msgspec.json.decode(data, type=OllamaGenerateRequest))
-
-
-def chat_of(ask: InferenceRequest) -> ChatRequest:
-    (prompt,) = ask.prompts
-    assert isinstance(prompt, ChatRequest)
-    return prompt
 
 
 # Parsing

@@ -35,7 +35,7 @@ from quire.server.watch import (
     _percentile,
     _pool,
 )
-from tests.server.rig import FAKE, Answer, Server, ask_async, close_sockets, serving
+from tests.server.rig import FAKE, Answer, Server, close_sockets, serving
 from tests.tiny import write_tiny_model
 from tests.waiting import HANG_S, eventually, is_asleep, num_switches, paused
 
@@ -393,32 +393,6 @@ def test_a_dead_worker_and_its_successor_are_shown_and_a_watcher_does_not_block_
         assert server.stop() == 0
 
 
-def test_a_hundred_thousand_blocks_stay_small(tiny_model: Path) -> None:
-    options = ("--backend", "fake", "--num-blocks", "100001")
-    with serving(str(tiny_model), *options) as server:
-
-        async def crowd() -> None:
-            await asyncio.gather(
-                *(
-                    ask_async(server, "/v1/chat/completions", body(f"{i} {LONG}", max_tokens=8, stream=False))
-                    for i in range(24)
-                )
-            )
-
-        asyncio.run(crowd())
-        # On a busy machine the map of so many blocks takes longer than one snapshot. A worker keeps it while somebody
-        # watches.
-        watcher = Stream(server, "interval_ms=100")
-        engine = watcher.until(lambda one: one.blocks is not None and not one.blocks.num_pending)
-        watcher.close()
-        blocks = engine.blocks
-        assert blocks is not None
-        assert (blocks.num_blocks, blocks.blocks_per_cell) == (100_000, 50)
-        assert sum(run.num_cells for run in blocks.cells) == 2000
-        assert sum(run.num_cells * run.num_cached for run in blocks.cells) == blocks.counts.cached > 24
-        assert len(msgspec.json.encode(engine)) < 64 << 10
-
-
 # Without a server
 
 
@@ -475,7 +449,6 @@ def test_blocks_of_windows_are_shown_by_state() -> None:
     assert _pool(None, 640) is None
 
 
-ALICE, BOB, ROOT = "sk-alice-0000001", "sk-bob-000000001", "sk-root-00000001"
 CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -488,12 +461,6 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def as_key(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
-
-
-@pytest.fixture(scope="module")
-def keyless(tiny_model: Path) -> Iterator[Server]:
-    with serving(str(tiny_model), *FAKE, *SLOW) as server:
-        yield server
 
 
 def listed(server: Server, key: str | None = None) -> list[Any]:
@@ -533,43 +500,43 @@ def rest_of(stream: Any) -> bytes:
         (OLLAMA, b'{"error":"the request was cancelled by an admin"}\n'),
     ],
 )
-def test_a_cancelled_stream_ends_with_an_error_of_its_protocol(keyless: Server, path: str, ending: bytes) -> None:
-    stream = keyless.begin(BODIES[path], path)
-    (found,) = wait_listed(keyless, "running")
+def test_a_cancelled_stream_ends_with_an_error_of_its_protocol(server: Server, path: str, ending: bytes) -> None:
+    stream = server.begin(BODIES[path], path)
+    (found,) = wait_listed(server, "running")
     assert (found["endpoint"], found["key"], found["priority"], found["model"]) == (path, "local", "normal", "tiny")
     assert (found["is_streaming"], found["num_samples"], found["max_tokens"]) == (True, 1, 3000)
     assert found["prompt_tokens"] > 0
-    answer = cancel(keyless, found["id"])
+    answer = cancel(server, found["id"])
     assert (answer.status, answer.json) == (200, {"id": found["id"], "cancelled": 1})
     data = rest_of(stream)
     assert ending in data
     assert b"the request was cancelled by an admin" in data
-    keyless.wait_free()
-    keyless.wait_for(f"request_id={found['id']} .*finish=cancelled error=cancelled")
-    assert listed(keyless) == []
+    server.wait_free()
+    server.wait_for(f"request_id={found['id']} .*finish=cancelled error=cancelled")
+    assert listed(server) == []
 
 
-def test_a_whole_answer_that_is_cancelled_has_a_status_of_its_own(keyless: Server) -> None:
+def test_a_whole_answer_that_is_cancelled_has_a_status_of_its_own(server: Server) -> None:
     with ThreadPoolExecutor() as pool:
-        asking = pool.submit(keyless.post, CHAT, {**BODIES[CHAT], "stream": False, "n": 2})
-        (found,) = wait_listed(keyless, "running")
+        asking = pool.submit(server.post, CHAT, {**BODIES[CHAT], "stream": False, "n": 2})
+        (found,) = wait_listed(server, "running")
         assert found["num_samples"] == 2
-        assert cancel(keyless, found["id"]).json["cancelled"] == 1
+        assert cancel(server, found["id"]).json["cancelled"] == 1
         answer = asking.result()
     assert (answer.status, answer.headers["x-should-retry"]) == (499, "false")
     error = answer.json["error"]
     assert (error["code"], error["message"]) == ("request_cancelled", "the request was cancelled by an admin")
-    keyless.wait_free()
+    server.wait_free()
 
 
-def test_a_request_that_waits_is_cancelled_too(keyless: Server) -> None:
-    with paused(keyless.worker_pid), ThreadPoolExecutor() as pool:
-        asking = pool.submit(keyless.chat)
-        (found,) = wait_listed(keyless, "waiting")
+def test_a_request_that_waits_is_cancelled_too(server: Server) -> None:
+    with paused(server.worker_pid), ThreadPoolExecutor() as pool:
+        asking = pool.submit(server.chat)
+        (found,) = wait_listed(server, "waiting")
         assert (found["completion_tokens"], found["cached_tokens"]) == (0, 0)
-        assert cancel(keyless, found["id"]).json["cancelled"] == 1
+        assert cancel(server, found["id"]).json["cancelled"] == 1
         assert asking.result().status == 499  # before the worker goes on
-    keyless.wait_free()
+    server.wait_free()
 
 
 def test_a_request_that_waits_for_its_model_is_cancelled_too(tmp_path: Path) -> None:
@@ -602,11 +569,11 @@ def test_an_admin_sees_and_cancels_all_and_other_keys_their_own(locked: Server) 
     locked.wait_free()
 
 
-def test_requests_of_one_id_are_cancelled_together(keyless: Server) -> None:
+def test_requests_of_one_id_are_cancelled_together(server: Server) -> None:
     with ThreadPoolExecutor() as pool:
         headers = {"x-request-id": "mine"}
-        asking = [pool.submit(keyless.post, CHAT, {**BODIES[CHAT], "stream": False}, headers=headers) for _ in "12"]
-        wait_listed(keyless, "running", 2)
-        assert cancel(keyless, "mine").json == {"id": "mine", "cancelled": 2}
+        asking = [pool.submit(server.post, CHAT, {**BODIES[CHAT], "stream": False}, headers=headers) for _ in "12"]
+        wait_listed(server, "running", 2)
+        assert cancel(server, "mine").json == {"id": "mine", "cancelled": 2}
         assert [one.result().status for one in asking] == [499, 499]
-    keyless.wait_free()
+    server.wait_free()

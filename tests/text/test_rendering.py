@@ -19,7 +19,7 @@ from quire.errors import RequestFailed, TemplateError, TemplateRefusal
 from quire.text import child_process as child_module
 from quire.text.chat_template import RENDER_LIMIT_S, Renderer
 from quire.text.child_process import Child, Died, Interrupted, NoAnswer, TooSlow
-from tests.waiting import HANG_S, eventually
+from tests.waiting import HANG_S, eventually, is_running
 
 GOOD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
@@ -160,15 +160,7 @@ def test_the_child_dies_with_its_parent() -> None:
         "print(r._process.pid, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    eventually(lambda: not _is_running(int(done.stdout)), "the template's process ends with its parent")
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    eventually(lambda: not is_running(int(done.stdout)), "the template's process ends with its parent")
 
 
 def test_a_garbage_collected_renderer_leaves_no_process() -> None:

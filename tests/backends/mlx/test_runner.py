@@ -15,13 +15,12 @@ import pytest
 from quire.backends.mlx import build
 from quire.backends.mlx.paged_cache import KVStore
 from quire.backends.mlx.runner import MlxRunner
-from quire.backends.sampling import BROKEN
 from quire.core.step import BlockCopy, StepPlan
 from quire.engine.composition import EngineConfig, make_runner
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.opening import open_checkpoint
-from tests.backends.contract import VOCAB, Contract, random_prompt
+from tests.backends.contract import POISONED, VOCAB, Contract, check_poisoned, random_prompt
 from tests.backends.mlx.architectures import DenseReference, write_model
 from tests.backends.plans import check_order_of_calls, piece, plan, run
 from tests.backends.torch.rig import Answer, Rig
@@ -142,8 +141,6 @@ def test_a_step_writes_only_its_own_positions(runner: MlxRunner) -> None:
 
 # Failures
 
-POISONED = 50  # a token
-
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_poisoned_token_fails_only_its_own_requests(tmp_path: Path, overlap: bool) -> None:
@@ -153,24 +150,7 @@ def test_a_poisoned_token_fails_only_its_own_requests(tmp_path: Path, overlap: b
     weights["model.embed_tokens.weight"][POISONED, 17] = float("nan")
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     rig = Rig(folder, **{**SETTINGS, "num_blocks": 12})
-
-    def sound(seed: int, length: int) -> list[int]:
-        return [token if token != POISONED else 51 for token in random_prompt(seed, length)]
-
-    never: dict[str, Any] = {"logit_bias": {POISONED: -100.0}}  # keeps it out of answers
-    for place in (0, 20, 59):
-        bad = sound(12, 60)
-        bad[place] = POISONED
-        rig.reset(max_chunk_tokens=16, overlap=overlap)
-        good = sound(11, 50)
-        ids = rig.start(good, 4, **never), rig.start(bad, 4, **never)
-        answers = rig.run(*ids)
-        assert answers[ids[1]].error == BROKEN
-        assert answers[ids[1]].tokens == []
-        contract.check(reference, good, answers[ids[0]])
-        for number in range(4):  # uses all blocks of the small pool
-            prompt = sound(20 + number, 60)
-            contract.check(reference, prompt, rig.answer(prompt, 4, **never))
+    check_poisoned(rig, lambda prompt, answer: contract.check(reference, prompt, answer), overlap=overlap)
     rig.engine.close()
 
 

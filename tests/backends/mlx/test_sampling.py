@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-import torch
 
 from quire.backends.mlx.sampling import Penalties, Sampled, sample
 from quire.backends.native.library import Floats
-from quire.backends.torch import sampling as definition
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
-from tests.backends.native.test_sampling import is_settled, normal, random_logits, random_row
-from tests.backends.torch.test_sampling import adjusted, row
+from tests.backends.native.test_sampling import Masks, normal, random_logits, reference
+from tests.backends.torch.test_sampling import adjusted, is_settled, random_row, row
 
 MARGIN = 3e-5  # cumulative probabilities are float32
-
-Masks = Mapping[int, bytes]
 
 
 def run(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = None) -> Sampled:
     last = mx.array([piece.history[-1] for piece in rows])
     return sample(mx.array(logits), rows, Penalties(logits.shape[1]), last, masks)
-
-
-def reference(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = None) -> definition.Sampled:
-    last = torch.tensor([piece.history[-1] for piece in rows])
-    return definition.sample(torch.from_numpy(logits.copy()), rows, last, masks)
 
 
 def numbers(array: mx.array) -> Any:

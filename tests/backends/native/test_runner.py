@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.config import spec_from_config
 from quire.weights.opening import open_checkpoint
 from quire.weights.tensors import expected_tensors
+from tests.backends.contract import NEVER, POISONED, check_poisoned, sound_prompt
 from tests.backends.native.references import llama_name
 from tests.backends.native.test_invariance import check_same
 from tests.backends.plans import check_order_of_calls, piece, plan, run
@@ -147,37 +147,15 @@ def test_a_step_writes_only_its_own_positions(runner: NativeRunner) -> None:
 # NaN and infinity
 
 
-POISONED = 50  # a token
-SOUND: dict[str, Any] = {"logit_bias": {POISONED: -100.0}}  # keeps it out of answers
-
-
-def sound_prompt(seed: int, length: int) -> list[int]:
-    rng = Random(seed)
-    return [rng.randrange(3, 40) for _ in range(length)]
-
-
 def poisoned_rig(folder: Path, *poison: Any) -> Rig:
     return Rig(write_folder(folder, config(), arrays_with(*poison)), backend="native", num_blocks=12)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_poisoned_token_fails_only_its_own_requests(tmp_path: Path, value: float) -> None:
-    """With a poisoned embedding, every context with that token fails, complete or not, and no other does."""
     sound = poisoned_rig(tmp_path / "sound")
     rig = poisoned_rig(tmp_path / "poisoned", "model.embed_tokens.weight", (POISONED, 17), value)
-    for place in (0, 20, 59):
-        bad = sound_prompt(12, 60)
-        bad[place] = POISONED
-        rig.reset(max_chunk_tokens=16)
-        good = sound_prompt(11, 50)
-        ids = rig.start(good, 4, **SOUND), rig.start(bad, 4, **SOUND), rig.start(sound_prompt(13, 9), 4, **SOUND)
-        answers = rig.run(*ids)
-        assert answers[ids[1]].error == BROKEN
-        assert answers[ids[1]].tokens == []
-        check_same(answers[ids[0]], sound.answer(good, 4, **SOUND))
-        for number in range(4):  # uses all blocks of the small pool
-            prompt = sound_prompt(20 + number, 60)
-            check_same(rig.answer(prompt, 4, **SOUND), sound.answer(prompt, 4, **SOUND))
+    check_poisoned(rig, lambda prompt, answer: check_same(answer, sound.answer(prompt, 4, **NEVER)))
     sound.engine.close()
     rig.engine.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -14,16 +14,14 @@ import torch
 from quire.backends.native.library import Floats
 from quire.backends.native.model import Engine
 from quire.backends.native.runner import NativeSampler, Penalties, Sampled
-from quire.backends.sampling import uniform
 from quire.backends.torch import sampling as definition
 from quire.core.step import SeqSlice, TokenLogprobs
 from quire.core.values import SamplingParams
 from quire.errors import InvariantViolation
-from tests.backends.torch.test_sampling import row
+from tests.backends.torch.test_sampling import is_settled, random_row, row
 
 CPU = torch.device("cpu")
 INF = math.inf
-MARGIN = 1e-6  # allowed difference of sums and exponentials between two machines
 
 Masks = Mapping[int, bytes]
 
@@ -47,72 +45,6 @@ def run(sampler: NativeSampler, logits: Floats, rows: Sequence[SeqSlice], masks:
 def reference(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = None) -> definition.Sampled:
     last = torch.tensor([piece.history[-1] for piece in rows])
     return definition.sample(torch.from_numpy(logits.copy()), rows, last, masks)
-
-
-def is_settled(logits: Floats, piece: SeqSlice, margin: float = MARGIN) -> bool:
-    """Return whether no decision for this row's token is so close that another exponential could change it.
-
-    `logits` [V] are those after penalties, bias and forbidden tokens.
-    """
-    params = piece.sampling
-    if params.is_greedy:
-        return True
-    scaled = logits / np.float32(params.temperature)
-    weights = np.exp(scaled.astype(np.float64) - scaled.max())
-    if params.min_p > 0:
-        floor = scaled.max() + np.log(np.float32(params.min_p))
-        if (np.abs(scaled - floor) < margin * np.abs(scaled)).any() and params.min_p < 1:
-            return False
-        weights[scaled < floor] = 0
-    if 0 < params.top_k < len(logits):
-        weights[scaled < np.sort(scaled)[-params.top_k]] = 0
-    if params.top_p < 1:
-        ordered = -np.sort(-weights)
-        before = (ordered.cumsum() - ordered) / weights.sum()
-        threshold = ordered[before < params.top_p][-1]
-        distance = np.abs(weights - threshold)
-        if (np.abs(before[1:] - params.top_p) < margin).any() or (
-            (distance > 0) & (distance < margin * threshold)
-        ).any():
-            return False
-        weights[weights < threshold] = 0
-    cumulative = weights.cumsum()[weights > 0] / weights.sum()
-    draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
-    return bool((np.abs(cumulative[:-1] - draw) > margin).all())
-
-
-def random_params(rng: Random, vocab_size: int) -> SamplingParams:
-    fields: dict[str, Any] = {
-        "seed": rng.randrange(2**63),
-        "sample_index": rng.randrange(3),
-        "temperature": rng.choice([0.0, 1e-3, 0.1, 0.7, 1.0, 2.5, 10.0]),
-    }
-    limits: dict[str, Callable[[], Any]] = {
-        "top_k": lambda: rng.choice([1, 2, 3, 40, 700, 10**6]),
-        "top_p": lambda: rng.choice([1e-6, 0.05, 0.5, 0.9, 0.999]),
-        "min_p": lambda: rng.choice([1e-4, 0.01, 0.2, 1.0]),
-    }
-    changes: dict[str, Callable[[], Any]] = {
-        "repetition_penalty": lambda: rng.choice([0.5, 1.3]),
-        "presence_penalty": lambda: rng.choice([-1.0, 1.5]),
-        "frequency_penalty": lambda: rng.choice([-0.5, 2.0]),
-        "logit_bias": lambda: {rng.randrange(vocab_size): rng.choice([-100.0, 3.0]) for _ in range(3)},
-    }
-    for name, choose in limits.items():
-        if rng.random() < 0.45:
-            fields[name] = choose()
-    for name, choose in changes.items():
-        if rng.random() < 0.15:
-            fields[name] = choose()
-    if rng.random() < 0.1:
-        fields |= {"min_tokens": 5, "stop_token_ids": (1, 2, 2)}
-    return SamplingParams(**fields)
-
-
-def random_row(rng: Random, vocab_size: int, batch_index: int) -> SeqSlice:
-    tokens = [rng.randrange(vocab_size) for _ in range(rng.randrange(2, 12))]
-    num_prompt = rng.randrange(1, len(tokens) + 1)
-    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], batch_index)
 
 
 def random_logits(rng: Random, num_rows: int, vocab_size: int) -> Floats:

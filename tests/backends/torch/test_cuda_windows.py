@@ -23,7 +23,7 @@ from quire.weights.opening import open_checkpoint
 from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
 from tests.backends.torch.kernels.device import DEVICE
-from tests.backends.torch.window_rig import Driver, difference, random_tokens
+from tests.backends.torch.window_rig import Driver, check_shared_keys, difference, random_tokens
 
 BOUND = 2e-5  # of log-probabilities in fp32
 TWO = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -91,27 +91,7 @@ def test_only_blocks_within_the_window_are_read(
 
 
 def test_shared_keys_are_read_and_not_written(make_runner: Make) -> None:
-    tokens = [random_tokens(60, 1)] * 2
-    alone = Driver(make_runner(is_reference=True), tokens)
-    runner = make_runner(num_window_blocks=30)
-    driver = Driver(runner, tokens)
-    alone.step((1, 34))
-    alone.step((1, 1))
-    driver.step((0, 34))
-    shared = driver.blocks.tables[0][:]
-    before = {shape: pool[:, shared].clone() for shape, pool in runner.store.pools.items() if not shape.window}
-    driver.blocks.tables[1] = shared[:3]
-    driver.rows.clear()
-    for shape, pool in runner.store.pools.items():
-        if not shape.window:
-            pool[:, shared[2], :, :, 4:] = 7.0  # the end of the block is ours to write
-    driver.step((1, 34), kv_start=20)
-    driver.step((1, 1), kv_start=20)
-    assert difference(alone, driver) <= BOUND
-    for shape, old in before.items():
-        assert torch.equal(old[:, :2], runner.store.pools[shape][:, shared[:2]])
-        assert torch.equal(old[:, 2, :, :, :4], runner.store.pools[shape][:, shared[2], :, :, :4])
-        assert not runner.store.pools[shape][:, 0].any()
+    check_shared_keys(make_runner(is_reference=True), make_runner(num_window_blocks=30), 20, BOUND)
 
 
 def test_a_slice_is_cut_between_its_states() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from quire.backends.torch.models.decoder import DecoderModel
 from quire.backends.torch.runner import TorchRunner
-from tests.backends.contract import HEAD, Contract, random_prompt
+from tests.backends.contract import HEAD, POISONED, Contract, check_poisoned, random_prompt
 from tests.backends.torch.families import FAMILIES, Reference
 from tests.backends.torch.rig import Answer, Rig, same_rows
 
@@ -66,24 +66,12 @@ def test_other_block_sizes(block_size: int, tmp_path: Path) -> None:
 
 
 def test_nan_fails_only_its_own_request(tmp_path: Path) -> None:
-    """With a poisoned embedding, every context with that token fails, complete or not, and no other does."""
     reference = Reference("llama", tmp_path)
     rig = Rig(tmp_path, num_blocks=12)
     runner = rig.engine.runner
     assert isinstance(runner, TorchRunner)
     with torch.inference_mode():
         assert isinstance(runner.model, DecoderModel)
-        runner.model.embedding[77] = float("nan")
-    good, bad = random_prompt(11, 50), [*random_prompt(12, 40), 77, *random_prompt(13, 60)]
-    good = [token if token != 77 else 78 for token in good]
-    rig.reset(max_chunk_tokens=16, num_blocks=12)
-    first = rig.start(good, 4)
-    broken = rig.start(bad, 4)
-    answers = rig.run(first, broken)
-    assert "not a number" in (answers[broken].error or "")
-    assert answers[broken].tokens == []
-    check(reference, good, answers[first])
-    for number in range(4):  # uses all blocks of the small pool
-        prompt = [token if token != 77 else 78 for token in random_prompt(20 + number, 60)]
-        check(reference, prompt, rig.answer(prompt, 4))
+        runner.model.embedding[POISONED] = float("nan")
+    check_poisoned(rig, lambda prompt, answer: check(reference, prompt, answer))
     rig.engine.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 
 VOCAB = 50
+MARGIN = 1e-6  # allowed difference of sums and exponentials between two machines
 
 
 def row(params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (), batch_index: int = 0) -> SeqSlice:
@@ -85,13 +87,45 @@ def expected(logits: Sequence[float], piece: SeqSlice, mask: bytes | None = None
     raise AssertionError("no token")
 
 
-def random_params(rng: Random, vocab_size: int = VOCAB) -> SamplingParams:
+def is_settled(logits: np.ndarray[Any, np.dtype[np.float32]], piece: SeqSlice, margin: float = MARGIN) -> bool:
+    """Return whether no decision for this row's token is so close that another exponential could change it.
+
+    `logits` [V] are those after penalties, bias and forbidden tokens.
+    """
+    params = piece.sampling
+    if params.is_greedy:
+        return True
+    scaled = logits / np.float32(params.temperature)
+    weights = np.exp(scaled.astype(np.float64) - scaled.max())
+    if params.min_p > 0:
+        floor = scaled.max() + np.log(np.float32(params.min_p))
+        if (np.abs(scaled - floor) < margin * np.abs(scaled)).any() and params.min_p < 1:
+            return False
+        weights[scaled < floor] = 0
+    if 0 < params.top_k < len(logits):
+        weights[scaled < np.sort(scaled)[-params.top_k]] = 0
+    if params.top_p < 1:
+        ordered = -np.sort(-weights)
+        before = (ordered.cumsum() - ordered) / weights.sum()
+        threshold = ordered[before < params.top_p][-1]
+        distance = np.abs(weights - threshold)
+        if (np.abs(before[1:] - params.top_p) < margin).any() or (
+            (distance > 0) & (distance < margin * threshold)
+        ).any():
+            return False
+        weights[weights < threshold] = 0
+    cumulative = weights.cumsum()[weights > 0] / weights.sum()
+    draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
+    return bool((np.abs(cumulative[:-1] - draw) > margin).all())
+
+
+def random_params(rng: Random, vocab_size: int) -> SamplingParams:
     fields: dict[str, Any] = {"seed": rng.randrange(2**63), "sample_index": rng.randrange(3)}
     options: dict[str, Callable[[], Any]] = {
-        "temperature": lambda: rng.choice([0.0, 0.3, 0.9, 2.5]),
-        "top_k": lambda: rng.choice([1, 2, 3, 20, 60, 10**6]),
+        "temperature": lambda: rng.choice([0.0, 1e-3, 0.3, 0.9, 2.5, 10.0]),
+        "top_k": lambda: rng.choice([1, 2, 3, 20, 60, 700, 10**6]),
         "top_p": lambda: rng.choice([1e-6, 0.05, 0.5, 0.9, 0.999]),
-        "min_p": lambda: rng.choice([0.01, 0.2, 1.0]),
+        "min_p": lambda: rng.choice([1e-4, 0.01, 0.2, 1.0]),
         "repetition_penalty": lambda: rng.choice([0.5, 1.3]),
         "presence_penalty": lambda: rng.choice([-1.0, 1.5]),
         "frequency_penalty": lambda: rng.choice([-0.5, 2.0]),
@@ -105,16 +139,18 @@ def random_params(rng: Random, vocab_size: int = VOCAB) -> SamplingParams:
     return SamplingParams(**fields)
 
 
+def random_row(rng: Random, vocab_size: int, batch_index: int) -> SeqSlice:
+    tokens = [rng.randrange(vocab_size) for _ in range(rng.randrange(2, 12))]
+    num_prompt = rng.randrange(1, len(tokens) + 1)
+    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], batch_index)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_mixed_batch_follows_the_definition(seed: int) -> None:
     rng = Random(seed)
     torch.manual_seed(seed)
     logits = torch.randn(12, VOCAB) * 3
-    rows = []
-    for batch_index in range(12):
-        tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 12))]
-        num_prompt = rng.randrange(1, len(tokens) + 1)
-        rows.append(row(random_params(rng), tokens[:num_prompt], tokens[num_prompt:], batch_index))
+    rows = [random_row(rng, VOCAB, batch_index) for batch_index in range(12)]
     masks = {3: bytes([0xAA] * 7), 7: bytes([0x10] + [0] * 6)}
     wanted = [expected(logits[i].tolist(), piece, masks.get(i)) for i, piece in enumerate(rows)]
     assert run(logits, rows, masks) == wanted

@@ -18,7 +18,7 @@ from quire.core.step import StateSnapshot
 from quire.weights.opening import open_checkpoint
 from tests.backends.plans import piece
 from tests.backends.torch.families import Reference
-from tests.backends.torch.window_rig import Driver, difference, random_tokens
+from tests.backends.torch.window_rig import Driver, check_shared_keys, difference, random_tokens
 
 BOUND = 3e-6  # of log-probabilities in fp32: sums of keys are grouped in another way
 WINDOWED = ["gemma3", "mistral with a window", "gemma2"]
@@ -82,33 +82,9 @@ def test_the_size_of_both_pools(make_runner: Make) -> None:
     assert (capacity.window, capacity.num_window_blocks, capacity.num_blocks) == (24, 24, 64)
 
 
-def contents(store: KVStore, blocks: list[int], *, is_window: bool) -> list[torch.Tensor]:
-    return [pool[:, blocks].clone() for shape, pool in store.pools.items() if bool(shape.window) == is_window]
-
-
 @pytest.mark.parametrize("num_shared", [5, 20, 34])
 def test_shared_keys_are_read_and_not_written(make_runner: Make, num_shared: int) -> None:
-    """A second request computes a cached prefix again for its window: it reads the shared blocks and leaves them."""
-    tokens = [random_tokens(60, 1)] * 2
-    alone, driver = Driver(make_runner(num_window_blocks=30), tokens), Driver(make_runner(num_window_blocks=30), tokens)
-    alone.step((1, 34))
-    alone.step((1, 1))
-    driver.step((0, 34))
-    shared = driver.blocks.grow(0, 34)[:]
-    before = contents(driver.runner.store, shared, is_window=False)  # type: ignore[attr-defined]
-    driver.blocks.tables[1] = shared[: -(-num_shared // 8)]
-    driver.rows.clear()
-    corrupted = driver.runner.store  # type: ignore[attr-defined]
-    for shape, pool in corrupted.pools.items():
-        if not shape.window and num_shared % 8:
-            pool[:, shared[num_shared // 8], :, :, num_shared % 8 :] = 7.0  # the end of the block is ours to write
-    driver.step((1, 34), kv_start=num_shared)
-    driver.step((1, 1), kv_start=num_shared)
-    assert difference(alone, driver) <= BOUND
-    for old, new in zip(before, contents(corrupted, shared, is_window=False), strict=True):
-        full = num_shared // 8
-        assert torch.equal(old[:, :full], new[:, :full])
-    assert not any(pool[:, 0].any() for shape, pool in corrupted.pools.items() if not shape.window)  # the null block
+    check_shared_keys(make_runner(num_window_blocks=30), make_runner(num_window_blocks=30), num_shared, BOUND)
 
 
 # Layers of several kinds

@@ -124,5 +124,29 @@ def difference(first: Driver, second: Driver) -> float:
     return float(found.max())
 
 
+def check_shared_keys(reference: Any, runner: Any, num_shared: int, bound: float) -> None:
+    """A second request computes a cached prefix again for its window: it reads the shared blocks and leaves them."""
+    tokens = [random_tokens(60, 1)] * 2
+    alone, driver = Driver(reference, tokens), Driver(runner, tokens)
+    alone.step((1, 34))
+    alone.step((1, 1))
+    driver.step((0, 34))
+    full, tail = divmod(num_shared, runner.store.block_size)
+    shared = driver.blocks.tables[0][: full + (tail > 0)]
+    driver.blocks.tables[1] = shared[:]
+    driver.rows.clear()
+    pools = [pool for shape, pool in runner.store.pools.items() if not shape.window]
+    before = [pool[:, shared].clone() for pool in pools]
+    for pool in pools:
+        pool[:, shared[full:], :, :, tail:] = 7.0  # the end of the block is ours to write
+    driver.step((1, 34), kv_start=num_shared)
+    driver.step((1, 1), kv_start=num_shared)
+    assert difference(alone, driver) <= bound
+    for old, pool in zip(before, pools, strict=True):
+        assert torch.equal(old[:, :full], pool[:, shared[:full]])
+        assert torch.equal(old[:, full:, :, :, :tail], pool[:, shared[full:], :, :, :tail])
+        assert not pool[:, 0].any()  # the null block
+
+
 def random_tokens(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -51,13 +51,3 @@ def all_files(root: Path) -> list[StoredFile]:
 
 def temporary_files(root: Path) -> list[Path]:
     return [path for path in root.rglob(".tmp-*") if not path.is_dir()]
-
-
-class Clock:
-    """A clock that a test advances."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s

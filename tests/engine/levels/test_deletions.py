@@ -18,10 +18,11 @@ from quire.core.check import check_scheduler
 from quire.engine.engine import Engine
 from quire.engine.levels.disk_store import LOOK_S, ClearWatch, mark_cleared, open_space, root_secret
 from quire.engine.worker.protocol import Answered, Ask, GetStats, Stats
-from tests.engine.levels.contents import FACTS, Clock, all_files, make_content
+from tests.engine.levels.contents import FACTS, all_files, make_content
 from tests.engine.levels.test_disk_store import new_store, stored_numbers, write
 from tests.engine.levels.test_engine_levels import CAPACITY, Client, make
 from tests.engine.levels.test_worker_levels import Script, prompt, serve
+from tests.waiting import ManualClock
 
 
 def command(*arguments: str, folder: Path) -> None:
@@ -66,7 +67,7 @@ def num_indexed(engine: Engine) -> int:
 
 
 def test_marks(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock()
     space = open_space(tmp_path, "m", FACTS).path
     other = open_space(tmp_path, "m", {"a": "b"}).path
     mark_cleared(tmp_path)

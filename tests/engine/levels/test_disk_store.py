@@ -21,7 +21,6 @@ from quire.errors import CacheFolderError
 from tests.engine.levels.contents import (
     FACTS,
     PAYLOAD_BYTES,
-    Clock,
     all_files,
     make_content,
     make_payload,
@@ -30,6 +29,7 @@ from tests.engine.levels.contents import (
     read_back,
     temporary_files,
 )
+from tests.waiting import ManualClock
 
 FILE_BYTES = file_bytes(128, PAYLOAD_BYTES)
 PLENTY = 1 << 30
@@ -37,7 +37,7 @@ PLENTY = 1 << 30
 
 def new_store(root: Path, num_files: int = 1000, **settings: object) -> DiskStore:
     """A store with room for so many files."""
-    given: dict[str, object] = {"facts": FACTS, "max_bytes": num_files * FILE_BYTES, "clock": Clock(), **settings}
+    given: dict[str, object] = {"facts": FACTS, "max_bytes": num_files * FILE_BYTES, "clock": ManualClock(), **settings}
     return DiskStore(root, **given)  # type: ignore[arg-type]
 
 
@@ -180,7 +180,7 @@ def test_files_with_other_names_are_never_deleted(tmp_path: Path) -> None:
 
 
 def test_writes_of_others_are_noticed_by_the_next_listing(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock()
     store, other = new_store(tmp_path, 10, clock=clock), new_store(tmp_path, 10)
     write_all(store, [1])
     write_all(other, range(100, 109))
@@ -201,7 +201,7 @@ def test_a_use_by_another_process_saves_a_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_another_process_evicted(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = ManualClock()
     store, other = new_store(tmp_path, 4, clock=clock), new_store(tmp_path, 4)
     write_all(store, [1, 2, 3])
     for number in (1, 3):
@@ -297,7 +297,7 @@ def test_a_file_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pyt
 def test_a_full_disk_pauses_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    clock = Clock()
+    clock = ManualClock()
     store = new_store(tmp_path, clock=clock)
     write_all(store, [1])
     tries: list[int] = []
@@ -394,11 +394,12 @@ from quire.engine.levels.block_file import DamagedBlock
 from quire.engine.levels.disk_store import root_secret
 from quire.engine.levels.disk_store import PAUSE_S, DiskStore
 from quire.errors import CacheFolderError
-from tests.engine.levels.contents import FACTS, Clock, all_files, make_content, make_payload, read_back, temporary_files
+from tests.engine.levels.contents import FACTS, all_files, make_content, make_payload, read_back, temporary_files
+from tests.waiting import ManualClock
 
 mount = sys.argv[1]
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", mount], check=True)
-root, clock = Path(mount) / "kv", Clock()
+root, clock = Path(mount) / "kv", ManualClock()
 store = DiskStore(root, FACTS, 1 << 30, clock=clock)
 secret = root_secret(root)
 stored = []

@@ -102,22 +102,11 @@ def test_a_failed_start_closes_the_runner(tiny_model: Path, tmp_path: Path, monk
 
 
 def test_folders_are_checked_before_models_are_loaded(tmp_path: Path) -> None:
+    """server/test_disk_cache.py has the values that are refused."""
     (tmp_path / "file").write_text("")
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    for name, message in (
-        ("file", "is not a folder"),
-        ("open", "every user of this machine can write to the cache folder"),
-        ("file/below", f"cannot be used: File exists: {tmp_path}/file$"),
-    ):
-        config = EngineConfig(disk_cache=1000, cache_dir=str(tmp_path / name))
-        with pytest.raises(InvalidRequest, match=rf"cache_dir = '{tmp_path}/{name}': .*{message}"):
-            check_cache_folders([config])
-    with pytest.raises(InvalidRequest, match="cache_dir = '' is not the path of a folder"):
-        EngineConfig(disk_cache=1000, cache_dir="")
+    with pytest.raises(InvalidRequest, match=rf"cache_dir = '{tmp_path}/file': .*is not a folder"):
+        check_cache_folders([EngineConfig(disk_cache=1000, cache_dir=str(tmp_path / "file"))])
     unused = EngineConfig(cache_dir=str(tmp_path / "kv"))
-    with pytest.raises(InvalidRequest, match=r"cache_dir = '.*/kv' has no effect: set disk_cache to a size too"):
-        check_cache_folders([unused])
     with pytest.raises(InvalidRequest, match="has no effect: set disk_cache to a size too"):
         LLM(cache_dir=str(tmp_path / "kv"))
     assert not (tmp_path / "kv").exists()

@@ -20,7 +20,7 @@ from quire.backends.torch.sampling import sample
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 from tests.backends.torch.kernels.device import DEVICE
-from tests.backends.torch.test_sampling import adjusted, random_params, row
+from tests.backends.torch.test_sampling import adjusted, is_settled, random_row, row
 
 CPU = torch.device("cpu")
 ON_GPU = DEVICE == "cuda"
@@ -29,6 +29,7 @@ NUM_EQUAL = 20 if ON_GPU else 2
 
 
 MAX_SEQS = 40
+MARGIN = 1e-5  # sums of the GPU have another order
 INF = math.inf
 
 
@@ -81,46 +82,6 @@ def reference(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, byte
     return tokens
 
 
-def is_settled(logits: Tensor, piece: SeqSlice, mask: bytes | None, margin: float = 1e-5) -> bool:
-    """Return whether no decision for this row's token is so close that the order of a sum could change it."""
-
-    def is_apart(values: Tensor, limit: float) -> bool:
-        distance = (values - limit).abs()
-        return not bool(((distance > 0) & (distance < margin)).any())
-
-    params = piece.sampling
-    values = torch.tensor(adjusted(logits.tolist(), piece, mask), dtype=torch.float64)
-    if params.is_greedy:
-        return is_apart(values, float(values.max()))
-    scaled = values / params.temperature
-    weights = (scaled - scaled.max()).exp()
-    if params.min_p:
-        floor = float(scaled.max()) + math.log(params.min_p)
-        if not is_apart(scaled, floor):
-            return False
-        weights[scaled < floor] = 0.0
-    if 0 < params.top_k < len(scaled):
-        floor = float(scaled.topk(params.top_k).values[-1])
-        if not is_apart(scaled, floor):
-            return False
-        weights[scaled < floor] = 0.0
-    if params.top_p < 1:
-        ordered = weights.sort(descending=True).values
-        before = (ordered.cumsum(0) - ordered) / weights.sum()
-        if bool(((before[1:] - params.top_p).abs() < margin).any()):
-            return False
-        weights[weights < ordered[before < params.top_p][-1]] = 0.0
-    cumulative = weights.cumsum(0)[weights > 0] / weights.sum()
-    draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
-    return bool(((cumulative[:-1] - draw).abs() > margin).all())
-
-
-def random_row(rng: Random, vocab_size: int, batch_index: int) -> SeqSlice:
-    tokens = [rng.randrange(vocab_size) for _ in range(rng.randrange(2, 12))]
-    num_prompt = rng.randrange(1, len(tokens) + 1)
-    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], batch_index)
-
-
 def random_mask(rng: Random, vocab_size: int) -> bytes:
     return rng.randbytes(-(-vocab_size // 8))
 
@@ -133,7 +94,8 @@ def settled_rows(
     def drawn(values: Tensor, batch_index: int) -> Iterator[SeqSlice]:
         for _ in range(50):
             piece = random_row(rng, len(values), batch_index)
-            if is_settled(values, piece, masks.get(batch_index)):
+            changed = adjusted(values.tolist(), piece, masks.get(batch_index))
+            if is_settled(np.array(changed, np.float32), piece, MARGIN):
                 yield piece
 
     return [next(drawn(logits[index].float(), batch_index)) for index, batch_index in enumerate(batch_indices)]
@@ -191,7 +153,7 @@ def test_equal_logits(fields: dict[str, Any]) -> None:
     logits[0, :500] = -INF
     fields = {"temperature": 0.7, **fields}
     rows = [row(SamplingParams(seed=seed, **fields), [1, 2], batch_index=seed) for seed in range(40)]
-    rows = [piece for piece in rows if is_settled(logits[0], piece, None)][:NUM_EQUAL]
+    rows = [piece for piece in rows if is_settled(logits[0].numpy(), piece, MARGIN)][:NUM_EQUAL]
     logits = logits.expand(len(rows), -1).clone()
     assert len(rows) == NUM_EQUAL
     assert run(logits, rows).tokens == reference(logits, rows)
