@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.context import KVCacheBlock, StateSlot, Unit, WindowBlock
+from quire.core.cache.context import KVCacheBlock, Linked, StateSlot, WindowBlock
 from quire.core.levels.lower_level import LowerLevel
 from quire.core.memory import Memory
 from quire.core.step import Content, MemoryKind, MemoryRef, Save
@@ -139,7 +139,7 @@ class Saves:
         key = node.key if node.key is not None else self._tree.digest(node.parent_key, node.tokens)
         return Content(kind, key, node.parent_key, node.tokens)
 
-    def _piece(self, kind: MemoryKind, node: KVCacheBlock, block: Unit) -> _Piece:
+    def _piece(self, kind: MemoryKind, node: KVCacheBlock, block: Linked) -> _Piece:
         """The content of a node that is in this block."""
         return self._content(kind, node), MemoryRef(kind, block.block_id)
 
@@ -297,7 +297,7 @@ class Saves:
     def _cached(self, pinned: Iterable[KVCacheBlock]) -> Iterator[Sequence[_Piece]]:
         """All cached content, the most valuable first."""
         yield from map(self._pieces, [*pinned])
-        yield from map(self._pieces, reversed(self._memory.blocks.free.values()))
+        yield from map(self._pieces, self._memory.blocks.free.backwards())
         disk, host = self._levels[Level.DISK], self._levels.get(Level.HOST)
         if host is None:
             return
