@@ -669,8 +669,8 @@ MUTANTS = (
     _mutant(
         "a state is shared without a copy",
         "core/memory.py",
-        "        return min(context.live_states",
-        "        return context.state_slot or min(context.live_states",
+        "target = min(context.live_states",
+        "target = context.state_slot or min(context.live_states",
         first_world=FIRST_HYBRID,
     ),
     _mutant(
@@ -684,7 +684,7 @@ MUTANTS = (
         "a fork shares a state that its parent still writes",
         "core/memory.py",
         "            (slot,) = self.pool.take(1)\n            slot.position = point\n",
-        "            slot = self._next_live(context)\n            self.pool.share((slot,))\n            slot.position = point\n",
+        '            slot = min(context.live_states, key=attrgetter("position"))\n            self.pool.share((slot,))\n            slot.position = point\n',
         first_world=FIRST_HYBRID,
     ),
     _mutant(
