@@ -55,7 +55,7 @@ def operations(num_blocks: int, repeats: int) -> dict[str, float]:
     cache = KVCacheManager(num_blocks)
     cached = [fill(cache, request_id, random) for request_id in range(max(1, (num_blocks - 1) // 65))]
     pool = cache.pool
-    batch = list(pool.free.values())[:: max(1, pool.num_free // 64)][:64]
+    batch = list(pool.free)[:: max(1, pool.num_free // 64)][:64]
     lookups = random.sample(cached, min(8, len(cached)))
     fresh = [Request(i, random.choices(range(32_000), k=CONTEXT)) for i in range(8)]
     lives = [Request(i, random.choices(range(32_000), k=CONTEXT)) for i in range(40)]

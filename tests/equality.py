@@ -124,7 +124,7 @@ def _answer_all(
             prediction = nearly(one.tokens) if has_drafts else ()
             request_id = rig.start(one.prompt, len(one.tokens), priority=priority, logprobs=None, prediction=prediction)
             ids[request_id], answers[request_id] = one, Answer()
-            request = rig.engine.scheduler.get(request_id)
+            request = rig.engine.scheduler.requests.get(request_id)
             assert request is not None
             requests.append(request)
 

@@ -389,7 +389,11 @@ def _share_head(bench: Bench) -> _Sharing:
         session.run(until=lambda: bool(cold.token_times))
         live = session.add([*head, *tails[1]], 4)
         session.run(until=lambda: bool(live.token_times))
-        tables = [request.block_table for one in (cold, live) if (request := scheduler.get(one.request_id)) is not None]
+        tables = [
+            request.block_table
+            for one in (cold, live)
+            if (request := scheduler.requests.get(one.request_id)) is not None
+        ]
         common = [mine for mine, other in zip(*tables, strict=False) if mine == other] if len(tables) == 2 else []
         ref_counts = tuple(scheduler.cache.pool.blocks[block_id].ref_count for block_id in common)
         session.run()

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
 
-from quire.core.cache.context import NULL_BLOCK_ID, Unit
+from quire.core.cache.context import NULL_BLOCK_ID, Linked
 from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
 from quire.core.events import Admitted, Observer, Preempted, PrefixHitFound
 from quire.core.kv_cache import KVCacheManager
@@ -344,7 +344,7 @@ class _FreedBlocks:
 class _Holders:
     """Counts references that would be dropped, to find the blocks that lose their last one."""
 
-    def __init__(self, blocks: Sequence[Unit], kept: Iterable[Unit], num_missing: int) -> None:
+    def __init__(self, blocks: Sequence[Linked], kept: Iterable[Linked], num_missing: int) -> None:
         self._blocks = blocks
         self._kept = {block.block_id for block in kept}
         self._dropped: Counter[int] = Counter()

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import TypeVar
 
-from quire.core.cache.context import NULL_BLOCK_ID, KVCacheBlock, StateSlot, Unit, WindowBlock
+from quire.core.cache.context import NULL_BLOCK_ID, KVCacheBlock, Linked, StateSlot, WindowBlock
 from quire.core.cache.prefix import Pool, PrefixTree, StatePool
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.levels import Levels, PrefixRead, ReadState
@@ -27,7 +27,7 @@ from quire.core.step import MemoryKind
 from quire.errors import InvariantViolation
 
 T = TypeVar("T")
-B = TypeVar("B", bound=Unit)
+B = TypeVar("B", bound=Linked)
 
 _state = attrgetter(
     "state",
@@ -217,9 +217,11 @@ def _check_pool(
 ) -> Generator[None, None, int]:
     """Check references, free lists and counters of a pool. Returns the number of blocks with content."""
     is_free = bytearray(len(holders))
-    for unused in _slices(map(_block_id, pool.unused()), size):
-        for block_id in unused:
-            is_free[block_id] = 1
+    for unused in _slices(islice(pool.unused(), len(holders)), size):  # a corrupt list may have a cycle
+        for block in unused:
+            is_free[block.block_id] = 1
+            is_linked = block.next_free is None or block.next_free.prev_free is block
+            assert is_linked, f"the free list is corrupt: the successor of {block!r} does not link back to it"
         yield
     assert is_free.count(1) == pool.num_free, f"{is_free.count(1)} blocks are free, the pool counts {pool.num_free}"
     assert holders[NULL_BLOCK_ID] + is_free[NULL_BLOCK_ID] == 0, "the null block was allocated"

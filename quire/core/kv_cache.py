@@ -5,6 +5,7 @@ Knows requests, counts and blocks. Knows nothing of scheduling order, batch rows
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
@@ -90,12 +91,7 @@ class KVCacheManager:
         self.pins = PinBoard(self.memory)
         self.levels = Levels(self.memory, levels if is_caching else (), save_limits)
         self._device = Search(self.memory)
-        self._num_queried_tokens = 0
-        self._num_hit_tokens = 0
-        self._num_recovered_tokens = 0
-        self._num_partial_hits = 0
-        self._num_adoptions = 0
-        self._num_recomputed_tokens = 0
+        self._counts: Counter[str] = Counter()  # fields of `CacheStats`
 
     @property
     def max_model_len(self) -> int:
@@ -208,14 +204,9 @@ class KVCacheManager:
             num_shared=self.pool.num_shared,
             num_pins=len(self.pins),
             num_pinned=self.pins.num_blocks,
-            num_queried_tokens=self._num_queried_tokens,
-            num_hit_tokens=self._num_hit_tokens,
-            num_recovered_tokens=self._num_recovered_tokens,
-            num_partial_hits=self._num_partial_hits,
-            num_adoptions=self._num_adoptions,
             num_twins=self.tree.num_twins,
             num_collisions=self.tree.num_collisions,
-            num_recomputed_tokens=self._num_recomputed_tokens,
+            **self._counts,
             windows=windows.pool.stats() if windows.is_used else None,
             states=states.pool.state_stats() if states.is_used else None,
             levels=self.levels.stats(),
@@ -354,11 +345,12 @@ class KVCacheManager:
         return num_evicted
 
     def _record(self, request: Request, hit: PrefixHit) -> None:
+        counts = self._counts
         if request.num_preemptions:
-            self._num_recovered_tokens += hit.start
+            counts["num_recovered_tokens"] += hit.start
         elif self._is_searched(request):
-            self._num_queried_tokens += len(request.tokens) - 1
-            self._num_hit_tokens += hit.start
-        self._num_recomputed_tokens += hit.num_tokens - hit.start
-        self._num_adoptions += hit.is_adoptable
-        self._num_partial_hits += hit.tail is not None and not hit.is_adoptable
+            counts["num_queried_tokens"] += len(request.tokens) - 1
+            counts["num_hit_tokens"] += hit.start
+        counts["num_recomputed_tokens"] += hit.num_tokens - hit.start
+        counts["num_adoptions"] += hit.is_adoptable
+        counts["num_partial_hits"] += hit.tail is not None and not hit.is_adoptable

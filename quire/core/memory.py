@@ -333,14 +333,11 @@ class StateGroup:
             else:
                 snapshots.append(StateSnapshot(point, slot.block_id))
         if target is None:
-            target = self._next_live(context)
+            # The live slot with the older state: the other one holds the state that the slice reads.
+            target = min(context.live_states, key=attrgetter("position"))
             target.position = end
         context.state_slot = target
         return (EMPTY_SLOT if source is None else source.block_id), target.block_id, tuple(snapshots)
-
-    def _next_live(self, context: Context) -> StateSlot:
-        """The live slot with the older state: the other one holds the state that the slice reads."""
-        return min(context.live_states, key=attrgetter("position"))
 
     def can_roll_back(self, context: Context, end: int) -> bool:
         """Whether the next slice may end with drafts, of which some may turn out to be wrong.

@@ -75,9 +75,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests or self.in_flight) or self.loads.has_work
 
-    def get(self, request_id: int) -> Request | None:
-        return self._requests.get(request_id)
-
     def explain(self, request: Request) -> CacheExplanation:
         """Explain how much of this request the cache would serve now, and why not more.
 

@@ -55,12 +55,6 @@ def _num_blocks(one: TraceRequest, block_size: int) -> int:
     return -(-(one.prompt_tokens + one.output_tokens) // block_size)
 
 
-def imbalance(values: Sequence[float]) -> float:
-    """The largest value, relative to the mean."""
-    mean = sum(values) / len(values)
-    return max(values) / mean if mean else 1.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterReport(RunReport):
     router: str
@@ -76,7 +70,8 @@ class ClusterReport(RunReport):
     @property
     def imbalance(self) -> float:
         """The busy time of the busiest replica, relative to the mean."""
-        return imbalance(self.busy_s)
+        mean = sum(self.busy_s) / len(self.busy_s)
+        return max(self.busy_s) / mean if mean else 1.0
 
 
 def simulate_cluster(

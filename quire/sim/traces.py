@@ -13,9 +13,6 @@ A line of a trace is an object with these fields:
     tenant           optional: tenants of one tier share it fairly
     session          optional: a conversation, for routers that keep it on one replica
     cancel_after_s   optional: the client disconnects this long after the arrival
-
-The format of the public Mooncake traces is accepted as well (timestamp in ms, input_length, output_length, hash_ids of
-512 tokens each).
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ from quire.core.values import MAX_SALT, MAX_TOKEN_ID, Priority, check_salt
 from quire.errors import InvalidRequest, TraceError
 
 VOCAB_SIZE = 32_000
-MOONCAKE_BLOCK = 512
 MAX_TOKENS = 10_000_000  # per prompt or answer: more than any context, and small enough for memory
 MAX_SECONDS = 1e9
 MAX_REQUESTS = 1_000_000  # per synthetic trace
@@ -123,18 +119,9 @@ def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
             raise TraceError(f"{name} line {number}: {error}") from None
 
 
-class _MooncakeLine(Struct, forbid_unknown_fields=True):
-    timestamp: Annotated[float, Meta(ge=0, le=1000 * MAX_SECONDS)]
-    input_length: Count
-    output_length: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-    hash_ids: tuple[int, ...]
-
-
 def _parse(line: dict[str, Any]) -> TraceRequest:
     fields = {name: value for name, value in line.items() if value is not None}  # null is the same as a missing field
     try:
-        if "hash_ids" in fields or "input_length" in fields:
-            return _mooncake(msgspec.convert(fields, _MooncakeLine))
         request = msgspec.convert({**fields, **_converted(fields)}, TraceRequest)
     except msgspec.ValidationError as error:
         named = re.search(r"\$\.(\w+)", str(error))
@@ -159,16 +146,6 @@ def _converted(fields: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(f"prompt cannot be combined with {' and '.join(sorted(clash))}")
         converted["prompt_tokens"] = len(prompt)
     return converted
-
-
-def _mooncake(line: _MooncakeLine) -> TraceRequest:
-    hashes = line.hash_ids[: line.input_length // MOONCAKE_BLOCK]
-    return TraceRequest(
-        arrival_s=line.timestamp / 1000,
-        prompt_tokens=line.input_length,
-        output_tokens=max(1, line.output_length),
-        shared=tuple((f"hash {one}", MOONCAKE_BLOCK) for one in hashes),
-    )
 
 
 # Synthetic traces

@@ -125,7 +125,7 @@ class Contract:
         rig.reset(num_blocks=14)  # four requests cannot all grow to four blocks
         prompts = [random_prompt(20 + i, 60) for i in range(4)]
         ids = [rig.start(prompt, 46) for prompt in prompts]
-        requests = [rig.engine.scheduler.get(request_id) for request_id in ids]
+        requests = [rig.engine.scheduler.requests.get(request_id) for request_id in ids]
         answers = rig.run(*ids)
         assert any(request is not None and request.num_preemptions for request in requests)
         for prompt, request_id in zip(prompts, ids, strict=True):

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 def free_ids(pool: BlockPool) -> list[int]:
     """The whole free list, in order of eviction."""
-    return list(pool.free)
+    return [block.block_id for block in pool.free]
 
 
 def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.cache.context import KVCacheBlock, Unit
+from quire.core.cache.context import KVCacheBlock, Linked
 from quire.core.check import audit, check_scheduler
 from quire.core.levels.levels import PrefixLoad
 from quire.core.request import Request, RequestState
@@ -62,14 +62,24 @@ def swap_children(scheduler: Scheduler) -> None:
     blocks[-1], blocks[-2] = blocks[-2], blocks[-1]
 
 
+def break_ring(scheduler: Scheduler) -> None:
+    """Make a cycle in the free list."""
+    *_, before, last = scheduler.cache.pool.free
+    last.next_free = before
+
+
+def break_link(scheduler: Scheduler) -> None:
+    *_, before, last = scheduler.cache.pool.free
+    last.prev_free = before.prev_free
+
+
 def lose_free_block(scheduler: Scheduler) -> None:
-    scheduler.cache.pool.free.popitem()
+    scheduler.cache.pool.free.pop_front()
 
 
 def free_used_block(scheduler: Scheduler) -> None:
     pool = scheduler.cache.pool
-    block_id = scheduler.running.requests[-1].block_table[-1]
-    pool.free[block_id] = pool.blocks[block_id]
+    pool.free.append(pool.blocks[scheduler.running.requests[-1].block_table[-1]])
 
 
 def forget_request(scheduler: Scheduler) -> None:
@@ -183,6 +193,9 @@ VIOLATIONS: dict[str, Callable[[Scheduler], None]] = {
     "twin with another parent": damage_twin("parent_key", b"?" * 16),
     "twin missing from the list of twins": lose_twin,
     "order of siblings": swap_children,
+    "cycle in the free list": break_ring,
+    "wrong backward link in the free list": break_link,
+    "length of the free list": miscount("cache.pool.free._len"),
     "free block missing from the free list": lose_free_block,
     "block in use in the free list": free_used_block,
     "number of cached blocks": miscount("cache.pool.num_cached"),
@@ -238,7 +251,7 @@ def test_a_running_audit_finds_a_violation_in_the_unchecked_part() -> None:
 def count_blocks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Record the ids of all blocks of which an attribute is read. The caller empties the set."""
     touched: set[int] = set()
-    slots = {name: owner.__dict__[name] for owner in (Unit, KVCacheBlock) for name in owner.__slots__}
+    slots = {name: owner.__dict__[name] for owner in (Linked, KVCacheBlock) for name in owner.__slots__}
     block_id = slots["block_id"]
 
     def watch(descriptor: Any) -> property:

@@ -81,19 +81,6 @@ def test_each_kind_has_its_own_room() -> None:
     assert level.max_bytes == SIZES[0] + SIZES[1]
 
 
-def test_content_that_is_being_loaded_is_not_evicted() -> None:
-    level = LowerLevel(Level.HOST, SIZES, (2, 0, 0))
-    first, second = piece(1), piece(2)
-    stored = level.add(first)
-    level.add(second)
-    assert stored is not None
-    stored.num_loads = 1
-    assert level.reserve(BLOCK) == (True, second)
-    assert level.reserve(BLOCK) == (False, None)
-    stored.num_loads = 0
-    assert level.reserve(BLOCK) == (True, first)
-
-
 def test_a_tier_whose_store_evicts_has_always_room() -> None:
     level = LowerLevel(Level.DISK, SIZES, store_bytes=10)
     for number in range(3):

@@ -2,7 +2,13 @@
 
 import pytest
 
-from quire.core.cache.context import KVCacheBlock, check_block_size, hash_block_tokens, pack_tokens
+from quire.core.cache.context import (
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    check_block_size,
+    hash_block_tokens,
+    pack_tokens,
+)
 from quire.core.cache.prefix import BlockPool, PrefixTree
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import free_ids, ids
@@ -29,6 +35,22 @@ def test_block_sizes_that_are_no_power_of_two_up_to_256_are_refused(size: object
     assert [check_block_size(1 << exponent) for exponent in range(9)] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     with pytest.raises(InvalidRequest, match=r"block_size = .* is not a power of two from 1 to 256"):
         check_block_size(size)  # type: ignore[arg-type]
+
+
+def test_the_free_list_refuses_a_block_twice_and_a_block_that_is_not_in_it() -> None:
+    blocks = list(map(KVCacheBlock, range(4)))
+    queue = FreeKVCacheBlockQueue(blocks)
+    for insert in (queue.append, queue.prepend):
+        with pytest.raises(ValueError, match="already in the free list"):
+            insert(blocks[1])
+    queue.remove(blocks[1])  # from the middle
+    with pytest.raises(ValueError, match="not in the free list"):
+        queue.remove(blocks[1])
+    queue.prepend(blocks[1])
+    assert (ids(list(queue)), ids(list(queue.backwards())), len(queue)) == ([1, 0, 2, 3], [3, 2, 0, 1], 4)
+    assert ids([queue.pop_front() for _ in blocks]) == [1, 0, 2, 3]
+    with pytest.raises(IndexError, match="the free list is empty"):
+        queue.pop_front()
 
 
 @pytest.mark.parametrize("num_blocks", [-1, 0, 1])

@@ -186,7 +186,7 @@ def preempted_low(rig: Rig, num_tokens: int, num_high: int) -> Request:
     while low.num_output_tokens < 2:
         rig.step()
     rig.add(2, range(1000, 1000 + num_high), priority=HIGH, max_tokens=1)
-    while rig.scheduler.get(2) is not None:
+    while rig.scheduler.requests.get(2) is not None:
         rig.step()
     assert low.num_preemptions == 1
     assert low.state is RequestState.WAITING
@@ -203,7 +203,7 @@ def test_a_spared_request_starts_only_if_running_requests_have_room_to_grow() ->
     fair.ledger.credits[LOW] = 0
     assert 3 in ids(rig.step())
     assert low.state is RequestState.WAITING
-    while rig.scheduler.get(3) is not None:
+    while rig.scheduler.requests.get(3) is not None:
         fair.ledger.credits[LOW] = 50 * UNITS
         assert ids(rig.step()) == [3]
     assert high.num_preemptions == 0

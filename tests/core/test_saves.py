@@ -266,17 +266,6 @@ def test_a_failed_idle_save_is_not_repeated_until_something_changes() -> None:
     assert len(rig.idle().saves) == 10
 
 
-def test_idle_saves_are_limited_to_what_the_disk_can_hold() -> None:
-    """More would displace what was just saved, which is what was used last."""
-    rig = TieredRig(has_disk=True, store_bytes=70)
-    rig.compute(PROMPT)
-    recent = all_tokens(rig.compute(OTHER))
-    found = saved(rig.idle(), Level.DISK)
-    assert len(found) == 7
-    assert found[:5] == rig.contents(recent, range(5))
-    assert not has_unsaved(rig)
-
-
 # To host memory
 
 

@@ -22,7 +22,7 @@ def counted(cache: KVCacheManager, tables: list[list[int]]) -> list[BlockState]:
     """State of each block, computed from block tables and pins without reference counts."""
     holders = Counter(block_id for table in tables for block_id in table)
     pinned = {block.block_id for pin in cache.pins for block in pin.held.blocks}
-    cached = {block.block_id for block in cache.pool.free.values() if block.is_published}
+    cached = {block.block_id for block in cache.pool.free if block.is_published}
     states = []
     for block_id in range(1, len(cache.pool.blocks)):
         if holders[block_id]:

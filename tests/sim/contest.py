@@ -106,7 +106,7 @@ class Contest:
         self.now_ns += 1_000_000
         plan = self.scheduler.schedule(self.now_ns)
         self.num_steps += 1
-        requests = [self.scheduler.get(piece.request_id) for piece in plan.slices]
+        requests = [self.scheduler.requests.get(piece.request_id) for piece in plan.slices]
         for piece, request in zip(plan.slices, requests, strict=True):
             assert request is not None
             self.served[request.priority] += piece.length

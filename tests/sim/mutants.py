@@ -433,8 +433,8 @@ MUTANTS = (
     _mutant(
         "the map misses blocks that lost their content",
         "core/cache/prefix.py",
-        "            self.num_cached -= 1\n            self._put_first(block)\n            self._note((block,))\n",
-        "            self.num_cached -= 1\n            self._put_first(block)\n",
+        "            self.num_cached -= 1\n            self.free.prepend(block)\n            self._note((block,))\n",
+        "            self.num_cached -= 1\n            self.free.prepend(block)\n",
         "tests/engine/test_block_map.py",
     ),
     _mutant(
@@ -446,8 +446,8 @@ MUTANTS = (
     _mutant(
         "unpublished blocks evicted last",
         "core/cache/prefix.py",
-        "            self._put_first(block)\n        else:  # not",
-        "            self.free[block.block_id] = block\n        else:  # not",
+        "self.free.prepend(block)\n            else:",
+        "self.free.append(block)\n            else:",
         "tests/core/test_pool.py",
     ),
     _mutant(
@@ -539,7 +539,7 @@ MUTANTS = (
     _mutant(
         "both twins stay cached",
         "core/cache/prefix.py",
-        "if block.parent_key is not None and self._tree.is_redundant(block):",
+        "if self._tree.is_redundant(block):",
         "if False:",
     ),
     _mutant(
@@ -669,8 +669,8 @@ MUTANTS = (
     _mutant(
         "a state is shared without a copy",
         "core/memory.py",
-        "        return min(context.live_states",
-        "        return context.state_slot or min(context.live_states",
+        "target = min(context.live_states",
+        "target = context.state_slot or min(context.live_states",
         first_world=FIRST_HYBRID,
     ),
     _mutant(
@@ -684,7 +684,7 @@ MUTANTS = (
         "a fork shares a state that its parent still writes",
         "core/memory.py",
         "            (slot,) = self.pool.take(1)\n            slot.position = point\n",
-        "            slot = self._next_live(context)\n            self.pool.share((slot,))\n            slot.position = point\n",
+        '            slot = min(context.live_states, key=attrgetter("position"))\n            self.pool.share((slot,))\n            slot.position = point\n',
         first_world=FIRST_HYBRID,
     ),
     _mutant(

@@ -497,7 +497,7 @@ class World:
     def _add_siblings(self) -> None:
         """Add several samples of one prompt (n > 1)."""
         self._add()
-        first = self.scheduler.get(self.next_id - 1)
+        first = self.scheduler.requests.get(self.next_id - 1)
         for index in range(1, self.random.randint(2, 4)):
             if first is not None:
                 self._submit(sibling(first, self._new_id(), index), sample_index=index)

@@ -14,7 +14,6 @@ from quire.sim.cluster import (
     ROUTERS,
     ByPrefix,
     ClusterReport,
-    imbalance,
     simulate_cluster,
 )
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, simulate
@@ -95,8 +94,3 @@ def test_prefixes_of_another_block_size_are_found() -> None:
     assert simulate_cluster(FEW, small, STEP_TIME, 2, "prefix").index_bytes > 0
     hits = [simulate_cluster(FEW, small, STEP_TIME, 2, name).hit_tokens for name in ("prefix", "round-robin")]
     assert hits[0] > hits[1]
-
-
-def test_imbalance() -> None:
-    assert imbalance([1, 1, 4]) == 2
-    assert imbalance([0, 0]) == 1

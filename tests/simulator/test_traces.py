@@ -46,13 +46,6 @@ def test_token_ids_can_be_given(tmp_path: Path) -> None:
     assert (request.prompt_ids(9), request.prompt_tokens) == ([4, 5, 6], 3)
 
 
-def test_mooncake_lines_are_accepted(tmp_path: Path) -> None:
-    line = {"timestamp": 2500, "input_length": 1100, "output_length": 0, "hash_ids": [7, 8, 9]}
-    (request,) = read_trace(write(tmp_path, line))
-    assert (request.arrival_s, request.prompt_tokens, request.output_tokens) == (2.5, 1100, 1)
-    assert request.prompt_ids(0)[:1024] == text("hash 7", 512) + text("hash 8", 512)
-
-
 def test_a_trace_is_sorted_and_may_have_a_byte_order_mark_and_null_for_missing_fields(tmp_path: Path) -> None:
     path = tmp_path / "windows.jsonl"
     late = {**GOOD, "arrival_s": 5, "shared": None, "output": None, "priority": None, "cancel_after_s": None}
@@ -95,8 +88,6 @@ def test_a_trace_is_read_from_standard_input(monkeypatch: pytest.MonkeyPatch) ->
         ({"arrival_s": 0, "output_tokens": 1, "prompt": []}, "line 2: .*Expected `int` >= 1 - at `..prompt_tokens`"),
         ({**GOOD, "prompt": "hello"}, "line 2: field 'prompt' = 'hello': Expected `array`"),
         ({**GOOD, "promt_tokens": 3}, "line 2: Object contains unknown field `promt_tokens`"),
-        ({"hash_ids": "x", "timestamp": 0, "input_length": 5, "output_length": 1}, "field 'hash_ids' = 'x': Expected"),
-        ({"hash_ids": []}, "line 2: Object missing required field"),
     ],
 )
 def test_errors_name_the_line_and_the_field(tmp_path: Path, line: object, message: str) -> None:

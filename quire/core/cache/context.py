@@ -1,5 +1,7 @@
 """Blocks, and the context of a request: its tokens, their chain keys, and the memory of keys, values and states.
 
+Blocks of the three kinds of memory are linked in a free list, which is also the eviction order.
+
 A chain key is a hash that identifies a block by its tokens and all tokens before it.
 """
 
@@ -7,10 +9,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from quire.core.values import TOKEN_BYTES
 from quire.errors import InvalidRequest
@@ -27,15 +29,17 @@ def check_block_size(block_size: int) -> int:
     return block_size
 
 
-class Unit:
-    """A unit of memory of one of the three kinds."""
+class Linked:
+    """A unit of memory, and an entry of a free list, with its own links: removal from the middle is O(1)."""
 
-    __slots__ = ("block_id", "parent_key", "ref_count")
+    __slots__ = ("block_id", "next_free", "parent_key", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.parent_key: bytes | None = None  # key of the full blocks before its content; None: not published
+        self.prev_free: Self | None = None
+        self.next_free: Self | None = None
 
     @property
     def is_published(self) -> bool:
@@ -43,7 +47,7 @@ class Unit:
         return self.parent_key is not None
 
 
-class KVCacheBlock(Unit):
+class KVCacheBlock(Linked):
     """One block of KV memory and, once its content is published, one node of the prefix tree.
 
         ref_count 0, not published   free, content undefined     front of the free list
@@ -77,7 +81,7 @@ class KVCacheBlock(Unit):
         return f"<block {self.block_id} ref_count={self.ref_count} {state}>"
 
 
-class WindowBlock(Unit):
+class WindowBlock(Linked):
     """One block of window memory. If `node` is set, it holds the tokens of that node of the prefix tree."""
 
     __slots__ = ("is_kept", "node")
@@ -91,7 +95,7 @@ class WindowBlock(Unit):
         return f"<window block {self.block_id} ref_count={self.ref_count} node={self.node!r}>"
 
 
-class StateSlot(Unit):
+class StateSlot(Linked):
     """One slot of state memory.
 
     Only `StatePool` changes `ref_count` and the fields of a published snapshot.
@@ -109,6 +113,82 @@ class StateSlot(Unit):
     def __repr__(self) -> str:
         kind = "snapshot" if self.is_published else "private"
         return f"<state {self.block_id} at {self.position} ref_count={self.ref_count} {kind}>"
+
+
+L = TypeVar("L", bound=Linked)
+
+
+class FreeKVCacheBlockQueue(Generic[L]):
+    """Intrusive doubly linked list with two sentinels.
+
+    Every operation is O(1), including removal from the middle. The list order is the eviction order. A prefix hit on a
+    free block removes it from the middle.
+    """
+
+    __slots__ = ("_head", "_len", "_tail")
+
+    def __init__(self, blocks: Iterable[L]) -> None:
+        self._head = Linked(-1)
+        self._tail = Linked(-1)
+        self._head.next_free = self._tail
+        self._tail.prev_free = self._head
+        self._len = 0
+        self.extend(blocks)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[L]:
+        block = self._head.next_free
+        while block is not None and block is not self._tail:
+            yield block  # type: ignore[misc]
+            block = block.next_free
+
+    def backwards(self) -> Iterator[L]:
+        """All blocks, the last first. The list must not change meanwhile."""
+        block = self._tail.prev_free
+        while block is not None and block is not self._head:
+            yield block  # type: ignore[misc]
+            block = block.prev_free
+
+    def pop_front(self) -> L:
+        block = self._head.next_free
+        if block is None or block is self._tail:
+            raise IndexError("the free list is empty")
+        self.remove(block)
+        return block  # type: ignore[return-value]
+
+    def append(self, block: L) -> None:
+        self.extend((block,))
+
+    def extend(self, blocks: Iterable[Linked]) -> None:
+        """Append several blocks. Faster than `append` for each."""
+        before: Linked | None = self._tail.prev_free
+        assert before is not None
+        for block in blocks:
+            if block.next_free is not None:
+                raise ValueError(f"{block!r} is already in the free list")
+            block.prev_free, block.next_free = before, self._tail  # whole links, in case the next block raises
+            before.next_free = self._tail.prev_free = block
+            self._len += 1
+            before = block
+
+    def prepend(self, block: Linked) -> None:
+        after = self._head.next_free
+        if block.next_free is not None or after is None:
+            raise ValueError(f"{block!r} is already in the free list")
+        block.prev_free, block.next_free = self._head, after
+        self._head.next_free = after.prev_free = block
+        self._len += 1
+
+    def remove(self, block: Linked) -> None:
+        before, after = block.prev_free, block.next_free
+        if before is None or after is None:
+            raise ValueError(f"{block!r} is not in the free list")
+        before.next_free = after
+        after.prev_free = before
+        block.prev_free = block.next_free = None
+        self._len -= 1
 
 
 KEY_BYTES = 16

@@ -20,10 +20,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from quire.core.cache.context import (
     NULL_BLOCK_ID,
     Digest,
+    FreeKVCacheBlockQueue,
     KVCacheBlock,
+    Linked,
     StateSlot,
     TokenChain,
-    Unit,
     WindowBlock,
     hash_block_tokens,
     root_key,
@@ -470,7 +471,7 @@ class PrefixTree:
         block.is_reused = False
 
 
-L = TypeVar("L", bound=Unit)
+L = TypeVar("L", bound=Linked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,14 +499,17 @@ class Pool(Generic[L]):
     def __init__(self, blocks: list[L]) -> None:
         self.blocks = blocks
         self.blocks[NULL_BLOCK_ID].ref_count = 1
-        # By id, in the order in which they are taken. An ordered dict removes from the middle in O(1), as a hit does.
-        self.free = OrderedDict((block.block_id, block) for block in self.blocks[NULL_BLOCK_ID + 1 :])
+        self.free = FreeKVCacheBlockQueue(self.blocks[NULL_BLOCK_ID + 1 :])
         self.num_cached = 0  # free, with content
         self.num_shared = 0  # with two or more references
         self.num_evictions = 0
         self.num_releases = 0  # grows with each released block; callers compare it to detect that memory was freed
         self.on_eviction: Callable[[L], None] | None = None  # called before a block loses its content
         self.changed: set[int] | None = None  # ids of changed blocks, emptied by a BlockMap; None: not recorded
+        # Attributes, because calls of the list's methods are faster than of methods that call them.
+        self._pop: Callable[[], L] = self.free.pop_front  # removes the block that is taken next from the free ones
+        self._unlink: Callable[[L], None] = self.free.remove  # removes a cached block from the free ones
+        self._link: Callable[[Iterable[L]], None] = self.free.extend  # adds cached blocks to the free ones
 
     @property
     def num_usable(self) -> int:
@@ -518,7 +522,7 @@ class Pool(Generic[L]):
 
     def unused(self) -> Iterable[L]:
         """All blocks that `take` can return, including cached ones."""
-        return self.free.values()
+        return self.free
 
     def stats(self) -> PoolStats:
         num_free = self.num_free
@@ -553,38 +557,31 @@ class Pool(Generic[L]):
     def release(self, blocks: Sequence[L]) -> None:
         """Drop one reference of each block."""
         self.num_releases += len(blocks)
+        unused = []
         for block in blocks:
             assert block.ref_count > 0, f"{block!r} released without a reference"
             block.ref_count = num_left = block.ref_count - 1
             if num_left == 1:
                 self.num_shared -= 1
             elif num_left == 0:
-                self._keep(block)
+                unused.append(block)
+        self._free(unused)
         self._note(blocks)
 
     def _note(self, blocks: Sequence[L]) -> None:
         if self.changed is not None:
             self.changed.update([block.block_id for block in blocks])
 
-    def _keep(self, block: L) -> None:
-        """Add a block without references to the free ones: the first one if it has no content, or else the last."""
-        if block.parent_key is None:
-            self._put_first(block)
-        else:
-            self.num_cached += 1
-            self.free[block.block_id] = block
-
-    def _put_first(self, block: L) -> None:
-        self.free[block.block_id] = block
-        self.free.move_to_end(block.block_id, last=False)
-
-    def _pop(self) -> L:
-        """Remove the block that is taken next from the free ones."""
-        return self.free.popitem(last=False)[1]
-
-    def _unlink(self, block: L) -> None:
-        """Remove a cached block from the free ones."""
-        del self.free[block.block_id]
+    def _free(self, blocks: Sequence[L]) -> None:
+        """Add blocks without references to the free ones: those without content are taken first."""
+        cached = []
+        for block in blocks:
+            if block.parent_key is None:
+                self.free.prepend(block)
+            else:
+                cached.append(block)
+        self.num_cached += len(cached)
+        self._link(cached)
 
     def _evict(self, block: L) -> None:
         """Drop the content of a cached block that is not among the free ones any more."""
@@ -607,7 +604,7 @@ class Pool(Generic[L]):
         if block.ref_count == 0:
             self._unlink(block)
             self.num_cached -= 1
-            self._put_first(block)
+            self.free.prepend(block)
             self._note((block,))
 
 
@@ -648,11 +645,11 @@ class BlockPool(Pool[KVCacheBlock]):
     def evict_unused(self) -> int:
         """Evict the content of all free blocks. Returns the number of evicted blocks."""
         num_before = self.num_cached
-        for block in [*self.free.values()]:
+        for block in list(self.free):
             if block.parent_key is not None:
                 self._unlink(block)
                 self._evict(block)
-                self._put_first(block)
+                self.free.prepend(block)
                 self._note((block,))
         return num_before
 
@@ -663,14 +660,11 @@ class BlockPool(Pool[KVCacheBlock]):
         if self.changed is not None:
             self.changed.update(range(NULL_BLOCK_ID + 1, len(self.blocks)))
 
-    def _keep(self, block: KVCacheBlock) -> None:
-        if block.parent_key is not None and self._tree.is_redundant(block):
-            self._tree.remove(block)  # a twin has the same content; one cached copy is enough
-        if block.parent_key is None:
-            self._put_first(block)
-        else:  # not by a call of the same method above, because this is a hot path
-            self.num_cached += 1
-            self.free[block.block_id] = block
+    def _free(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for block in blocks:
+            if self._tree.is_redundant(block):
+                self._tree.remove(block)  # a twin has the same content; one cached copy is enough
+        super()._free(blocks)
 
     def _evict(self, block: KVCacheBlock) -> None:
         if self.on_eviction is not None:
@@ -695,14 +689,15 @@ class WindowPool(Pool[WindowBlock]):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__([WindowBlock(block_id) for block_id in range(num_blocks)])
-        self._kept: OrderedDict[int, WindowBlock] = OrderedDict()  # taken after those of `free`
+        self._kept: FreeKVCacheBlockQueue[WindowBlock] = FreeKVCacheBlockQueue(())  # taken after those of `free`
+        self._pop, self._unlink, self._link = self._pop_window, self._unlink_window, self._link_windows
 
     @property
     def num_free(self) -> int:
         return len(self.free) + len(self._kept)
 
     def unused(self) -> Iterable[WindowBlock]:
-        return chain(self.free.values(), self._kept.values())
+        return chain(self.free, self._kept)
 
     def release(self, blocks: Sequence[WindowBlock], *, is_kept: bool = True) -> None:
         """Drop one reference of each block. `is_kept`: another request is expected to continue after them."""
@@ -722,16 +717,15 @@ class WindowPool(Pool[WindowBlock]):
         if node.window is not None:
             self._lose_cached(node.window)
 
-    def _keep(self, block: WindowBlock) -> None:
-        super()._keep(block)
-        if block.is_kept:
-            self._kept[block.block_id] = self.free.pop(block.block_id)
+    def _link_windows(self, blocks: Iterable[WindowBlock]) -> None:
+        for block in blocks:
+            (self._kept if block.is_kept else self.free).append(block)
 
-    def _pop(self) -> WindowBlock:
-        return (self.free or self._kept).popitem(last=False)[1]
+    def _pop_window(self) -> WindowBlock:
+        return (self.free or self._kept).pop_front()
 
-    def _unlink(self, block: WindowBlock) -> None:
-        del (self._kept if block.is_kept else self.free)[block.block_id]
+    def _unlink_window(self, block: WindowBlock) -> None:
+        (self._kept if block.is_kept else self.free).remove(block)
 
     def _lose(self, block: WindowBlock) -> None:
         assert block.node is not None
@@ -754,13 +748,14 @@ class StatePool(Pool[StateSlot]):
         self._cached: KeyedHeap[int, StateSlot] = KeyedHeap()  # snapshots that nothing holds, by score
         self._clock = 0  # score of the last evicted snapshot
         self.num_snapshots = 0  # published, held or not
+        self._pop, self._unlink, self._link = self._pop_slot, self._cached.remove, self._link_slots
 
     @property
     def num_free(self) -> int:
         return len(self.free) + self.num_cached
 
     def unused(self) -> Iterable[StateSlot]:
-        return chain(self.free.values(), self._cached)
+        return chain(self.free, self._cached)
 
     def state_stats(self) -> StateStats:
         return StateStats(
@@ -794,7 +789,7 @@ class StatePool(Pool[StateSlot]):
         """Renew the score of a snapshot that was used."""
         slot.score = self._clock + slot.cost
         if slot.ref_count == 0:
-            self._cached.push(slot.score, slot)
+            self._link_slots((slot,))
 
     def forget(self, parent_key: bytes) -> None:
         """Drop the snapshots after a block that left the prefix tree: nothing can reach them."""
@@ -811,19 +806,16 @@ class StatePool(Pool[StateSlot]):
         while self.num_cached:
             slot = self._pop_least()
             self._evict(slot)
-            self._put_first(slot)
+            self.free.prepend(slot)
         return num_before
 
-    def _pop(self) -> StateSlot:
-        return super()._pop() if self.free else self._pop_least()
+    def _pop_slot(self) -> StateSlot:
+        return self.free.pop_front() if self.free else self._pop_least()
 
     def _pop_least(self) -> StateSlot:
         self._clock, slot = self._cached.first()
         self._unlink(slot)
         return slot
-
-    def _unlink(self, block: StateSlot) -> None:
-        self._cached.remove(block)
 
     def _lose(self, block: StateSlot) -> None:
         assert block.parent_key is not None
@@ -834,9 +826,6 @@ class StatePool(Pool[StateSlot]):
         block.parent_key, block.run = None, b""
         self.num_snapshots -= 1
 
-    def _keep(self, block: StateSlot) -> None:
-        if block.parent_key is None:
-            self._put_first(block)
-        else:
-            self.num_cached += 1
-            self._cached.push(block.score, block)
+    def _link_slots(self, slots: Iterable[StateSlot]) -> None:
+        for slot in slots:
+            self._cached.push(slot.score, slot)

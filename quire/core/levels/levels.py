@@ -22,7 +22,7 @@ from enum import Enum, auto
 from itertools import count, takewhile
 from typing import Any
 
-from quire.core.cache.context import KVCacheBlock, StateSlot, TokenChain, Unit, WindowBlock
+from quire.core.cache.context import KVCacheBlock, Linked, StateSlot, TokenChain, WindowBlock
 from quire.core.cache.prefix import Pool, PrefixHit
 from quire.core.levels.lower_level import NS_PER_S, LowerLevel, PieceCounts, Reach, Search, Stored
 from quire.core.levels.saves import SaveLimits, Saves
@@ -95,7 +95,7 @@ class PrefixLoad(Transfer):
         kept = self.reach.kept
         return Held(self.nodes, (*kept.windows, *self.windows), (*kept.states, *self.states))
 
-    def copies(self, first: int, targets: Iterable[Unit]) -> list[Load]:
+    def copies(self, first: int, targets: Iterable[Linked]) -> list[Load]:
         """The copies of the pieces from this one on to these targets."""
         return [
             Load(self.load_id, one.content, one.level, MemoryRef(one.content.kind, target.block_id), read_id)
@@ -121,7 +121,7 @@ class LevelStats:
     break_even_tokens: int | None  # loads of fewer tokens are slower than computing them; None: never faster
 
 
-def _shortage(pool: Pool[Any], num_new: int, kept: Sequence[Unit]) -> int:
+def _shortage(pool: Pool[Any], num_new: int, kept: Sequence[Linked]) -> int:
     """Number of blocks that a load lacks if it takes new ones and holds others, which may be free."""
     return num_new + [block.ref_count for block in kept].count(0) - pool.num_free
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.core.cache.context import BLOCKS_PER_BATCH, Context, KVCacheBlock, TokenChain, WindowBlock
-from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, SortedBlocks, common_run
+from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, PrefixTree, SortedBlocks, common_run
 from quire.core.memory import Held, Memory
 from quire.core.step import Content, MemoryKind
 from quire.core.values import TOKEN_BYTES, Level
@@ -221,6 +221,13 @@ def cached_window(node: KVCacheBlock) -> WindowBlock | None:
     return next((twin.window for twin in node.twins if twin.window is not None), None)
 
 
+def content_of(tree: PrefixTree, node: KVCacheBlock, kind: MemoryKind = MemoryKind.BLOCK) -> Content:
+    """The content of a published node. The key of a partial block is not stored, but computed."""
+    assert node.parent_key is not None
+    key = node.key if node.key is not None else tree.digest(node.parent_key, node.tokens)
+    return Content(kind, key, node.parent_key, node.tokens)
+
+
 class Search:
     """Finds from where a request can continue, with what the device has and what these levels have.
 
@@ -393,14 +400,9 @@ class Search:
         """The window block of the same tokens in a level."""
         if not self._levels:
             return None
-        if isinstance(block, Stored):
-            _, key, parent_key, tokens = block.content
-        else:
-            assert block.parent_key is not None
-            parent_key, tokens = block.parent_key, block.tokens
-            key = self._memory.tree.digest(parent_key, tokens) if block.key is None else block.key
+        content = block.content if isinstance(block, Stored) else content_of(self._memory.tree, block)
         for level in self._levels:
-            found = level.find(MemoryKind.WINDOW, key, parent_key, tokens)
+            found = level.find(MemoryKind.WINDOW, content.key, content.parent_key, content.tokens)
             if found is not None and self._accepts(found):
                 return found
         return None

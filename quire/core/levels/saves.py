@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.context import KVCacheBlock, StateSlot, Unit, WindowBlock
-from quire.core.levels.lower_level import LowerLevel
+from quire.core.cache.context import KVCacheBlock, Linked, StateSlot, WindowBlock
+from quire.core.levels.lower_level import LowerLevel, content_of
 from quire.core.memory import Memory
 from quire.core.step import Content, MemoryKind, MemoryRef, Save
 from quire.core.values import Level
@@ -127,21 +127,16 @@ class Saves:
         disk = self._levels.get(Level.DISK)
         is_to_disk = disk is not None and self._credit > 0
         if disk is not None and node is not None and not is_to_disk:
-            is_to_disk = node.is_reused or disk.has_key(self._content(MemoryKind.BLOCK, node))
+            is_to_disk = node.is_reused or disk.has_key(content_of(self._tree, node))
         return tuple(
             name for name, level in self._levels.items() if level.is_filled and (name is Level.HOST or is_to_disk)
         )
 
     # Choosing
 
-    def _content(self, kind: MemoryKind, node: KVCacheBlock) -> Content:
-        assert node.parent_key is not None
-        key = node.key if node.key is not None else self._tree.digest(node.parent_key, node.tokens)
-        return Content(kind, key, node.parent_key, node.tokens)
-
-    def _piece(self, kind: MemoryKind, node: KVCacheBlock, block: Unit) -> _Piece:
+    def _piece(self, kind: MemoryKind, node: KVCacheBlock, block: Linked) -> _Piece:
         """The content of a node that is in this block."""
-        return self._content(kind, node), MemoryRef(kind, block.block_id)
+        return content_of(self._tree, node, kind), MemoryRef(kind, block.block_id)
 
     def _state_piece(self, slot: StateSlot) -> _Piece:
         assert slot.parent_key is not None
@@ -297,7 +292,7 @@ class Saves:
     def _cached(self, pinned: Iterable[KVCacheBlock]) -> Iterator[Sequence[_Piece]]:
         """All cached content, the most valuable first."""
         yield from map(self._pieces, [*pinned])
-        yield from map(self._pieces, reversed(self._memory.blocks.free.values()))
+        yield from map(self._pieces, self._memory.blocks.free.backwards())
         disk, host = self._levels[Level.DISK], self._levels.get(Level.HOST)
         if host is None:
             return

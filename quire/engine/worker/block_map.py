@@ -175,7 +175,7 @@ def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple
     """
     held: set[int] = set()
     for request_id in request_ids:
-        request = scheduler.get(request_id)
+        request = scheduler.requests.get(request_id)
         if request is not None:
             held.update(request.block_table)
     return tuple((first, count) for first, count, _ in _runs(held))

@@ -288,7 +288,7 @@ class Worker:
             self._channel.send(Working(min(PATIENCE_FACTOR * predicted_s, MAX_PATIENCE_S)))
 
     def _describe(self, event: Admitted) -> Started:
-        request = self._engine.scheduler.get(event.request_id)
+        request = self._engine.scheduler.requests.get(event.request_id)
         assert request is not None  # just admitted, and its step has not run
         return Started(event.request_id, event.waited_ns / 1e9, request.num_cached_tokens, request.cache_explanation)
 
