@@ -87,11 +87,8 @@ def read_shape(fields: Fields) -> Shape:
     head_size = fields.find_whole("head_dim", 2, MAX_HEAD_SIZE)
     if head_size is None:
         head_size = hidden_size // num_heads
-        fields.require(
-            hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE,
-            "hidden_size",
-            f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}",
-        )
+        is_right = hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE
+        fields.require(is_right, "hidden_size", f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}")
     fields.require(head_size % 2 == 0, "head_dim", f"heads of {head_size} cannot be rotated: the size is not even")
     return Shape(
         num_layers=fields.whole("num_hidden_layers", 1, MAX_LAYERS),
@@ -272,11 +269,8 @@ def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
     else:
         name = "full_attn_idxs"
         indices = fields.get(name) if name in fields else list(range(num_layers))
-        fields.require(
-            isinstance(indices, list) and all(isinstance(one, int) for one in indices),
-            name,
-            "not a list of layer numbers",
-        )
+        is_right = isinstance(indices, list) and all(isinstance(one, int) for one in indices)
+        fields.require(is_right, name, "not a list of layer numbers")
         attends = [i in indices for i in range(num_layers)]
     fields.require(any(attends), name, "no layer attends")
     return attends
@@ -369,11 +363,8 @@ def _routed_layers(fields: Fields, family: Family, num_layers: int) -> list[bool
         return [i >= num_dense for i in range(num_layers)]
     every = fields.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
     dense = fields.get("mlp_only_layers") or []
-    fields.require(
-        isinstance(dense, list) and all(isinstance(one, int) for one in dense),
-        "mlp_only_layers",
-        "not a list of layer numbers",
-    )
+    is_right = isinstance(dense, list) and all(isinstance(one, int) for one in dense)
+    fields.require(is_right, "mlp_only_layers", "not a list of layer numbers")
     return [i not in dense and (i + 1) % every == 0 for i in range(num_layers)]
 
 
@@ -821,11 +812,8 @@ def _gemma4_heads(
     listed = fields.table("per_layer_config")
     if "per_layer_config" in fields:
         for name, entry in listed.values.items():
-            listed.require(
-                isinstance(entry, dict) and all(field in _OVERRIDES for field in entry),
-                name,
-                f"not an object with {' and '.join(_OVERRIDES)} only",
-            )
+            is_right = isinstance(entry, dict) and all(field in _OVERRIDES for field in entry)
+            listed.require(is_right, name, f"not an object with {' and '.join(_OVERRIDES)} only")
         tables = [listed.table(str(i)) for i in range(len(is_full))]
     else:
         values = {"head_dim": fields.whole("global_head_dim", 2, MAX_HEAD_SIZE, 512)}

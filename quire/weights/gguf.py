@@ -226,11 +226,8 @@ def read_header(path: Path, buffer: Buffer, size: int | None = None) -> GgufHead
 def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    cursor.require(
-        is_whole and 8 <= value <= 4096 and not value & (value - 1),
-        "general.alignment",
-        f"is {show(value)}: not a power of two from 8 to 4096",
-    )
+    is_right = is_whole and 8 <= value <= 4096 and not value & (value - 1)
+    cursor.require(is_right, "general.alignment", f"is {show(value)}: not a power of two from 8 to 4096")
     return int(value)
 
 
