@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.backends import support
+from quire.backends.base import Progress
 from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
@@ -44,10 +45,14 @@ log = logging.getLogger(__name__)
 
 
 def load_transformers_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    progress: Progress | None = None,
 ) -> TransformersModel:
     """Load a model of `transformers` and try it. Raises UnsupportedModel if it does not run, and says why."""
-    model = load_hf_model(checkpoint, dtype, device)
+    model = load_hf_model(checkpoint, dtype, device, progress)
     return adapt_model(model, checkpoint.spec, max_model_len, str(checkpoint.path))
 
 
