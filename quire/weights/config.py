@@ -420,13 +420,11 @@ def refuse_quantized(config: Fields) -> None:
 
 def has_packed_experts(config: Fields) -> bool:
     """Return whether the file holds the experts of gpt-oss in MXFP4, and nothing else is quantised."""
+    if BY_ARCHITECTURE.get(name_architecture(config)) is not BY_NAME["gpt_oss"]:
+        return False
     method = config.get("quantization_config")
     is_mxfp4 = isinstance(method, dict) and method.get("quant_method") == "mxfp4"
-    return is_mxfp4 and config.get("quantization") is None and BY_NAME["gpt_oss"] is _find_family(config)
-
-
-def _find_family(config: Fields) -> Family | None:
-    return BY_ARCHITECTURE.get(name_architecture(config))
+    return is_mxfp4 and config.get("quantization") is None
 
 
 def refuse_other_layers(config: Fields) -> None:

@@ -284,7 +284,8 @@ class _Writer:
 def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
     """Return the matrices of a tensor. A stack becomes a matrix per expert, under the names that files of FP8 use."""
     if not is_stack:
-        return [_Matrix(info.name.removesuffix(".weight"), 0, _pair(info.shape))] if len(info.shape) == 2 else []
+        module = info.name.removesuffix(".weight")
+        return [_Matrix(module, 0, (info.shape[0], info.shape[1]))] if len(info.shape) == 2 else []
     stack = _STACK.fullmatch(info.name)
     if stack is None or len(info.shape) != 3:
         return []
@@ -296,10 +297,6 @@ def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
         for expert in range(count)
         for place, name in enumerate(names)
     ]
-
-
-def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[0], shape[1]
 
 
 # Bytes

@@ -92,8 +92,6 @@ class Linear:
     `is_graph`: the product is part of a CUDA graph, for which there are faster kernels on a GPU (`FusedLinear`).
     """
 
-    __slots__ = ("bias", "weight")
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight  # [O, I]
         self.bias = bias  # [O]
@@ -133,8 +131,6 @@ class RMSNorm:
 
     This is Gemma's order. The other families also round before the weight, which only adds an error.
     """
-
-    __slots__ = ("_floor", "_scaled", "eps", "shape", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight  # fp32
@@ -192,19 +188,6 @@ class HeadNorm:
 
     `rounds_first`: round to the model's type before the weight as well as after it, which is Qwen's order.
     """
-
-    __slots__ = (
-        "_has_value_norm",
-        "_norm",
-        "_num_heads",
-        "_num_normed",
-        "_weights",
-        "eps",
-        "is_wide",
-        "k_weight",
-        "q_weight",
-        "rounds_first",
-    )
 
     def __init__(
         self, q_weight: Tensor, k_weight: Tensor | None, attention: AttentionSpec, eps: float, *, rounds_first: bool
