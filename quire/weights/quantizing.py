@@ -53,8 +53,10 @@ def quantize_folder(source: Path, target: Path, name: str, group_size: int, prog
     """Write a quantised copy of `source` to `target`, which must not exist."""
     if target.exists() or target.is_symlink():
         raise InvalidRequest(f"{target}: exists already; quire does not overwrite it")
-    if name not in FORMATS or group_size not in GROUP_SIZES:
-        raise InvalidRequest(f"{name = }, {group_size = }: not one of {', '.join(FORMATS)} and of {GROUP_SIZES}")
+    if name not in FORMATS:
+        raise InvalidRequest(f"--format {name}: not one of {', '.join(FORMATS)}")
+    if group_size not in GROUP_SIZES:
+        raise InvalidRequest(f"--group-size {group_size}: not one of {', '.join(map(str, GROUP_SIZES))}")
     checkpoint = _open(source)
     try:
         writer = _Writer(checkpoint, FORMATS[name], group_size, progress)
