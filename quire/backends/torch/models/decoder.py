@@ -305,17 +305,9 @@ class DecoderModel:
         scaling = attention.query_scaling
         return Heads(
             index=index if attention.shared_with is None else attention.shared_with,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_size=attention.head_size,
-            scale=attention.scale,
-            cap=attention.softcap,
-            window=attention.window,
+            spec=attention,
             rotary=None if attention.rope is None else self._rotary(attention.rope, attention.head_size),
             norm=norm,
             query_factors=None if scaling is None else self._query_factors(scaling),
             sinks=sinks,
-            has_value_norm=attention.has_value_norm,
-            is_shared=attention.shared_with is not None,
-            has_gate=attention.has_gate,
         )

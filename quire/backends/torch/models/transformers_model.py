@@ -164,11 +164,13 @@ class Body:
 
 
 def _kv_spec(calls: Sequence[AttentionCall]) -> KVSpec:
-    layers = {
-        heads.index: LayerKV(heads.num_kv_heads, heads.head_size, heads.window, heads.num_heads // heads.num_kv_heads)
-        for heads in (call.heads for call in calls)
-    }
-    return KVSpec(tuple(layers[index] for index in range(len(layers))))
+    specs = {call.heads.index: call.heads.spec for call in calls}
+    ordered = [specs[index] for index in range(len(specs))]
+    return KVSpec(
+        tuple(
+            LayerKV(one.num_kv_heads, one.head_size, one.window, one.num_heads // one.num_kv_heads) for one in ordered
+        )
+    )
 
 
 def _count_layer_weights(model: Any) -> int:
