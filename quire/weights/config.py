@@ -182,7 +182,7 @@ def read_layers(
     `ropes`: of the layers with full attention, and of those with a window if it differs.
     """
     activation = family.activation or _activation(fields, "hidden_activation" if family.is_gemma else "hidden_act")
-    dense = MlpSpec(shape.ffn_size, activation, has_bias=_bias(fields, family.mlp_bias))
+    dense = MlpSpec(shape.ffn_size, activation, has_bias=_rule(fields, family.mlp_bias))
     experts = read_experts(fields, family, shape.num_layers, activation)
     is_routed = _routed_layers(fields, family, shape.num_layers)
     windows = _windows(fields, family, shape.num_layers)
@@ -197,8 +197,8 @@ def read_layers(
         softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
         qk_norm=family.qk_norm,
         query_scaling=_query_scaling(fields, family),
-        has_qkv_bias=_bias(fields, family.qkv_bias),
-        has_output_bias=_bias(fields, family.output_bias),
+        has_qkv_bias=_rule(fields, family.qkv_bias),
+        has_output_bias=_rule(fields, family.output_bias),
         has_sinks=family.has_sinks,
         has_gate=family.has_gate,
     )
@@ -215,7 +215,8 @@ def read_layers(
     )
 
 
-def _bias(fields: Fields, rule: bool | str) -> bool:
+def _rule(fields: Fields, rule: bool | str) -> bool:
+    """Return what is the same in all models of a family, or is a flag of the file."""
     return fields.flag(rule, False) if isinstance(rule, str) else rule
 
 
@@ -339,13 +340,12 @@ def read_experts(fields: Fields, family: Family, num_layers: int, activation: Ac
     if names.num_experts == "num_experts" and fields.get("num_local_experts") is not None:
         holder = "num_local_experts"  # as transformers 5 writes it
     num_experts = _num_experts(fields, holder, num_layers)
-    rule = names.renormalizes
     return ExpertsSpec(
         num_experts=num_experts,
         num_chosen=fields.whole(names.num_chosen, 1, num_experts),
         size=fields.whole(names.size, 1, MAX_FFN_SIZE),
         activation=activation,
-        renormalizes=fields.flag(rule, False) if isinstance(rule, str) else rule,
+        renormalizes=_rule(fields, names.renormalizes),
         scale=fields.real("routed_scaling_factor", 0, MAX_MULTIPLIER, 1.0, above_low=True) if names.bias else 1.0,
         has_sigmoid=bool(names.bias),
         has_expert_bias=bool(names.bias) and fields.flag(names.bias, False),

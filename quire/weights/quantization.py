@@ -246,18 +246,17 @@ _BLOCK = 128  # rows and columns of a block of FP8
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of quantised weights."""
+    """A kind of quantised weights: integers in groups of a row, or floats in blocks or rows."""
 
     bits: int
     is_float: bool = False
     is_symmetric: bool = True
-    is_grouped: bool = True  # groups of a row; False: blocks or rows
     group: tuple[int, int] = (1, 0)
 
 
 FORMATS = {
-    "fp8": Format(8, is_float=True, is_grouped=False, group=(_BLOCK, _BLOCK)),
-    "fp8-channel": Format(8, is_float=True, is_grouped=False),
+    "fp8": Format(8, is_float=True, group=(_BLOCK, _BLOCK)),
+    "fp8-channel": Format(8, is_float=True),
     "w4a16": Format(4),
     "w4a16-asym": Format(4, is_symmetric=False),
     "w8a16": Format(8),

@@ -185,7 +185,7 @@ class _Writer:
         return is_delta_net and parts[2] == "out_proj"
 
     def _check_groups(self, chosen: Mapping[str, list[_Matrix]]) -> None:
-        if not self._format.is_grouped:
+        if self._format.is_float:
             return
         widths = {matrix.shape[1] for matrices in chosen.values() for matrix in matrices}
         fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
@@ -252,8 +252,8 @@ class _Writer:
             "type": "float" if form.is_float else "int",
             "symmetric": form.is_symmetric,
             "dynamic": False,
-            "strategy": "group" if form.is_grouped else "block" if form.group[0] > 1 else "channel",
-            "group_size": self._group_size if form.is_grouped else None,
+            "strategy": "block" if form.group[0] > 1 else "channel" if form.is_float else "group",
+            "group_size": None if form.is_float else self._group_size,
             "block_structure": list(form.group) if form.group[0] > 1 else None,
         }
         return {
