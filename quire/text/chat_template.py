@@ -351,11 +351,10 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 class Renderer(LimitedChild):
     """One template and the child process that renders it."""
 
-    def __init__(self, source: str, *, render_limit_s: float = RENDER_LIMIT_S) -> None:
+    def __init__(self, source: str) -> None:
         names = ("the process that renders chat templates", "the chat template")
         first = {"source": source, "max_bytes": MAX_MEMORY_BYTES}
         super().__init__(_WORKER, first, COMPILE_LIMIT_S, names=names, failure=TemplateError, check=_check_rendering)
-        self._render_limit_s = render_limit_s
 
     @property
     def variables(self) -> frozenset[str]:
@@ -366,7 +365,7 @@ class Renderer(LimitedChild):
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The rendered text. Raises TemplateError, or RequestFailed if other processes end the child twice."""
-        return str(self.request({"variables": dict(variables)}, self._render_limit_s)["text"])
+        return str(self.request({"variables": dict(variables)}, RENDER_LIMIT_S)["text"])
 
 
 def _check_rendering(order: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
