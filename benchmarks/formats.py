@@ -71,7 +71,7 @@ def main() -> None:
             if form == KV_FP8:
                 print(row(form, "-", kv_share(plain), judge(source, plain, args.threads, "fp8")))
                 continue
-            is_grouped = FORMATS[form].is_grouped
+            is_grouped = not FORMATS[form].is_float
             for size in GROUP_SIZES if is_grouped else (128,):
                 target = work / f"{form}-{size}"
                 try:

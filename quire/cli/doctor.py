@@ -61,7 +61,7 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES
 from quire.weights.fields import member, read_json
 from quire.weights.gguf import BLOCKS
-from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve, weight_bytes
+from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve, size_of
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec
 from quire.weights.tensors import check_tensors
@@ -651,7 +651,9 @@ class Weights:
         counts: Counter[str] = Counter()
         for tensor in checkpoint.tensors.values():
             counts[tensor.type.value] += math.prod(tensor.shape)
-        return cls(counts, spec.has_experts, spec.has_sigmoids, weight_bytes(path) if needs_mlx(spec) else None)
+        return cls(
+            counts, spec.has_experts, spec.has_sigmoids, size_of(path, "*.safetensors") if needs_mlx(spec) else None
+        )
 
 
 def read_memory() -> Memory:

@@ -417,7 +417,7 @@ def quantize(
 
     Weights are rounded to the nearest code, without calibration. Norms, embeddings, head and routers stay as they are.
     """
-    if group_size is not None and form in FORMATS and not FORMATS[form].is_grouped:
+    if group_size is not None and form in FORMATS and FORMATS[form].is_float:
         raise InvalidRequest(f"--group-size {group_size}: the format {form} has no groups")
     from quire.weights.quantizing import quantize_folder  # needs numpy
 

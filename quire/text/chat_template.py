@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,6 @@ class ChatTemplate:
         self._renderer = None if source is None else Renderer(source)
         self._all = _Finder(tokenizer.control)
         self._special = _Finder(token for token in tokenizer.control if token.special)
-        self._rules: TurnRules | None = None
-        self._starters: tuple[int, ...] | None = None
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -118,19 +117,16 @@ class ChatTemplate:
             return "reasoning_effort" in self._variables()
         return self.switch is not None or (self.reasoning is not None) == wants
 
-    @property
+    @cached_property
     def starters(self) -> tuple[int, ...]:
         """The control tokens that start a message, found by trials at first use. Empty: none, or no trial succeeded."""
-        if self._starters is None:
-            special = {token.content: token.token_id for token in self._tokenizer.control if token.special}
-            try:
-                self._starters = find_starters(
-                    lambda messages, add: self._render_with({"messages": messages, "add_generation_prompt": add}),
-                    special,
-                )
-            except (TemplateError, RequestFailed):
-                self._starters = ()
-        return self._starters
+        special = {token.content: token.token_id for token in self._tokenizer.control if token.special}
+        try:
+            return find_starters(
+                lambda messages, add: self._render_with({"messages": messages, "add_generation_prompt": add}), special
+            )
+        except (TemplateError, RequestFailed):
+            return ()
 
     def unknown_args(self, args: Iterable[str]) -> list[str]:
         """The names that the template does not use, so that setting them has no effect."""
@@ -149,7 +145,7 @@ class ChatTemplate:
                 messages, tools = tools_as_text(messages, tools, self.tool_format), ()
             elif self.tool_format.is_single:
                 messages = one_call_each(messages)
-        rules = TurnRules() if is_plain(messages) else self._turn_rules()
+        rules = TurnRules() if is_plain(messages) else self._turn_rules
         try:
             return self._render_turns(request, merge_turns(messages, rules), tools)
         except TemplateRefusal:
@@ -245,12 +241,11 @@ class ChatTemplate:
     def _variables(self) -> frozenset[str]:
         return frozenset() if self._renderer is None else self._renderer.variables
 
+    @cached_property
     def _turn_rules(self) -> TurnRules:
         """The template's rules, found by trials when a conversation first needs them."""
-        if self._rules is None:
-            tools = [template_tool(Tool("trial"))] if self.tool_format.is_in_template else None
-            self._rules = find_rules(lambda entries: self._render_with({"messages": list(entries), "tools": tools}))
-        return self._rules
+        tools = [template_tool(Tool("trial"))] if self.tool_format.is_in_template else None
+        return find_rules(lambda entries: self._render_with({"messages": list(entries), "tools": tools}))
 
     def _render_with(self, variables: Mapping[str, Any]) -> str:
         if self._renderer is None:
@@ -356,11 +351,10 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 class Renderer(LimitedChild):
     """One template and the child process that renders it."""
 
-    def __init__(self, source: str, *, render_limit_s: float = RENDER_LIMIT_S) -> None:
+    def __init__(self, source: str) -> None:
         names = ("the process that renders chat templates", "the chat template")
         first = {"source": source, "max_bytes": MAX_MEMORY_BYTES}
         super().__init__(_WORKER, first, COMPILE_LIMIT_S, names=names, failure=TemplateError, check=_check_rendering)
-        self._render_limit_s = render_limit_s
 
     @property
     def variables(self) -> frozenset[str]:
@@ -371,7 +365,7 @@ class Renderer(LimitedChild):
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The rendered text. Raises TemplateError, or RequestFailed if other processes end the child twice."""
-        return str(self.request({"variables": dict(variables)}, self._render_limit_s)["text"])
+        return str(self.request({"variables": dict(variables)}, RENDER_LIMIT_S)["text"])
 
 
 def _check_rendering(order: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
@@ -574,7 +568,6 @@ def _first_other(found: list[str], endings: Collection[str]) -> list[str]:
 
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-_ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 _INSTRUCTIONS = """You can use these tools, each with a JSON schema of its arguments:
 {tools}
@@ -602,12 +595,7 @@ def fitting_id(call_id: str, format: ToolFormat) -> str:
     """The call id, or a hash of it with the length that the template requires."""
     if format.id_chars is None or (len(call_id) == format.id_chars and call_id.isalnum()):
         return call_id
-    number = int.from_bytes(hashlib.sha256(call_id.encode()).digest())
-    letters = []
-    for _ in range(format.id_chars):
-        number, digit = divmod(number, len(_ID_LETTERS))
-        letters.append(_ID_LETTERS[digit])
-    return "".join(letters)
+    return hashlib.sha256(call_id.encode()).hexdigest()[: format.id_chars]
 
 
 def python_call(function: Mapping[str, Any]) -> str:

@@ -44,10 +44,6 @@ class NoAnswer(Exception):
     """
 
 
-class TooSlow(NoAnswer):
-    pass
-
-
 class Died(NoAnswer):
     def __init__(self, returncode: int | None) -> None:
         super().__init__("ended its process: it used too much memory or time")
@@ -213,7 +209,7 @@ def _exchange(process: subprocess.Popen[bytes], order: bytes, limit_s: float) ->
             ready = selector.select(max(0.0, min(deadline_s - time.monotonic(), LOOK_S)))
             if not ready:
                 if time.monotonic() >= deadline_s:
-                    raise TooSlow(f"did not finish within {limit_s:g} s")
+                    raise NoAnswer(f"did not finish within {limit_s:g} s")
                 if (found := _work_done(process.pid)) != work:
                     work, working_s = found, time.monotonic()
                 elif time.monotonic() - working_s > IDLE_LIMIT_S:

@@ -158,9 +158,7 @@ class _Writer:
 
     def _write_calls(self) -> None:
         format = self._format
-        self._rules += [f"call_{i}: {one}" for i, one in enumerate(self._each_call())]
-        self._rules += self._call_writer.rules
-        self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
+        self._write_each_call()
         is_single = format.is_single or self._choice.name is not None or not self._choice.is_parallel
         if format.is_list:
             more = "" if is_single else ' (", " call)*'
@@ -175,17 +173,17 @@ class _Writer:
         around = [_literal(format.before), "call", *ends]
         self._rules += [f"calls: one{more}", f"one: {' '.join(part for part in around if part)}", r"BREAK: /\n?/"]
 
-    def _each_call(self) -> list[str]:
-        """The expressions of the calls of each tool. Raises ToolsNotHeld."""
-        written: list[str] = []
+    def _write_each_call(self) -> None:
+        """Write the calls of each tool, and the choice between them. Raises ToolsNotHeld."""
         for i, tool in enumerate(self._tools):
             arguments = _ANY_ARGUMENTS if tool.is_free else held_parameters(tool).schema
             try:
-                written.append(self._one_call(tool.name, arguments))
+                self._rules.append(f"call_{i}: {self._one_call(tool.name, arguments)}")
             except NotWritable as error:
                 rule = f"the arguments of {tool.name!r} cannot be enforced in this model's format of calls: {error}"
                 raise ToolsNotHeld(rule, [] if tool.is_strict else [i]) from None
-        return written
+        self._rules += self._call_writer.rules
+        self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
 
     def _one_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if self._format.syntax is not Syntax.JSON:
@@ -225,8 +223,7 @@ class _HarmonyWriter(_Writer):
         del thought
         channel, message = self._marker(CHANNEL), self._marker(MESSAGE)
         if self._tools:
-            self._rules += [f"call_{i}: {one}" for i, one in enumerate(self._each_call())]
-            self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
+            self._write_each_call()
         form = f'(" " {self._marker(CONSTRAIN)}? "json")?'
         if self._text_grammar is not None:
             self._rules.append(f"words: {_embedded(self._text_grammar)}")

@@ -87,11 +87,8 @@ def read_shape(fields: Fields) -> Shape:
     head_size = fields.find_whole("head_dim", 2, MAX_HEAD_SIZE)
     if head_size is None:
         head_size = hidden_size // num_heads
-        fields.require(
-            hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE,
-            "hidden_size",
-            f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}",
-        )
+        is_right = hidden_size % num_heads == 0 and 2 <= head_size <= MAX_HEAD_SIZE
+        fields.require(is_right, "hidden_size", f"not {heads} {num_heads} times 2 to {MAX_HEAD_SIZE}")
     fields.require(head_size % 2 == 0, "head_dim", f"heads of {head_size} cannot be rotated: the size is not even")
     return Shape(
         num_layers=fields.whole("num_hidden_layers", 1, MAX_LAYERS),
@@ -185,7 +182,7 @@ def read_layers(
     `ropes`: of the layers with full attention, and of those with a window if it differs.
     """
     activation = family.activation or _activation(fields, "hidden_activation" if family.is_gemma else "hidden_act")
-    dense = MlpSpec(shape.ffn_size, activation, has_bias=_bias(fields, family.mlp_bias))
+    dense = MlpSpec(shape.ffn_size, activation, has_bias=_rule(fields, family.mlp_bias))
     experts = read_experts(fields, family, shape.num_layers, activation)
     is_routed = _routed_layers(fields, family, shape.num_layers)
     windows = _windows(fields, family, shape.num_layers)
@@ -200,8 +197,8 @@ def read_layers(
         softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if family.is_gemma else 0.0,
         qk_norm=family.qk_norm,
         query_scaling=_query_scaling(fields, family),
-        has_qkv_bias=_bias(fields, family.qkv_bias),
-        has_output_bias=_bias(fields, family.output_bias),
+        has_qkv_bias=_rule(fields, family.qkv_bias),
+        has_output_bias=_rule(fields, family.output_bias),
         has_sinks=family.has_sinks,
         has_gate=family.has_gate,
     )
@@ -218,7 +215,8 @@ def read_layers(
     )
 
 
-def _bias(fields: Fields, rule: bool | str) -> bool:
+def _rule(fields: Fields, rule: bool | str) -> bool:
+    """Return what is the same in all models of a family, or is a flag of the file."""
     return fields.flag(rule, False) if isinstance(rule, str) else rule
 
 
@@ -272,11 +270,8 @@ def _attends(fields: Fields, family: Family, num_layers: int) -> list[bool]:
     else:
         name = "full_attn_idxs"
         indices = fields.get(name) if name in fields else list(range(num_layers))
-        fields.require(
-            isinstance(indices, list) and all(isinstance(one, int) for one in indices),
-            name,
-            "not a list of layer numbers",
-        )
+        is_right = isinstance(indices, list) and all(isinstance(one, int) for one in indices)
+        fields.require(is_right, name, "not a list of layer numbers")
         attends = [i in indices for i in range(num_layers)]
     fields.require(any(attends), name, "no layer attends")
     return attends
@@ -345,13 +340,12 @@ def read_experts(fields: Fields, family: Family, num_layers: int, activation: Ac
     if names.num_experts == "num_experts" and fields.get("num_local_experts") is not None:
         holder = "num_local_experts"  # as transformers 5 writes it
     num_experts = _num_experts(fields, holder, num_layers)
-    rule = names.renormalizes
     return ExpertsSpec(
         num_experts=num_experts,
         num_chosen=fields.whole(names.num_chosen, 1, num_experts),
         size=fields.whole(names.size, 1, MAX_FFN_SIZE),
         activation=activation,
-        renormalizes=fields.flag(rule, False) if isinstance(rule, str) else rule,
+        renormalizes=_rule(fields, names.renormalizes),
         scale=fields.real("routed_scaling_factor", 0, MAX_MULTIPLIER, 1.0, above_low=True)
         if names.bias or names.has_scale
         else 1.0,
@@ -371,11 +365,8 @@ def _routed_layers(fields: Fields, family: Family, num_layers: int) -> list[bool
         return [i >= num_dense for i in range(num_layers)]
     every = fields.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
     dense = fields.get("mlp_only_layers") or []
-    fields.require(
-        isinstance(dense, list) and all(isinstance(one, int) for one in dense),
-        "mlp_only_layers",
-        "not a list of layer numbers",
-    )
+    is_right = isinstance(dense, list) and all(isinstance(one, int) for one in dense)
+    fields.require(is_right, "mlp_only_layers", "not a list of layer numbers")
     return [i not in dense and (i + 1) % every == 0 for i in range(num_layers)]
 
 
@@ -431,13 +422,11 @@ def refuse_quantized(config: Fields) -> None:
 
 def has_packed_experts(config: Fields) -> bool:
     """Return whether the file holds the experts of gpt-oss in MXFP4, and nothing else is quantised."""
+    if BY_ARCHITECTURE.get(name_architecture(config)) is not BY_NAME["gpt_oss"]:
+        return False
     method = config.get("quantization_config")
     is_mxfp4 = isinstance(method, dict) and method.get("quant_method") == "mxfp4"
-    return is_mxfp4 and config.get("quantization") is None and BY_NAME["gpt_oss"] is _find_family(config)
-
-
-def _find_family(config: Fields) -> Family | None:
-    return BY_ARCHITECTURE.get(name_architecture(config))
+    return is_mxfp4 and config.get("quantization") is None
 
 
 def refuse_other_layers(config: Fields) -> None:
@@ -823,11 +812,8 @@ def _gemma4_heads(
     listed = fields.table("per_layer_config")
     if "per_layer_config" in fields:
         for name, entry in listed.values.items():
-            listed.require(
-                isinstance(entry, dict) and all(field in _OVERRIDES for field in entry),
-                name,
-                f"not an object with {' and '.join(_OVERRIDES)} only",
-            )
+            is_right = isinstance(entry, dict) and all(field in _OVERRIDES for field in entry)
+            listed.require(is_right, name, f"not an object with {' and '.join(_OVERRIDES)} only")
         tables = [listed.table(str(i)) for i in range(len(is_full))]
     else:
         values = {"head_dim": fields.whole("global_head_dim", 2, MAX_HEAD_SIZE, 512)}

@@ -79,11 +79,8 @@ class Fields:
             return None
         # Compared before it is converted: an int may be too large for a float. NaN is in no range.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        self.require(
-            is_number and low <= value <= high and not (above_low and value == low),
-            name,
-            f"not a number {'above' if above_low else 'from'} {low:g} to {high:g}",
-        )
+        is_right = is_number and low <= value <= high and not (above_low and value == low)
+        self.require(is_right, name, f"not a number {'above' if above_low else 'from'} {low:g} to {high:g}")
         return float(value)
 
     def real(
@@ -129,11 +126,8 @@ class Fields:
     def flags(self, name: str, length: int) -> list[bool]:
         """Return a list with one entry per layer, true or false, which some files write as 1 or 0."""
         value = self.get(name)
-        self.require(
-            isinstance(value, list) and len(value) == length and all(one in (0, 1) for one in value),
-            name,
-            f"not {length} times true or false",
-        )
+        is_right = isinstance(value, list) and len(value) == length and all(one in (0, 1) for one in value)
+        self.require(is_right, name, f"not {length} times true or false")
         return [bool(one) for one in value]
 
     def reals(self, name: str, length: int, low: float, high: float) -> tuple[float, ...]:

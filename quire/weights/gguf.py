@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -226,11 +226,8 @@ def read_header(path: Path, buffer: Buffer, size: int | None = None) -> GgufHead
 def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    cursor.require(
-        is_whole and 8 <= value <= 4096 and not value & (value - 1),
-        "general.alignment",
-        f"is {show(value)}: not a power of two from 8 to 4096",
-    )
+    is_right = is_whole and 8 <= value <= 4096 and not value & (value - 1)
+    cursor.require(is_right, "general.alignment", f"is {show(value)}: not a power of two from 8 to 4096")
     return int(value)
 
 
@@ -345,12 +342,11 @@ class GgufCheckpoint:
         self._files = _open_files(path)
         try:
             self._metadata = self._files[0].header.metadata
-            tensors = self._merge()
+            self._file_tensors = self._merge()
             family = find_family(self._metadata, str(path))
-            facts = {name: one.info for name, (_, one) in tensors.items()}
-            self.spec = spec_from_gguf(self._metadata, facts, self._floats(tensors), str(path))
+            facts = {name: one.info for name, (_, one) in self._file_tensors.items()}
+            self.spec = spec_from_gguf(self._metadata, facts, self._read_floats, str(path))
             self.generation = generation_from_gguf(self._metadata, str(path))
-            self._file_tensors = tensors
             self._is_permuted = family.is_permuted_in_gguf
             kept = {name: info for name, info in facts.items() if not is_left_over(name)}
             if family.skipped:  # the layers after the last one are the MTP head
@@ -399,16 +395,12 @@ class GgufCheckpoint:
             raise ModelFileError(f"{self.path}: split.tensors.count is {show(total)}, but there are {len(merged)}")
         return merged
 
-    def _floats(self, tensors: Mapping[str, tuple[_File, GgufTensor]]) -> Callable[[str, int], list[float] | None]:
-        """Return a reader of small tables of rotation factors, which does not need numpy."""
-
-        def read(name: str, length: int) -> list[float] | None:
-            if name not in tensors:
-                return None
-            file, tensor = tensors[name]
-            if tensor.info.type is not TensorType.F32 or tensor.info.shape != (length,):
-                found = f"{tensor.info.type} {tensor.info.shape}"
-                raise ModelFileError(f"{file.path}: tensor {name} is {found}: not F32 ({length},)")
-            return list(struct.unpack(f"<{length}f", file.buffer.copy(tensor.offset, 4 * length)))
-
-        return read
+    def _read_floats(self, name: str, length: int) -> list[float] | None:
+        """Read a small table of rotation factors, which does not need numpy. None: the files do not have it."""
+        if name not in self._file_tensors:
+            return None
+        file, tensor = self._file_tensors[name]
+        if tensor.info.type is not TensorType.F32 or tensor.info.shape != (length,):
+            found = f"{tensor.info.type} {tensor.info.shape}"
+            raise ModelFileError(f"{file.path}: tensor {name} is {found}: not F32 ({length},)")
+        return list(struct.unpack(f"<{length}f", file.buffer.copy(tensor.offset, 4 * length)))

@@ -355,11 +355,8 @@ def _plain_values(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def _ropes(fields: Fields, family: Family, shape: Shape, read_floats: ReadFloats) -> tuple[RopeSpec, RopeSpec | None]:
     rotary_size = fields.whole("rope.dimension_count", 2, shape.head_size, shape.head_size)
-    fields.require(
-        rotary_size % 2 == 0 and (rotary_size == shape.head_size or family.has_partial_rotary),
-        "rope.dimension_count",
-        f"not the size of a head, {shape.head_size}",
-    )
+    is_right = rotary_size % 2 == 0 and (rotary_size == shape.head_size or family.has_partial_rotary)
+    fields.require(is_right, "rope.dimension_count", f"not the size of a head, {shape.head_size}")
     theta = fields.real("rope.freq_base", MIN_THETA, MAX_THETA, 1e4)
     scaling = _scaling(fields, family, shape)
     for key, name in (("short_factor", "rope_factors_short.weight"), ("long_factor", "rope_factors_long.weight")):

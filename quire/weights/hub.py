@@ -429,15 +429,10 @@ def _without_path(text: str, path: Path) -> str:
     return text.removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
-def size_of(path: Path) -> int:
-    """Return the bytes of a model's files."""
-    files = path.iterdir() if path.is_dir() else [path]
+def size_of(path: Path, pattern: str = "*") -> int:
+    """Return the bytes of a model's files; of a folder, those that match a pattern."""
+    files = path.glob(pattern) if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's safetensors."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
 
 
 def is_path(name: str) -> bool:

@@ -113,11 +113,8 @@ def _read_fp8(fields: Fields) -> Quantization:
 def _block(fields: Fields, name: str) -> tuple[int, int]:
     value = fields.get(name)
     is_pair = isinstance(value, list) and len(value) == 2 and all(type(one) is int for one in value)
-    fields.require(
-        is_pair and all(1 <= one <= MAX_GROUP_SIZE for one in value),
-        name,
-        f"not two whole numbers from 1 to {MAX_GROUP_SIZE}",
-    )
+    is_right = is_pair and all(1 <= one <= MAX_GROUP_SIZE for one in value)
+    fields.require(is_right, name, f"not two whole numbers from 1 to {MAX_GROUP_SIZE}")
     return value[0], value[1]
 
 
@@ -249,18 +246,17 @@ _BLOCK = 128  # rows and columns of a block of FP8
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of quantised weights."""
+    """A kind of quantised weights: integers in groups of a row, or floats in blocks or rows."""
 
     bits: int
     is_float: bool = False
     is_symmetric: bool = True
-    is_grouped: bool = True  # groups of a row; False: blocks or rows
     group: tuple[int, int] = (1, 0)
 
 
 FORMATS = {
-    "fp8": Format(8, is_float=True, is_grouped=False, group=(_BLOCK, _BLOCK)),
-    "fp8-channel": Format(8, is_float=True, is_grouped=False),
+    "fp8": Format(8, is_float=True, group=(_BLOCK, _BLOCK)),
+    "fp8-channel": Format(8, is_float=True),
     "w4a16": Format(4),
     "w4a16-asym": Format(4, is_symmetric=False),
     "w8a16": Format(8),
@@ -412,22 +408,16 @@ class _Finder:
         scales = self._find(f"{codes.name}_scale_inv", _SCALE_TYPES)
         if scales is None:
             scales = self._need(f"{codes.name}_scale", _SCALE_TYPES, codes)
-        self.require(
-            not is_stack or (len(scales.shape) == 3 and scales.shape[0] == codes.shape[0]),
-            scales,
-            f"not scales of {show(codes.name)} {codes.shape}",
-        )
+        is_right = not is_stack or (len(scales.shape) == 3 and scales.shape[0] == codes.shape[0])
+        self.require(is_right, scales, f"not scales of {show(codes.name)} {codes.shape}")
         one = scales._replace(shape=scales.shape[1:]) if is_stack else scales
         is_float = codes.dtype == "F8_E4M3"
         rows, columns = codes.shape[-2:]
         group = self._group(codes, one, (rows, columns), 8, is_float=is_float)
         zeros = None if is_float else self._find(f"{codes.name}_zero_point", ("I8",))
         if zeros is not None:
-            self.require(
-                not is_stack and _scale_shape(zeros, rows) == _scale_shape(scales, rows),
-                zeros,
-                f"not of the shape of {show(scales.name)}",
-            )
+            is_right = not is_stack and _scale_shape(zeros, rows) == _scale_shape(scales, rows)
+            self.require(is_right, zeros, f"not of the shape of {show(scales.name)}")
         kind = TensorType.FP8 if is_float else TensorType.INT8
         info = self._tensor(codes.name, kind, codes.shape, codes, scales, zeros)
         return PackedTensor(info, self.quantization.method, group, codes, scales, zeros)
@@ -463,11 +453,8 @@ class _Finder:
         data = stored.buffer.copy(stored.offset, stored.num_bytes)
         given = struct.unpack("<2q" if stored.dtype == "I64" else "<2i", data)
         fitting = [bits for bits in candidates if -(-given[1] * bits // 32) == words]
-        self.require(
-            bool(fitting) and given[0] == rows and given[1] > 0 and given[1] % 2 == 0,
-            codes,
-            f"does not hold the even rows of a matrix {given} by config.json",
-        )
+        is_right = bool(fitting) and given[0] == rows and given[1] > 0 and given[1] % 2 == 0
+        self.require(is_right, codes, f"does not hold the even rows of a matrix {given} by config.json")
         return (rows, given[1]), fitting[0]
 
     def _columns(self, codes: FileTensor) -> PackedTensor:
@@ -482,19 +469,13 @@ class _Finder:
         outputs = outputs * per_word if is_awq else outputs
         group = scheme.group_of(outputs, inputs)
         groups = num_groups((outputs, inputs), group)[1]
-        self.require(
-            scales.shape == (groups, outputs) and inputs % 2 == 0,
-            scales,
-            f"scales of {show(codes.name)} need {(groups, outputs)} by config.json",
-        )
+        is_right = scales.shape == (groups, outputs) and inputs % 2 == 0
+        self.require(is_right, scales, f"scales of {show(codes.name)} need {(groups, outputs)} by config.json")
         zeros = self._find(f"{stem}qzeros", ("I32",))
         if zeros is not None:
             expected = (groups, outputs // per_word)
-            self.require(
-                zeros.shape == expected and outputs % per_word == 0,
-                zeros,
-                f"zero points of {show(codes.name)} need {expected}",
-            )
+            is_right = zeros.shape == expected and outputs % per_word == 0
+            self.require(is_right, zeros, f"zero points of {show(codes.name)} need {expected}")
         order = None if is_awq else self._index(f"{stem}g_idx", inputs, group)
         shape = (outputs, inputs)
         info = self._tensor(f"{stem}weight", _KINDS[scheme.bits], shape, codes, scales, zeros, order)

@@ -53,8 +53,10 @@ def quantize_folder(source: Path, target: Path, name: str, group_size: int, prog
     """Write a quantised copy of `source` to `target`, which must not exist."""
     if target.exists() or target.is_symlink():
         raise InvalidRequest(f"{target}: exists already; quire does not overwrite it")
-    if name not in FORMATS or group_size not in GROUP_SIZES:
-        raise InvalidRequest(f"{name = }, {group_size = }: not one of {', '.join(FORMATS)} and of {GROUP_SIZES}")
+    if name not in FORMATS:
+        raise InvalidRequest(f"--format {name}: not one of {', '.join(FORMATS)}")
+    if group_size not in GROUP_SIZES:
+        raise InvalidRequest(f"--group-size {group_size}: not one of {', '.join(map(str, GROUP_SIZES))}")
     checkpoint = _open(source)
     try:
         writer = _Writer(checkpoint, FORMATS[name], group_size, progress)
@@ -183,7 +185,7 @@ class _Writer:
         return is_delta_net and parts[2] == "out_proj"
 
     def _check_groups(self, chosen: Mapping[str, list[_Matrix]]) -> None:
-        if not self._format.is_grouped:
+        if self._format.is_float:
             return
         widths = {matrix.shape[1] for matrices in chosen.values() for matrix in matrices}
         fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
@@ -250,8 +252,8 @@ class _Writer:
             "type": "float" if form.is_float else "int",
             "symmetric": form.is_symmetric,
             "dynamic": False,
-            "strategy": "group" if form.is_grouped else "block" if form.group[0] > 1 else "channel",
-            "group_size": self._group_size if form.is_grouped else None,
+            "strategy": "block" if form.group[0] > 1 else "channel" if form.is_float else "group",
+            "group_size": None if form.is_float else self._group_size,
             "block_structure": list(form.group) if form.group[0] > 1 else None,
         }
         return {
@@ -284,7 +286,8 @@ class _Writer:
 def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
     """Return the matrices of a tensor. A stack becomes a matrix per expert, under the names that files of FP8 use."""
     if not is_stack:
-        return [_Matrix(info.name.removesuffix(".weight"), 0, _pair(info.shape))] if len(info.shape) == 2 else []
+        module = info.name.removesuffix(".weight")
+        return [_Matrix(module, 0, (info.shape[0], info.shape[1]))] if len(info.shape) == 2 else []
     stack = _STACK.fullmatch(info.name)
     if stack is None or len(info.shape) != 3:
         return []
@@ -296,10 +299,6 @@ def _split(info: TensorInfo, *, is_stack: bool) -> list[_Matrix]:
         for expert in range(count)
         for place, name in enumerate(names)
     ]
-
-
-def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[0], shape[1]
 
 
 # Bytes

@@ -162,7 +162,8 @@ class SafetensorsCheckpoint(ModelFolder):
                 if weight_map.get(name) != file:
                     raise ModelFileError(f"{shard.path}: tensor {show(name)} is not listed in {INDEX} for this file")
                 yield shard, name
-        missing = [name for name, file in weight_map.items() if not self._has(name, file)]
+        found = {name for shard in self._shards for name in shard.header}
+        missing = [name for name in weight_map if name not in found]
         if missing:
             raise ModelFileError(f"{path}: weight_map lists {show(missing[0])}, which is not in the file it names")
 
@@ -192,9 +193,6 @@ class SafetensorsCheckpoint(ModelFolder):
                     self._file_tensors[name] = _read_entry(shard, name)
             if len(names) > MAX_TENSORS:
                 raise ModelFileError(f"{self.path}: holds more than {MAX_TENSORS} tensors")
-
-    def _has(self, name: str, file: str) -> bool:
-        return any(shard.path.name == file and name in shard.header for shard in self._shards)
 
     def _single(self) -> Path:
         if (self.path / SINGLE).exists():

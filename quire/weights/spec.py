@@ -88,6 +88,16 @@ class AttentionSpec:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_size
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are only queries."""
+        return self.shared_with is not None
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of queries, keys and values, without gates."""
+        return self.q_size + (0 if self.is_shared else 2 * self.kv_size)
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec:

@@ -18,7 +18,7 @@ import pytest
 from quire.errors import RequestFailed, TemplateError, TemplateRefusal
 from quire.text import child_process as child_module
 from quire.text.chat_template import RENDER_LIMIT_S, Renderer
-from quire.text.child_process import Child, Died, Interrupted, NoAnswer, TooSlow
+from quire.text.child_process import Child, Died, Interrupted, NoAnswer
 from tests.waiting import HANG_S, eventually, is_running
 
 GOOD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -271,7 +271,7 @@ def child(tmp_path: Path) -> Iterator[Child]:
 @pytest.mark.parametrize(
     ("order", "kind", "message"),
     [
-        ({"sleep": 1}, TooSlow, r"did not finish within 0\.3 s"),
+        ({"sleep": 1}, NoAnswer, r"did not finish within 0\.3 s"),
         ({"end": 3}, Died, "ended its process"),
         ({"say": "[1]"}, NoAnswer, "wrote an invalid answer"),
         ({"say": "{"}, NoAnswer, "wrote an invalid answer"),

@@ -111,7 +111,7 @@ def template(request: pytest.FixtureRequest, gguf_tokenizer: Tokenizer) -> Itera
 def test_the_rules_of_a_template_are_found(name: str, gguf_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STRICT[name], gguf_tokenizer)
     template.render(ChatRequest([SYSTEM, FIRST]))
-    assert template._rules == RULES[name]
+    assert template._turn_rules == RULES[name]
 
 
 def test_a_permissive_template_gets_conversations_unchanged(gguf_tokenizer: Tokenizer) -> None:

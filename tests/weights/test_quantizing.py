@@ -159,7 +159,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "14 matrices quantised to w8a16, " in outcome.stdout
     for arguments, message in (
         (["--format", "w3"], "--format w3: not one of fp8, fp8-channel, w4a16, w4a16-asym, w8a16"),
-        (["--group-size", "16"], "--group-size 16: not one of 32, 64, 128"),
+        (["--format", "w4a16", "--group-size", "16"], "--group-size 16: not one of 32, 64, 128"),
         (["--group-size", "64"], "--group-size 64: the format fp8 has no groups"),
     ):
         refused = quire("quantize", str(source), str(tmp_path / "again"), *arguments)

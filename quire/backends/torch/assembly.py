@@ -77,6 +77,6 @@ def load_model(
         raise UnsupportedModel(f"{spec.unsupported}. transformers may run it: {install_command('transformers')}")
     from quire.backends.torch.models.transformers_model import load_transformers_model
 
-    model = load_transformers_model(checkpoint, dtype, device, max_model_len)
+    model = load_transformers_model(checkpoint, dtype, device, max_model_len, progress)
     log.warning("%s", transformers_notice(spec.architecture))
     return model

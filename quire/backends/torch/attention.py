@@ -15,6 +15,7 @@ from quire.backends.torch.experts import Experts
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Angles, Heads, Inputs, Linear, Outputs, RMSNorm, Rotary, plain, softcap
 from quire.backends.torch.recurrence import DeltaNet, ShortConv, delta_net, short_conv
+from quire.weights.spec import AttentionSpec
 
 # T tokens in the batch, B sequences of a group, Q queries of a sequence, L keys, H heads, K kv heads, G = H / K
 
@@ -56,21 +57,21 @@ class ReferencePass:
         return norm(plain(x))
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        if heads.has_gate:
-            gates = qkv[:, heads.qkv_size :].sigmoid()
-            return self._attend(qkv[:, : heads.qkv_size], heads) * gates
+        if heads.spec.has_gate:
+            gates = qkv[:, heads.spec.qkv_size :].sigmoid()
+            return self._attend(qkv[:, : heads.spec.qkv_size], heads) * gates
         return self._attend(qkv, heads)
 
     def _attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        qkv = qkv.reshape(-1, heads.num_projected, heads.head_size)  # [T, H + 2K, D], or [T, H, D]
+        qkv = qkv.reshape(len(qkv), -1, heads.spec.head_size)  # [T, H + 2K, D], or [T, H, D]
         if heads.norm is not None:
             qkv = heads.norm(qkv)
         if heads.rotary is not None:
-            qkv = heads.rotary.rotate(qkv, self._rotation(heads, heads.rotary, qkv.dtype))
-        q, kv = qkv[:, : heads.num_heads], qkv[:, heads.num_heads :]
+            qkv = heads.rotary.rotate(qkv, self._rotation(heads.spec, heads.rotary, qkv))
+        q, kv = qkv[:, : heads.spec.num_heads], qkv[:, heads.spec.num_heads :]
         if heads.query_factors is not None:
             q = q * heads.query_factors[self._batch.positions].to(q.dtype)[:, None, None]
-        if not heads.is_shared:
+        if not heads.spec.is_shared:
             self._store.store(heads.index, kv, self._batch.slot_rows)
         return attend(q, self._store, self._batch, heads)  # [T, H * D]
 
@@ -83,12 +84,12 @@ class ReferencePass:
     def short_conv(self, bcx: Tensor, conv: ShortConv) -> Tensor:
         return short_conv(bcx, conv, self._store, self._batch.segments)
 
-    def _rotation(self, heads: Heads, rotary: Rotary, dtype: torch.dtype) -> Angles:
-        key = (rotary, heads.num_heads, heads.num_kv_heads, heads.is_shared)
+    def _rotation(self, spec: AttentionSpec, rotary: Rotary, qkv: Tensor) -> Angles:
+        key = (rotary, spec.num_heads, spec.num_kv_heads, spec.is_shared)
         angles = self._angles.get(key)
         if angles is None:
-            num_rotated = heads.num_heads + (0 if heads.is_shared else heads.num_kv_heads)
-            angles = rotary.angles(self._batch.positions, dtype, num_rotated, heads.num_projected)
+            num_rotated = spec.num_heads + (0 if spec.is_shared else spec.num_kv_heads)
+            angles = rotary.angles(self._batch.positions, qkv.dtype, num_rotated, qkv.shape[1])
             self._angles[key] = angles
         return angles
 
@@ -107,10 +108,10 @@ def _attend_group(queries: Tensor, store: KVStore, group: AttentionGroup, heads:
     context = group.contexts[shape]
     context.read(heads.index)
     keys, values = context.keys, context.values  # [B, K, L, D] each
-    mask = group.masks[MaskKey(shape.window, heads.window)]
+    mask = group.masks[MaskKey(shape.window, heads.spec.window)]
     if group.num_queries == 1:  # query heads of one KV head are computed as its queries, so each key is read once
-        q = queries.reshape(group.num_seqs, heads.num_kv_heads, -1, head_size)  # [B, K, G, D]
-        sinks = None if heads.sinks is None else heads.sinks.view(1, heads.num_kv_heads, -1, 1)
+        q = queries.reshape(group.num_seqs, heads.spec.num_kv_heads, -1, head_size)  # [B, K, G, D]
+        sinks = None if heads.sinks is None else heads.sinks.view(1, heads.spec.num_kv_heads, -1, 1)
         out = _softmax_attention(q, keys, values, mask, heads, sinks, is_causal=False)
         return out.reshape(group.num_seqs, num_heads * head_size)
     q = queries.transpose(0, 1)[None]  # [1, H, Q, D]
@@ -123,16 +124,16 @@ def _attend_group(queries: Tensor, store: KVStore, group: AttentionGroup, heads:
 def _softmax_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, heads: Heads, sinks: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    if not heads.cap and sinks is None:
+    if not heads.spec.softcap and sinks is None:
         is_grouped = q.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, scale=heads.scale, is_causal=is_causal, enable_gqa=is_grouped
+            q, keys, values, attn_mask=mask, scale=heads.spec.scale, is_causal=is_causal, enable_gqa=is_grouped
         )
     num_groups = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(num_groups, 1), values.repeat_interleave(num_groups, 1)
-    scores = q @ keys.transpose(-1, -2) * heads.scale
-    if heads.cap:
-        scores = softcap(scores, heads.cap)
+    scores = q @ keys.transpose(-1, -2) * heads.spec.scale
+    if heads.spec.softcap:
+        scores = softcap(scores, heads.spec.softcap)
     if is_causal:
         mask = torch.full(scores.shape[-2:], float("-inf"), device=q.device, dtype=q.dtype).triu_(1)
     if mask is not None:

@@ -91,17 +91,16 @@ class FusedPass:
         return norm(x, norm_.weight, norm_.eps, self._state.store.dtype, is_graph=self.is_graph)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        if heads.has_gate:
-            out = self._rotate_and_attend(qkv[:, : heads.qkv_size], heads)
-            return gate_output(out, qkv[:, heads.qkv_size :])
+        if heads.spec.has_gate:
+            out = self._rotate_and_attend(qkv[:, : heads.spec.qkv_size], heads)
+            return gate_output(out, qkv[:, heads.spec.qkv_size :])
         return self._rotate_and_attend(qkv, heads)
 
     def _rotate_and_attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         q_norm, k_norm, eps, rounds_first = None, None, 0.0, False
         if heads.norm is not None and heads.norm.is_wide:
-            q_size, kv_size = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
-            norm_columns(qkv, 0, q_size, heads.norm.q_weight, heads.norm.eps)
-            norm_columns(qkv, q_size, kv_size, heads.norm.k_weight, heads.norm.eps)
+            norm_columns(qkv, 0, heads.spec.q_size, heads.norm.q_weight, heads.norm.eps)
+            norm_columns(qkv, heads.spec.q_size, heads.spec.kv_size, heads.norm.k_weight, heads.norm.eps)
         elif heads.norm is not None:
             q_norm, k_norm, eps = heads.norm.q_weight, heads.norm.k_weight, heads.norm.eps
             rounds_first = heads.norm.rounds_first
@@ -114,15 +113,15 @@ class FusedPass:
             None if rotary is None else rotary.cosines,
             None if rotary is None else rotary.sines,
             self._state.store.layers[heads.index],
-            heads.num_heads,
+            heads.spec.num_heads,
             q_norm,
             k_norm,
             eps,
             rounds_first=rounds_first,
             query_factors=heads.query_factors,
             kept=self._kept(heads.index),
-            has_value_norm=heads.has_value_norm,
-            is_shared=heads.is_shared,
+            has_value_norm=heads.spec.has_value_norm,
+            is_shared=heads.spec.is_shared,
             scales=self._state.store.scales.get(heads.index),
         )  # [T, H, D]
         return self._attend(q, heads)
@@ -142,7 +141,7 @@ class FusedPass:
         inputs, state = self._inputs, self._state
         work = self._works[self._uses_window_blocks(heads.index)]
         out = torch.empty_like(q)
-        kinds = tilings(heads.head_size, q.itemsize, is_fp8=state.store.is_fp8)
+        kinds = tilings(heads.spec.head_size, q.itemsize, is_fp8=state.store.is_fp8)
         for items, tiling in zip((work.narrow, work.wide), kinds, strict=True):
             if len(items):
                 attend(
@@ -155,9 +154,9 @@ class FusedPass:
                     state.parts,
                     out,
                     tiling=tiling,
-                    scale=heads.scale,
-                    window=heads.window,
-                    cap=heads.cap,
+                    scale=heads.spec.scale,
+                    window=heads.spec.window,
+                    cap=heads.spec.softcap,
                     sinks=heads.sinks,
                     scales=state.store.scales.get(heads.index),
                 )

@@ -48,8 +48,6 @@ from quire.weights.spec import Activation
 class FusedLinear(Linear):
     """A dense matrix of 16 or 32 bits. The kernels for graphs are compiled by the time a graph is captured."""
 
-    __slots__ = ()
-
     def project(self, x: Inputs, *, is_graph: bool) -> Tensor:
         x = plain(x)
         multiply = self._kernel(len(x)) if is_graph else None
@@ -78,8 +76,6 @@ class FusedLinear(Linear):
 
 class FusedPackedLinear(PackedLinear):
     """The kernels for graphs are compiled by the time a graph is captured."""
-
-    __slots__ = ("_has_library_product",)
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__(packed, bias)

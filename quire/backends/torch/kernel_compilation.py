@@ -326,7 +326,7 @@ def _attention_calls(
             rounds_first=rounds_first,
             query_factors=factors,
             has_value_norm=attention.has_value_norm,
-            is_shared=attention.shared_with is not None,
+            is_shared=attention.is_shared,
             kept=kept,
             scales=scales,
         ),

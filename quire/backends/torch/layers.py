@@ -92,8 +92,6 @@ class Linear:
     `is_graph`: the product is part of a CUDA graph, for which there are faster kernels on a GPU (`FusedLinear`).
     """
 
-    __slots__ = ("bias", "weight")
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight  # [O, I]
         self.bias = bias  # [O]
@@ -133,8 +131,6 @@ class RMSNorm:
 
     This is Gemma's order. The other families also round before the weight, which only adds an error.
     """
-
-    __slots__ = ("_floor", "_scaled", "eps", "shape", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight  # fp32
@@ -193,19 +189,6 @@ class HeadNorm:
     `rounds_first`: round to the model's type before the weight as well as after it, which is Qwen's order.
     """
 
-    __slots__ = (
-        "_has_value_norm",
-        "_norm",
-        "_num_heads",
-        "_num_normed",
-        "_weights",
-        "eps",
-        "is_wide",
-        "k_weight",
-        "q_weight",
-        "rounds_first",
-    )
-
     def __init__(
         self, q_weight: Tensor, k_weight: Tensor | None, attention: AttentionSpec, eps: float, *, rounds_first: bool
     ) -> None:
@@ -251,30 +234,12 @@ def query_factors(scaling: QueryScaling, max_model_len: int, device: torch.devic
 class Heads:
     """Parameters of attention in one layer."""
 
-    index: int  # of the layer
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    scale: float
-    cap: float  # 0: none
-    window: int  # 0: none
+    index: int  # of the layer of the cache: of a shared one, an earlier layer of the model
+    spec: AttentionSpec
     rotary: Rotary | None = None  # None: no rotation
     norm: HeadNorm | None = None
     query_factors: Tensor | None = None  # [positions]: queries are multiplied by it after rotation
     sinks: Tensor | None = None  # [H]: a score per head that takes part in the softmax and has no value
-    has_value_norm: bool = False  # part of `norm`
-    is_shared: bool = False  # there are only queries: layer `index` of the cache belongs to an earlier layer
-    has_gate: bool = False  # the output is multiplied by the sigmoids of gates, which follow the values
-
-    @property
-    def num_projected(self) -> int:
-        """Heads of queries, keys and values that the layer computes."""
-        return self.num_heads + (0 if self.is_shared else 2 * self.num_kv_heads)
-
-    @property
-    def qkv_size(self) -> int:
-        """Columns of queries, keys and values, without gates."""
-        return self.num_projected * self.head_size
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -59,8 +59,7 @@ log = logging.getLogger(__name__)
 
 def qkv_rows(attention: AttentionSpec) -> int:
     """Return the rows of the product that gives queries, keys and values. Raw keys that are also values count twice."""
-    num_gates = attention.q_size if attention.has_gate else 0
-    return attention.q_size + (2 * attention.kv_size if attention.shared_with is None else 0) + num_gates
+    return attention.qkv_size + (attention.q_size if attention.has_gate else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,8 +95,6 @@ QUANTIZED = {8: FP8_PER_OUTPUT, 4: INT4_IN_GROUPS}  # `--quantize`, by bits
 class PackedWeight:
     """A matrix [O, I]: weight = (code - zero) * scale, as in `PackedMatrix`."""
 
-    __slots__ = ("codes", "dtype", "format", "order", "scales", "shape", "zeros")
-
     def __init__(
         self,
         codes: Tensor,
@@ -309,8 +307,6 @@ def quantize(weight: Tensor, format: PackedFormat) -> PackedWeight:
 class PackedLinear(Linear):
     """One packed matrix, or several of one format with the same input, concatenated along their outputs."""
 
-    __slots__ = ("packed",)
-
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
         self.packed = packed
         self.bias = bias  # [O]
@@ -347,8 +343,6 @@ class JoinedLinear(Linear):
     Files mix formats: many GGUF files store values with more bits than queries and keys.
     """
 
-    __slots__ = ("parts",)
-
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = tuple(parts)
         self.bias = None  # the parts have their own
@@ -378,8 +372,6 @@ class Mxfp4Stack:
 
     Byte j of a group holds weight j in its low half and weight j + 16 in its high half, as in GGUF files.
     """
-
-    __slots__ = ("codes", "dtype", "exponents", "shape")
 
     def __init__(self, codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
         num_experts, num_outputs, num_groups = exponents.shape
@@ -432,8 +424,6 @@ FP8_COLUMNS = (0, 128)  # of scales of weights that are multiplied in FP8
 
 class PackedStack:
     """One matrix [O, I] of every expert, packed. Indexing decodes the matrix of one expert."""
-
-    __slots__ = ("shape", "whole")
 
     def __init__(self, whole: PackedWeight, num_experts: int) -> None:
         self.whole = whole  # [N * O, I]: the matrices one below the other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,14 @@ def test_windows_are_read_from_masks() -> None:
     for function in (masks.bidirectional_mask_function, chunks):
         with pytest.raises(UnsupportedModel):
             find_window(function, 100, cpu, "m")
+
+
+def test_loading_reports_its_progress(tmp_path: Path) -> None:
+    write_model(tmp_path, "gpt2")
+    seen: list[tuple[int, int]] = []
+    load = partial(load_transformers_model, SafetensorsCheckpoint(tmp_path), torch.float32, torch.device("cpu"), 64)
+    load(lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == len(seen)
 
 
 def test_missing_tensors_are_not_random(tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU:
 
 
 class Strip(NamedTuple):
-    """The part of the matrix that a program reads at a time."""
+    """The part of a matrix that a program reads at a time."""
 
-    outputs: int
-    inputs: int
+    outputs: int  # of gated experts, gates: each is read with its up
+    width: int  # inputs; of packed matrices, bytes of codes
     num_warps: int
 
 
@@ -186,8 +186,8 @@ def _tile_product(
 def _strip(num_outputs: int, num_inputs: int) -> Strip:
     """Return the strip with just enough programs to fill the card. Measured in docs/performance.md."""
     if num_outputs > 4096 or num_inputs <= 1024:
-        return Strip(outputs=4, inputs=512, num_warps=2)
-    return Strip(outputs=4 if num_outputs > 2048 else 2, inputs=1024, num_warps=4)
+        return Strip(outputs=4, width=512, num_warps=2)
+    return Strip(outputs=4 if num_outputs > 2048 else 2, width=1024, num_warps=4)
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:
@@ -201,7 +201,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Acti
     strip = _strip(num_outputs, num_inputs)
     outputs = max(strip.outputs, 2) if is_gated else strip.outputs
     _row_product[(-(-num_outputs // outputs),)](
-        x, weight, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x), OUTPUTS=outputs, INPUTS=strip.inputs,
+        x, weight, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x), OUTPUTS=outputs, INPUTS=strip.width,
         IS_GATED=is_gated, IS_SILU=activation is Activation.SILU,
         num_warps=strip.num_warps, launch_pdl=can_launch_early(),
     )  # fmt: skip

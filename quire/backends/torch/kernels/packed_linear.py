@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.torch.kernels.chaining import can_launch_early, is_early, let_next_start, wait_for_inputs
-from quire.backends.torch.kernels.linear import PARTS, _activated, _store_row
+from quire.backends.torch.kernels.linear import PARTS, Strip, _activated, _store_row
 from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
@@ -42,14 +42,6 @@ HAS_ASSEMBLER = not triton.knobs.runtime.interpret  # the interpreter has none
 _FP8 = tl.constexpr(0)  # see KINDS
 _INT4 = tl.constexpr(2)  # 4 bits from here on
 _FP4 = tl.constexpr(3)
-
-
-class Strip(NamedTuple):
-    """The part of the matrix that a program of `_packed_rows` reads at a time."""
-
-    outputs: int
-    num_bytes: int
-    num_warps: int
 
 
 class Tile(NamedTuple):
@@ -503,14 +495,14 @@ def _store_tile(
 def row_strip(num_outputs: int, num_bytes: int) -> Strip:
     """Return the strip for rows of so many bytes. Measured in docs/performance.md."""
     if num_bytes <= 1024:
-        return Strip(outputs=4, num_bytes=1024, num_warps=2)
+        return Strip(outputs=4, width=1024, num_warps=2)
     if num_outputs <= 2048:
-        return Strip(outputs=2, num_bytes=2048, num_warps=4)
+        return Strip(outputs=2, width=2048, num_warps=4)
     if num_bytes <= 2048 and num_outputs > 4096:
-        return Strip(outputs=8, num_bytes=1024, num_warps=2)
+        return Strip(outputs=8, width=1024, num_warps=2)
     if num_outputs > 8192:
-        return Strip(outputs=4, num_bytes=1024, num_warps=2)
-    return Strip(outputs=8 if num_bytes <= 4096 and num_outputs <= 4096 else 4, num_bytes=2048, num_warps=4)
+        return Strip(outputs=4, width=1024, num_warps=2)
+    return Strip(outputs=8 if num_bytes <= 4096 and num_outputs <= 4096 else 4, width=2048, num_warps=4)
 
 
 @cache
@@ -548,7 +540,7 @@ def packed_row_product(
     strip = row_strip(num_outputs, weight.codes.shape[1])
     _packed_rows[(-(-num_outputs // strip.outputs),)](
         x, weight.codes, weight.scales, weight.zeros, bias, out, IN=num_inputs, OUT=num_outputs, ROWS=len(x),
-        OUTPUTS=strip.outputs, BYTES=strip.num_bytes, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows,
+        OUTPUTS=strip.outputs, BYTES=strip.width, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows,
         GROUP=format.group_columns, IS_GATED=is_gated, IS_SILU=activation is Activation.SILU,
         HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=strip.num_warps, launch_pdl=can_launch_early(),
     )  # fmt: skip

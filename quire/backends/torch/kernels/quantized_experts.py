@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.backends.torch.kernels.experts import SortedSlots, Tile, Tiling
 from quire.backends.torch.kernels.fp8_rows import quantize_rows
-from quire.backends.torch.kernels.linear import _gated_value
+from quire.backends.torch.kernels.linear import Strip, _gated_value
 from quire.backends.torch.kernels.packed_linear import (
     HAS_ASSEMBLER,
     KINDS,
@@ -46,14 +45,6 @@ FP8_ROWS = 65  # rows of the batch from which on FP8 experts are multiplied by r
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
 
 _INT4 = tl.constexpr(2)  # 4 bits; see KINDS
-
-
-class AloneShape(NamedTuple):
-    """The shape of a program for rows alone."""
-
-    outputs: int  # gates of a gated product, each with its up; of the other product always 1, of all chosen experts
-    num_bytes: int  # of each output per step
-    num_warps: int
 
 
 # Few rows
@@ -391,14 +382,14 @@ def quantized_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize:
 
 
 @cache
-def alone_shape(num_bytes: int, *, is_gated: bool) -> AloneShape:
+def alone_shape(num_bytes: int, *, is_gated: bool) -> Strip:
     """Return the shape for outputs of so many bytes. Measured in docs/performance.md."""
     if is_gated and num_bytes <= 1024:
-        return AloneShape(4, 256, 1)
+        return Strip(4, 256, 1)
     width = min(int(triton.next_power_of_2(num_bytes)), 1024 if is_gated else 512)
     while num_bytes % width and width > 128:  # whole steps need no mask
         width //= 2
-    return AloneShape(2 if is_gated else 1, width, 2)
+    return Strip(2 if is_gated else 1, width, 2)
 
 
 # Launches
@@ -440,7 +431,7 @@ def gated_alone(x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor
     out = x.new_empty((num_rows * num_chosen, width))
     _gated_alone_quantized[(-(-width // shape.outputs), num_rows * num_chosen)](
         x, whole.codes, whole.scales, whole.zeros, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=shape.outputs,
-        BYTES=shape.num_bytes, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
+        BYTES=shape.width, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
         ACTIVATION=kind, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out
@@ -456,7 +447,7 @@ def down_alone(
     out = x.new_empty((num_rows, size))
     _down_alone_quantized[(size, num_rows)](
         x, whole.codes, whole.scales, whole.zeros, bias, ids, weights, out, E=size, F=width, K=num_chosen,
-        SLOTS=num_slots, BYTES=shape.num_bytes, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows,
+        SLOTS=num_slots, BYTES=shape.width, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows,
         GROUP=format.group_columns, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out

@@ -5,6 +5,8 @@ What only Gemma 4 has is here too: experts beside the MLP, and an embedding of t
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,7 +37,6 @@ from quire.weights.spec import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
-    RopeSpec,
 )
 from quire.weights.tensors import is_norm, layer_tensors, num_active_weights
 
@@ -221,15 +222,15 @@ class DecoderModel:
     def __init__(self, loader: WeightLoader, max_model_len: int) -> None:
         self.spec = spec = loader.spec
         self.kv_spec = KVSpec.of(spec)
-        self.device = loader.device
+        self.device = device = loader.device
         self.notice = rope_notice(spec, max_model_len)
         self.num_layer_weights = layer_weights(spec)
         self.is_capturable = not any(
             isinstance(layer.mlp, ExpertsSpec) and layer.mlp.has_sigmoid for layer in spec.layers
         )
-        self._rotaries: dict[tuple[RopeSpec, int], Rotary] = {}
-        self._factors: dict[AttentionSpec, Tensor] = {}
-        self._max_model_len = max_model_len
+        # Tables of angles and of factors, which layers share.
+        self._rotary = cache(lambda rope, head_size: Rotary(rope, max_model_len, head_size, device))
+        self._query_factors = cache(lambda scaling: query_factors(scaling, max_model_len, device))
         self.embedding = loader.matrix("embedding.weight")  # [V, E]
         self.layers: list[DecoderLayer] = []
         self._last_scales = (1.0, 1.0)
@@ -301,35 +302,12 @@ class DecoderModel:
         if "q_norm" in norms:
             q_norm, k_norm = norms["q_norm"], norms.get("k_norm")
             norm = HeadNorm(q_norm, k_norm, attention, self.spec.norm_eps, rounds_first=self.spec.rounds_norms_first)
+        scaling = attention.query_scaling
         return Heads(
             index=index if attention.shared_with is None else attention.shared_with,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_size=attention.head_size,
-            scale=attention.scale,
-            cap=attention.softcap,
-            window=attention.window,
-            rotary=self._rotary(attention),
+            spec=attention,
+            rotary=None if attention.rope is None else self._rotary(attention.rope, attention.head_size),
             norm=norm,
-            query_factors=self._query_factors(attention),
+            query_factors=None if scaling is None else self._query_factors(scaling),
             sinks=sinks,
-            has_value_norm=attention.has_value_norm,
-            is_shared=attention.shared_with is not None,
-            has_gate=attention.has_gate,
         )
-
-    def _rotary(self, attention: AttentionSpec) -> Rotary | None:
-        """Return the table of angles. Layers with the same rope share it."""
-        if attention.rope is None:
-            return None
-        key = (attention.rope, attention.head_size)
-        if key not in self._rotaries:
-            self._rotaries[key] = Rotary(attention.rope, self._max_model_len, attention.head_size, self.device)
-        return self._rotaries[key]
-
-    def _query_factors(self, attention: AttentionSpec) -> Tensor | None:
-        if attention.query_scaling is None:
-            return None
-        if attention not in self._factors:
-            self._factors[attention] = query_factors(attention.query_scaling, self._max_model_len, self.device)
-        return self._factors[attention]

@@ -9,7 +9,7 @@ with another input computes its own product, so results never depend on the orde
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.backends.base import Progress
 from quire.backends.support import describe_error, find_transformers_problem
 from quire.errors import ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
@@ -130,7 +131,9 @@ def _refuse_stateful(transformers: Any, config: Any, source: str) -> None:
         raise UnsupportedModel(f"{source}: {problem}")
 
 
-def load_hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+def load_hf_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> Any:
     """Load a model and its weights. Raises UnsupportedModel with what is wrong."""
     import transformers
 
@@ -147,7 +150,7 @@ def load_hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
         raise UnsupportedModel(f"{source}: transformers does not read its config.json: {problem}") from None
     config = _neutral(config)
     _refuse_stateful(transformers, config, source)
-    with _quiet():
+    with _quiet(progress):
         try:
             if isinstance(checkpoint, DummyCheckpoint):
                 model = _make_dummy(transformers, config, dtype, device)
@@ -214,16 +217,26 @@ def _make_dummy(transformers: Any, config: Any, dtype: torch.dtype, device: torc
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the library's warnings and its progress bar."""
+def _quiet(progress: Progress | None) -> Iterator[None]:
+    """Hide the library's warnings and its progress bar, which counts tensors and is reported instead."""
     from transformers.utils import logging
 
-    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    def make_bar(_: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        items = args[0] if args else settings.get("iterable", ())
+        return logging.EmptyTqdm(_reported(items, progress))
+
+    set_hook = getattr(logging, "set_tqdm_hook", lambda _: None)  # versions without it show their own bar
+    level, hook = logging.get_verbosity(), set_hook(make_bar)
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if has_bar:
-            logging.enable_progress_bar()
+        set_hook(hook)
+
+
+def _reported(items: Iterable[Any], progress: Progress | None) -> Iterator[Any]:
+    for place, item in enumerate(items, 1):
+        yield item
+        if progress is not None and isinstance(items, Sized):
+            progress(place, len(items))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from quire.backends.torch.forward_pass import Pass
 from quire.backends.torch.layers import Heads, RMSNorm
 from quire.errors import UnsupportedModel
+from quire.weights.spec import AttentionSpec
 
 # T tokens in the row, H query heads, K kv heads, D head size, Dv size of a value
 
@@ -106,7 +107,7 @@ class PagedAttention:
         del mask, settings  # as in the recorded call
         call = next(self._calls)
         assert call.module is module, "attention is called in another order than in the trial"
-        size = call.heads.head_size
+        size = call.heads.spec.head_size
         qkv = torch.cat([_rows(one, size) for one in (q, k, v)], 1)  # [T, H + 2K, D]
         out = self.step.attend(qkv.view(len(qkv), -1), call.heads)  # [T, H * D]
         return out.view(1, len(out), -1, size)[..., : call.value_size]
@@ -146,16 +147,17 @@ class Recorder:
             raise UnsupportedModel(f"{self._source}: its attention takes positions from a cache of the library")
         scale = settings.get("scaling")
         window = self._window(module, mask, settings)
-        heads = Heads(
-            index=self._layer(k, v, window),
+        spec = AttentionSpec(
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],
             head_size=max(q.shape[-1], v.shape[-1]),
             scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
-            cap=float(settings.get("softcap") or 0.0),
+            rope=None,  # queries and keys are rotated already
             window=window,
-            sinks=next((settings[name] for name in _SINKS if settings.get(name) is not None), None),
+            softcap=float(settings.get("softcap") or 0.0),
         )
+        sinks = next((settings[name] for name in _SINKS if settings.get(name) is not None), None)
+        heads = Heads(self._layer(k, v, window), spec, sinks=sinks)
         self.calls.append(AttentionCall(module, heads, v.shape[-1]))
         return _attend_densely(q, k, v, heads)
 
@@ -221,15 +223,15 @@ def find_window(sees: Callable[..., Tensor], max_model_len: int, device: torch.d
 
 
 def _attend_densely(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-    num_groups = heads.num_heads // heads.num_kv_heads
+    num_groups = heads.spec.num_heads // heads.spec.num_kv_heads
     k, v = k.repeat_interleave(num_groups, 1), v.repeat_interleave(num_groups, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * heads.scale  # [1, H, T, T]
-    if heads.cap:
-        scores = torch.tanh(scores / heads.cap) * heads.cap
+    scores = (q @ k.transpose(-1, -2)).float() * heads.spec.scale  # [1, H, T, T]
+    if heads.spec.softcap:
+        scores = torch.tanh(scores / heads.spec.softcap) * heads.spec.softcap
     places = torch.arange(q.shape[2], device=q.device)
     hidden = places[None] > places[:, None]
-    if heads.window:
-        hidden |= places[None] <= places[:, None] - heads.window
+    if heads.spec.window:
+        hidden |= places[None] <= places[:, None] - heads.spec.window
     scores = scores.masked_fill(hidden, float("-inf"))
     if heads.sinks is not None:
         sinks = heads.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.backends import support
+from quire.backends.base import Progress
 from quire.backends.kv_memory import KVSpec, LayerKV
 from quire.backends.support import describe_error, long_rope_notice
 from quire.backends.torch.attention import ReferencePass
@@ -44,10 +45,14 @@ log = logging.getLogger(__name__)
 
 
 def load_transformers_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    progress: Progress | None = None,
 ) -> TransformersModel:
     """Load a model of `transformers` and try it. Raises UnsupportedModel if it does not run, and says why."""
-    model = load_hf_model(checkpoint, dtype, device)
+    model = load_hf_model(checkpoint, dtype, device, progress)
     return adapt_model(model, checkpoint.spec, max_model_len, str(checkpoint.path))
 
 
@@ -159,11 +164,13 @@ class Body:
 
 
 def _kv_spec(calls: Sequence[AttentionCall]) -> KVSpec:
-    layers = {
-        heads.index: LayerKV(heads.num_kv_heads, heads.head_size, heads.window, heads.num_heads // heads.num_kv_heads)
-        for heads in (call.heads for call in calls)
-    }
-    return KVSpec(tuple(layers[index] for index in range(len(layers))))
+    specs = {call.heads.index: call.heads.spec for call in calls}
+    ordered = [specs[index] for index in range(len(specs))]
+    return KVSpec(
+        tuple(
+            LayerKV(one.num_kv_heads, one.head_size, one.window, one.num_heads // one.num_kv_heads) for one in ordered
+        )
+    )
 
 
 def _count_layer_weights(model: Any) -> int:

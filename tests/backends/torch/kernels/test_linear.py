@@ -88,7 +88,7 @@ def test_strips_of_large_matrices(shape: tuple[int, int], monkeypatch: pytest.Mo
     strip = linear._strip(*shape)
     assert strip.outputs % 2 == 0  # pairs of gate and up
     monkeypatch.setattr(linear, "_strip", lambda _outputs, _inputs: strip)
-    for num_inputs in (strip.inputs, strip.inputs * 2 + 40):
+    for num_inputs in (strip.width, strip.width * 2 + 40):
         x, weight, bias = random_product(1, 18, num_inputs, True, FP32)
         exact = exact_product(x, weight, bias)
         assert_near(row_product(x, weight, bias), exact)

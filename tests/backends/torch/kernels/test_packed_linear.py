@@ -142,9 +142,9 @@ def test_strips_of_large_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in ((28672, 4096), (4096, 14336), (4096, 2048), (1024, 4096)):
         strip = packed_linear.row_strip(*shape)
         assert strip.outputs % 2 == 0  # pairs of gate and up
-        assert strip.num_bytes % (512 * strip.num_warps) == 0  # 16 bytes per thread
+        assert strip.width % (512 * strip.num_warps) == 0  # 16 bytes per thread
         monkeypatch.setattr(packed_linear, "row_strip", lambda _outputs, _bytes, strip=strip: strip)
-        weight = random_weight(18, 2 * strip.num_bytes + 128, FORMATS["int4 in 128"])
+        weight = random_weight(18, 2 * strip.width + 128, FORMATS["int4 in 128"])
         x = randn(1, weight.shape[1])
         near(packed_row_product(x, weight, None), exact_product(x, exact_weight(weight), None), FP32)
         monkeypatch.undo()
