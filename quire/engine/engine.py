@@ -24,7 +24,7 @@ from quire.core.policy import StepCost
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import BlockCopy, Load, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, TokenUpdate
-from quire.core.values import FinishReason, Level, PackedPrompt
+from quire.core.values import FinishReason, Level
 from quire.engine.generation import EngineOutput, GenerationRequest, PinPrefix, Predicted
 from quire.engine.levels.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.engine.masks import GrammarFailed, GrammarMasks, Matcher
@@ -583,13 +583,6 @@ class Engine:
         self._masking.entries.pop(request_id, None)
         self.speculation.remove(request_id)
 
-    def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, ttl_s: float) -> int:
-        """Pin the cached full blocks of this prefix for `ttl_s`. Returns their number of tokens."""
-        return self.scheduler.cache.pin(pin_id, prefix, salt, self._deadline_ns(ttl_s))
-
-    def _deadline_ns(self, ttl_s: float) -> int:
-        return self.clock() + int(ttl_s * 1e9)
-
     def step(self) -> list[EngineOutput]:
         """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap.
 
@@ -860,7 +853,8 @@ class Engine:
         """Set the pins of a request at its first token, when its prompt is computed and published."""
         pins = self._pins.pop(request.request_id, ())
         for pin in pins if update.tokens else ():
-            self.scheduler.cache.pin_prompt(pin.pin_id, request, pin.num_tokens, self._deadline_ns(pin.ttl_s))
+            deadline_ns = self.clock() + int(pin.ttl_s * 1e9)
+            self.scheduler.cache.pin_prompt(pin.pin_id, request, pin.num_tokens, deadline_ns)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise if the request can never run: too long, or token ids outside the vocabulary.

@@ -162,16 +162,13 @@ class PinPrefix:
     ttl_s: float
 
     def __post_init__(self) -> None:
-        check_pin_id(self.pin_id)
+        pin_id = self.pin_id
+        if type(pin_id) is not str or not pin_id.isprintable() or not 1 <= len(pin_id) <= MAX_PIN_ID:
+            raise InvalidRequest(f"pin_id = {pin_id!r:.80} is not 1 to {MAX_PIN_ID} printable characters")
         if type(self.num_tokens) is not int or self.num_tokens < 1:
             raise InvalidRequest(f"num_tokens = {self.num_tokens!r} is not a whole number of at least 1")
         if type(self.ttl_s) not in (int, float) or not 0 < self.ttl_s <= MAX_PIN_TTL_S:
             raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not a number above 0 and at most {MAX_PIN_TTL_S:.0f}")
-
-
-def check_pin_id(pin_id: str) -> None:
-    if type(pin_id) is not str or not pin_id.isprintable() or not 1 <= len(pin_id) <= MAX_PIN_ID:
-        raise InvalidRequest(f"pin_id = {pin_id!r:.80} is not 1 to {MAX_PIN_ID} printable characters")
 
 
 @dataclass(frozen=True, slots=True)

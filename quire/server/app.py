@@ -165,14 +165,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=cache.Cleared, access=Access.ADMIN, tag="cache", query=cache.ModelQuery,
     ),
     Endpoint(
-        "POST", "/v1/cache/pin", cache.pin, "Keep the cached blocks of a prompt for a time.",
-        cache.CachePinRequest, cache.Pinned, access=Access.ADMIN, tag="cache",
-    ),
-    Endpoint(
-        "POST", "/v1/cache/unpin", cache.unpin, "Remove a pin from the cache.",
-        cache.CacheUnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
-    ),
-    Endpoint(
         "GET", "/v1/requests", admin.list_requests,
         "The requests in progress: all of them for an admin key, its own for any other.",
         answer=admin.RequestList, tag="requests",

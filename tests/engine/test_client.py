@@ -185,21 +185,16 @@ async def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
 async def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
         prompt = tuple(request(engine, LONG).prompt.tokens)
-        assert await engine.pin("p", prompt, "", 60) == 0  # no worker, no cache
-        assert not await engine.unpin("p")
         await engine.clear_cache()
-        assert (engine.worker_pid, engine.facts, engine.capacity) == (None, None, None)
-        await engine.generate(request(engine, LONG, salt="mine"))
-        assert await engine.pin("p", prompt, "", 60) == 0  # not under this salt
-        assert await engine.pin("p", prompt, "mine", 60) == len(prompt) // 32 * 32
-        assert await engine.pin("p", prompt[:40], "mine", 60) == 32  # replaces the other
+        assert (engine.worker_pid, engine.facts, engine.capacity) == (None, None, None)  # no worker, no cache
+        await engine.generate(request(engine, LONG, salt="mine", pins=(PinPrefix("p", 40, 60.0),)))
         assert (await stats(engine)).cache.num_pinned == 1
         await engine.clear_cache()
         found = await stats(engine)
         assert (found.cache.num_pins, found.cache.num_cached, found.cache.num_in_use) == (0, 0, 0)
         assert (await engine.explain(prompt, "mine")).num_tokens == 0
         with pytest.raises(InvalidRequest, match="salt"):
-            await engine.pin("p", prompt, "\n", 60)
+            await engine.explain(prompt, "\n")
 
 
 @pytest.mark.parametrize(

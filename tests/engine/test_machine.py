@@ -186,7 +186,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(prefix=prompts, salt=st.sampled_from(SALTS), name=st.sampled_from("ab"), ttl_s=st.sampled_from((1e-6, 9.0)))
     def pin(self, prefix: list[int], salt: str, name: str, ttl_s: float) -> None:
-        assert self.engine.pin(name, prefix, salt, ttl_s) <= len(prefix)
+        deadline_ns = self.engine.clock() + int(ttl_s * 1e9)
+        assert self.engine.scheduler.cache.pin(name, prefix, salt, deadline_ns) <= len(prefix)
 
     @rule()
     def clear(self) -> None:

@@ -82,8 +82,6 @@ RULES: dict[str, Rule] = {
     "POST /v1/cache/explain": Rule((PARSE, ENCODE, TURN), "a few numbers and an excerpt", body={"prompt": TEXT}),
     "GET /v1/cache/stats": Rule((TURN,), MEMORY),
     "POST /v1/cache/clear": Rule((), "admin only"),
-    "POST /v1/cache/pin": Rule((PARSE, ENCODE), "admin only", body={"prompt": TEXT}),
-    "POST /v1/cache/unpin": Rule((PARSE,), "admin only"),
     "GET /v1/requests": Rule((), REQUESTS),
     "POST /v1/requests/{request_id}/cancel": Rule((), REQUESTS),
     "POST /tokenize": Rule((PARSE, ENCODE), "nothing else", body={"prompt": TEXT}),

@@ -39,7 +39,6 @@ from quire.engine.generation import (
     GenerationOutput,
     GenerationRequest,
     NewParser,
-    PinPrefix,
 )
 from quire.engine.model_text import ModelText
 from quire.engine.process import log_format
@@ -66,7 +65,6 @@ from quire.engine.worker.protocol import (
     GetStats,
     Load,
     Loading,
-    PinCache,
     Query,
     Ready,
     Refused,
@@ -74,7 +72,6 @@ from quire.engine.worker.protocol import (
     Stats,
     Stepped,
     ToWorker,
-    UnpinCache,
     ViewBlocks,
     Working,
     from_worker,
@@ -98,8 +95,7 @@ T = TypeVar("T")
 HeldRanges = tuple[tuple[int, int], ...]
 # Built at import: msgspec collects what it knows of a type at the first use, which is not safe in several threads.
 ANSWERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind)
-    for kind in (CacheExplanation, Stats, Blocks, BlocksView, HeldRanges, NoneType, int, bool)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (CacheExplanation, Stats, Blocks, BlocksView, HeldRanges, NoneType)
 }
 
 log = logging.getLogger(__name__)
@@ -687,16 +683,6 @@ class ModelClient(ABC):
         Raises CacheFolderError if files of the disk cache cannot be deleted; the rest is cleared.
         """
         await self.ask(ClearCache(), NoneType)
-
-    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
-        """Pin the cached full blocks of this prefix for `ttl_s`. Returns the number of tokens of the longest one."""
-        check_salt(salt)
-        PinPrefix(pin_id, len(prompt), ttl_s)  # refuses an invalid pin
-        return max(await self.ask(PinCache(pin_id, PackedPrompt.of(prompt), salt, ttl_s), int), default=0)
-
-    async def unpin(self, pin_id: str) -> bool:
-        """Returns False if there is no pin of that name."""
-        return any(await self.ask(UnpinCache(pin_id), bool))
 
 
 def _first(answers: Sequence[T]) -> T | None:

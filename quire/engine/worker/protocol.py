@@ -97,22 +97,7 @@ class ClearCache(msgspec.Struct, tag="clear", frozen=True):
     """Drop all cached content, pins included. Running requests keep their blocks."""
 
 
-class PinCache(msgspec.Struct, tag="pin", frozen=True):
-    """Pin the cached blocks of this prefix. Answered with their number of tokens."""
-
-    pin_id: str
-    prompt: PackedPrompt
-    salt: str
-    ttl_s: float
-
-
-class UnpinCache(msgspec.Struct, tag="unpin", frozen=True):
-    """Answered with whether there was a pin of that name."""
-
-    pin_id: str
-
-
-Query = Explain | GetStats | GetBlocks | ViewBlocks | FindHeld | ClearCache | PinCache | UnpinCache
+Query = Explain | GetStats | GetBlocks | ViewBlocks | FindHeld | ClearCache
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):

@@ -52,7 +52,6 @@ from quire.engine.worker.protocol import (
     GetStats,
     Load,
     Loading,
-    PinCache,
     Query,
     Ready,
     Refused,
@@ -61,7 +60,6 @@ from quire.engine.worker.protocol import (
     Stats,
     TierStats,
     ToWorker,
-    UnpinCache,
     ViewBlocks,
     Working,
     encode,
@@ -397,10 +395,6 @@ class Worker:
                 return held_ranges(scheduler, request_ids)
             case ClearCache():
                 self._engine.clear_cache()
-            case PinCache(pin_id=pin_id, prompt=prompt, salt=salt, ttl_s=ttl_s):
-                return self._engine.pin(pin_id, prompt, salt, ttl_s)
-            case UnpinCache(pin_id=pin_id):
-                return scheduler.cache.pins.unpin(pin_id)
         return None
 
     def _stats(self) -> Stats:
