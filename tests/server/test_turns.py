@@ -94,7 +94,6 @@ RULES: dict[str, Rule] = {
     "GET /openapi.json": Rule((PARSE,), "made once"),
     "GET /docs": Rule((), STATIC),
     "GET /v1/watch": Rule((), "one snapshot for all watchers; half of the watchers", path="/v1/watch?once=true"),
-    "GET /v1/watch/blocks": Rule((TURN,), MEMORY, path="/v1/watch/blocks?first=1&count=300"),
     "GET /v1/watch/held": Rule((), "the blocks of an own request, in ranges", path="/v1/watch/held?id=unknown"),
     "GET /": Rule((), STATIC),
     "GET /page/{name}": Rule((), STATIC, path="/page/app.js"),

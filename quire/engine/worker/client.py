@@ -42,7 +42,6 @@ from quire.engine.generation import (
 )
 from quire.engine.model_text import ModelText
 from quire.engine.process import log_format
-from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.kv_events import CacheReport, KvEventsConfig
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
@@ -72,7 +71,6 @@ from quire.engine.worker.protocol import (
     Stats,
     Stepped,
     ToWorker,
-    ViewBlocks,
     Working,
     from_worker,
     pack,
@@ -95,7 +93,7 @@ T = TypeVar("T")
 HeldRanges = tuple[tuple[int, int], ...]
 # Built at import: msgspec collects what it knows of a type at the first use, which is not safe in several threads.
 ANSWERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (CacheExplanation, Stats, Blocks, BlocksView, HeldRanges, NoneType)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (CacheExplanation, Stats, Blocks, HeldRanges, NoneType)
 }
 
 log = logging.getLogger(__name__)
@@ -668,10 +666,6 @@ class ModelClient(ABC):
     async def blocks(self, max_cells: int) -> Blocks | None:
         """The block map, in at most `max_cells` cells. The worker maintains it as long as it is asked for."""
         return _first(await self.ask(GetBlocks(max_cells), Blocks))
-
-    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
-        """The holders and fill levels of these blocks."""
-        return _first(await self.ask(ViewBlocks(first, count), BlocksView))
 
     async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """The blocks that these requests hold, as (first, count)."""

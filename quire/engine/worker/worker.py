@@ -31,7 +31,7 @@ from quire.engine.engine import NO_WORK, Engine, StepEstimator, Work, work_of
 from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.process import calm_collector, setup_worker_log
-from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
+from quire.engine.worker.block_map import BlockMap, held_ranges
 from quire.engine.worker.kv_events import CacheReporter
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
@@ -60,7 +60,6 @@ from quire.engine.worker.protocol import (
     Stats,
     TierStats,
     ToWorker,
-    ViewBlocks,
     Working,
     encode,
     stepped,
@@ -83,7 +82,7 @@ WARM_UP_ANSWER = 2
 MAX_VISITED_BLOCKS = 500  # visited at once by the block map or an audit, which takes one to two milliseconds
 MAX_HELD_BLOCKS = 2000  # listed one by one for the map
 MAP_LIFE_S = 10.0  # after it was last asked for, the map is not maintained any more
-READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld})  # do not change the core
+READ_ONLY = frozenset({Explain, GetStats, GetBlocks, FindHeld})  # do not change the core
 
 log = logging.getLogger(__name__)
 
@@ -389,8 +388,6 @@ class Worker:
                 return self._stats()
             case GetBlocks(max_cells=max_cells, min_per_cell=min_per_cell):
                 return self._blocks(max_cells, min_per_cell)
-            case ViewBlocks(first=first, count=count):
-                return view_blocks(scheduler, first, count)
             case FindHeld(request_ids=request_ids):
                 return held_ranges(scheduler, request_ids)
             case ClearCache():
