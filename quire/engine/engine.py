@@ -854,7 +854,7 @@ class Engine:
         pins = self._pins.pop(request.request_id, ())
         for pin in pins if update.tokens else ():
             deadline_ns = self.clock() + int(pin.ttl_s * 1e9)
-            self.scheduler.cache.pin_prompt(pin.pin_id, request, pin.num_tokens, deadline_ns)
+            self.scheduler.cache.pin(pin.pin_id, request, pin.num_tokens, deadline_ns)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise if the request can never run: too long, or token ids outside the vocabulary.

@@ -10,7 +10,7 @@ from hypothesis.stateful import invariant
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request
 from quire.engine.worker.block_map import BlockMap, BlockState, CellRun, HeldRun, held_ranges
-from tests.core.helpers import Rig, compute, make_request
+from tests.core.helpers import Rig, compute, make_request, pin_tokens
 from tests.core.test_machine import CacheMachine
 
 FREE, CACHED, IN_USE, SHARED, PINNED = BlockState
@@ -100,7 +100,7 @@ def test_runs_are_short_and_in_order() -> None:
     assert block_map.held_runs(5) == (HeldRun(1, 4, 2),)
     cache.release(first)
     cache.release(second)
-    cache.pin("mine", list(range(8)), "", 10)
+    pin_tokens(cache, "mine", list(range(8)), "", 10)
     block_map.update(100)
     runs = (CellRun(2, 0, 0, 0, 1), CellRun(2, 1, 0, 0, 0), CellRun(1, 0, 0, 0, 0), CellRun(1, 1, 0, 0, 0))
     assert block_map.runs() == (*runs, CellRun(10, 0, 0, 0, 0))  # one of the two twins stays cached
@@ -133,6 +133,6 @@ def test_held_ranges_are_the_blocks_of_requests() -> None:
     together = held_ranges(rig.scheduler, [1, 2, 77])
     assert sum(size for _, size in together) == len({*first.block_table, *second.block_table})
     assert len(together) <= 2  # neighbouring blocks form one range
-    rig.cache.pin("mine", list(range(8)), "", 10)
+    pin_tokens(rig.cache, "mine", list(range(8)), "", 10)
     rig.run()
     assert held_ranges(rig.scheduler, [1, 2]) == ()
