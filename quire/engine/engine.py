@@ -295,15 +295,6 @@ def awaits_tokens(running: Collection[Request]) -> bool:
     return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
 
 
-def num_allowed(max_drafts: int, max_num_seqs: int, num_running: int, *, has_costly_rows: bool) -> int:
-    """How many drafts a request may have among `num_running` requests. Drafts use rows that are free."""
-    most = min(max_drafts, max_num_seqs // max(num_running, 1) - 1)
-    if has_costly_rows:
-        return max(most, 0)
-    most = min(most, MAX_ROWS // max(num_running, 1) - 1)
-    return most if most >= MIN_DRAFTS else 0
-
-
 def num_paying(rate: float, most: int, num_rows: int, cost: StepCost) -> int:
     """How many guessed tokens pay where every row takes time, beside `num_rows` rows. 0: none.
 
@@ -462,11 +453,13 @@ class Speculation:
             self._active.add(request_id)
 
     def _most(self, num_running: int) -> int:
-        """How many drafts a request may have now."""
+        """How many drafts a request may have among `num_running` requests. Drafts use rows that are free."""
         capacity = self._capacity
-        return num_allowed(
-            capacity.max_drafts, capacity.max_num_seqs, num_running, has_costly_rows=capacity.has_costly_rows
-        )
+        most = min(capacity.max_drafts, capacity.max_num_seqs // max(num_running, 1) - 1)
+        if capacity.has_costly_rows:
+            return max(most, 0)
+        most = min(most, MAX_ROWS // max(num_running, 1) - 1)
+        return most if most >= MIN_DRAFTS else 0
 
 
 # The loop
