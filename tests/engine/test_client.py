@@ -197,27 +197,6 @@ async def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
             await engine.explain(prompt, "\n")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (("", 1, 1.0), "pin_id = ''"),
-        (("x" * 257, 1, 1.0), "pin_id = "),
-        (("a\nb", 1, 1.0), "pin_id = "),
-        ((5, 1, 1.0), "pin_id = 5"),
-        (("a", 0, 1.0), "num_tokens = 0"),
-        (("a", True, 1.0), "num_tokens = True"),
-        (("a", 1, 0), "ttl_s = 0"),
-        (("a", 1, float("nan")), "ttl_s = nan"),
-        (("a", 1, float("inf")), "ttl_s = inf"),
-        (("a", 1, 8 * 86400), "ttl_s = 691200"),
-        (("a", 1, "1"), "ttl_s = '1'"),
-    ],
-)
-def test_invalid_pins_are_refused(values: tuple[Any, Any, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        PinPrefix(*values)
-
-
 async def test_pins_beyond_the_prompt_and_too_many_pins_are_refused(tiny_model: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
         with pytest.raises(InvalidRequest, match=r"pins\[1\]\.num_tokens = 999 .* tokens"):
