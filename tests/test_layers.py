@@ -46,7 +46,7 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # At most so many statements and files. A package that needs more raises its numbers in the same commit, which says why.
 # The aim of decision 0048 is 41,000 statements in 320 files.
 BUDGETS = {
-    "quire/backends": (11_750, 75), "quire/batch": (410, 2), "quire/bench": (640, 4), "quire/cli": (4_120, 15),
+    "quire/backends": (11_750, 75), "quire/batch": (410, 2), "quire/bench": (640, 4), "quire/cli": (4_120, 16),
     "quire/core": (4_520, 19), "quire/engine": (5_930, 25), "quire/scale": (1_450, 9), "quire/server": (7_620, 28),
     "quire/sim": (700, 4), "quire/text": (4_130, 16), "quire/weights": (3_680, 20),
     "benchmarks": (2_870, 25), "tests": (49_630, 381),

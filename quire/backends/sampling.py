@@ -191,7 +191,7 @@ def make_result(
     for index, token in zip(rows.indices, rows.tokens, strict=True):
         tokens[index] += (token,)
     for index, piece in enumerate(slices):
-        if piece.num_drafts and piece.wants_token:
+        if tokens[index] and piece.num_drafts and piece.wants_token:  # a failed half of a step has no rows
             tokens[index] = accepted(tokens[index], piece.drafts)
     if rows.logprobs or any(rows.is_broken) or any(rows.is_blocked):
         num_rows = [0] * len(slices)  # of each slice, so far

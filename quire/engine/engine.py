@@ -934,7 +934,7 @@ class StepEstimator:
         batches = [size.median for bits, size in self._batches.items() if 1 << bits <= 2 * MAX_BATCH]
         seen = batches if len(batches) > 1 else [*batches, self._single.median]
         seen = [step for step in seen if step[1]]
-        if len(seen) < 2:
+        if len({effort for _, effort in seen}) < 2:
             return None
         (least_s, least), (most_s, most) = min(seen, key=itemgetter(1)), max(seen, key=itemgetter(1))
         slope_s = max(0.0, most_s - least_s) / (most - least)

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from prometheus_client import generate_latest
 from starlette.responses import Response
 
 from quire.engine.composition import Scheduling
@@ -22,6 +23,7 @@ from quire.engine.worker.kv_events import KvEventsStatus
 from quire.errors import InvalidRequest, QuireError
 from quire.server.errors import SERVER_SENT_EVENTS, ApiError, Kind
 from quire.server.limits import Key
+from quire.server.metrics import CONTENT_TYPE
 from quire.server.models import ActiveRequest, Model, Models, ModelService
 from quire.server.request_context import RequestContext
 from quire.server.watch import HeldAnswer, Watcher, is_shown
@@ -242,9 +244,9 @@ async def metrics(context: RequestContext) -> Response:
     await asyncio.gather(*(_take_metrics(model) for model in context.models))
     async with context.models.rendering.turn(context.key.name):
         began_s = time.monotonic()
-        body, kind = context.models.exposition.render()
+        body = generate_latest(context.models.exposition)
         await asyncio.sleep(RENDERING_REST * (time.monotonic() - began_s))
-    return Response(body, 200, {**context.headers, "content-type": kind})
+    return Response(body, 200, {**context.headers, "content-type": CONTENT_TYPE})
 
 
 async def _take_metrics(model: Model) -> None:

@@ -36,7 +36,7 @@ PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain") 
 
 
 async def openapi_json(context: RequestContext) -> Response:
-    body = await context.in_turn(partial(_openapi_bytes, context.models.default.name))
+    body = await context.run(partial(_openapi_bytes, context.models.default.name), is_slow=True)
     return Response(body, 200, context.headers, "application/json")
 
 
@@ -151,6 +151,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET", "/api/version", catalog.version, "The Ollama API version that this server implements.",
         answer=ollama.OllamaVersion, dialect=OLLAMA, tag="ollama",
+    ),
+    Endpoint(
+        "POST", "/api/pull", catalog.pull_model, "Download a model to this machine's disk.",
+        ollama.PullRequest, ollama.PullProgress, OLLAMA, access=Access.ADMIN, streams=True, tag="ollama",
     ),
     Endpoint(
         "POST", "/v1/cache/explain", cache.explain, "How much of a prompt is cached, and why not more.",

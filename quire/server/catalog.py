@@ -1,11 +1,18 @@
-"""Lists and describes models without loading them, in the protocols of OpenAI and Ollama."""
+"""Lists and describes models without loading them, in the protocols of OpenAI and Ollama.
+
+`POST /api/pull`, admin only, downloads a model to this machine's disk. It is not served until the server is restarted
+with it: the models of a server are fixed at its start.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import math
+import threading
 import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,7 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
+import msgspec
+from msgspec import UNSET, structs
 from starlette.responses import Response
 
 from quire.engine.model_manager import ModelState
@@ -23,12 +31,16 @@ from quire.server.models import Model
 from quire.server.protocols import openai
 from quire.server.protocols.anthropic import ANTHROPIC_MODELS
 from quire.server.protocols.ollama import (
+    DEFAULT_TAG,
+    OLLAMA,
     ListedModel,
     ListedModels,
     LoadedModel,
     LoadedModels,
     ModelDetails,
     OllamaVersion,
+    PullProgress,
+    PullRequest,
     ShownModel,
     ShowRequest,
     find_model,
@@ -40,7 +52,7 @@ from quire.text.reasoning import find_reasoning
 from quire.version import __version__
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.config import DTYPES
-from quire.weights.hub import NO_DEFAULTS, known_generation, size_of
+from quire.weights.hub import NO_DEFAULTS, HubName, find_known, known_generation, pull, size_of
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
 from quire.weights.tensors import num_weights
@@ -152,6 +164,7 @@ async def model_entries(model: Model) -> list[openai.Model]:
 
 
 API_VERSION = "0.12.11"  # the first Ollama with logprobs, the newest field that quire implements
+PULL_POLL_S = 0.2  # between two lines of progress
 NEVER = "9999-12-31T23:59:59Z"
 _PARAMETERS = {
     "temperature": "temperature",
@@ -184,9 +197,7 @@ async def tags(context: RequestContext) -> Response:
 
 async def show(context: RequestContext) -> Response:
     body = await context.body(ShowRequest)
-    if not (name := body.model or body.name):
-        raise ApiError(Kind.INVALID, "model is missing", param="model")
-    model = find_model(context.models, name)
+    model = find_model(context.models, _given_name(body))
     facts = await facts_of(model)
     return context.json(
         ShownModel(
@@ -226,6 +237,12 @@ async def ps(context: RequestContext) -> Response:
 
 async def version(context: RequestContext) -> Response:
     return context.json(OllamaVersion(version=API_VERSION, quire=__version__))
+
+
+def _given_name(body: ShowRequest) -> str:
+    if not (name := body.model or body.name):
+        raise ApiError(Kind.INVALID, "model is missing", param="model")
+    return name
 
 
 def _expires_at(model: Model) -> str:
@@ -295,3 +312,70 @@ def _info(model: Model, facts: ModelFacts) -> dict[str, Any]:
     }
     tokens = ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id")  # null: the model has none
     return {name: value for name, value in info.items() if value is not None or name in tokens}
+
+
+_encode = msgspec.json.Encoder().encode
+_is_pulling = threading.Lock()  # one at a time: parallel downloads would share bandwidth and disk
+
+
+async def pull_model(context: RequestContext) -> Response:
+    """Download a model. If the client disconnects, the download continues, and a later pull finds the files."""
+    body = await context.body(PullRequest)
+    given = _given_name(body)
+    name = given.removesuffix(DEFAULT_TAG)
+    is_served = bool({given, name} & {*context.models.names})
+    if not is_served and find_known(name) is None and HubName.parse(name) is None:
+        text = f"model = {name!r:.200} is neither a known model name nor an org/name of the hub"
+        raise ApiError(Kind.NO_MODEL, text, param="model")
+    progress = _served() if is_served else _download(name)
+    if body.stream is not False:
+        return context.streaming(_lines(progress), OLLAMA.stream_type)
+    return context.json([one async for one in progress][-1])
+
+
+async def _served() -> AsyncIterator[PullProgress]:
+    yield PullProgress(status="success")
+
+
+async def _download(name: str) -> AsyncIterator[PullProgress]:
+    """Download in a daemon thread, which does not delay the end of the server, and yield its progress."""
+    if not _is_pulling.acquire(blocking=False):
+        text = "another model is being downloaded: only one download runs at a time"
+        raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
+    done: Future[Path] = Future()
+    latest = PullProgress(status="pulling manifest")
+    known = find_known(name)
+    digest = UNSET if known is None else f"sha256:{known.sha256}"
+
+    def take(what: str, num_done: int, num_bytes: int) -> None:
+        nonlocal latest
+        latest = PullProgress(status=f"{what} {name}", digest=digest, total=num_bytes, completed=num_done)
+
+    def run() -> None:
+        try:
+            # With a progress callback, the hub's library would draw bars on this process's terminal.
+            done.set_result(pull(name, take if known is not None else None))
+        except Exception as error:
+            done.set_exception(error)
+        finally:
+            _is_pulling.release()
+
+    thread = threading.Thread(target=run, name=f"pull {name}", daemon=True)
+    thread.start()
+    shown = None
+    while thread.is_alive():
+        if latest is not shown:
+            shown = latest
+            yield shown
+        await asyncio.sleep(PULL_POLL_S)
+    if (error := done.exception()) is not None:
+        raise ApiError(Kind.FAILED, f"pull: {type(error).__name__}: {error}", reason="download_failed")
+    yield PullProgress(status="success", note=f"restart the server with it to serve it: quire serve {name}")
+
+
+async def _lines(progress: AsyncIterator[PullProgress]) -> AsyncIterator[bytes]:
+    try:
+        async for one in progress:
+            yield _encode(one) + b"\n"
+    except ApiError as error:
+        yield OLLAMA.event(error, "")

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
@@ -61,6 +60,11 @@ class Key:
 
     def priority(self, wish: Priority | None) -> Priority:
         return self.tier if wish is None else max(self.ceiling, wish)
+
+    @property
+    def tiers(self) -> list[Priority]:
+        """The tiers that its requests may have."""
+        return [tier for tier in Priority if tier >= min(self.tier, self.ceiling)]
 
     @property
     def owner(self) -> str:
@@ -208,7 +212,10 @@ T = TypeVar("T")
 
 
 class QueueTicket:
-    """A place in the queue. `start` and `leave` free it and may be repeated; `start` also counts towards the rate."""
+    """A place in the queue, or a refusal: see `TierQueue.check`.
+
+    `start` and `leave` free it and may be repeated; `start` also counts towards the rate.
+    """
 
     def __init__(self, queue: TierQueue, priority: Priority, tenant: str, num_requests: int) -> None:
         self._queue = queue
@@ -217,6 +224,7 @@ class QueueTicket:
         self._num_requests = num_requests
         self._num_tokens = 0
         self._is_waiting = True
+        queue.check(tenant, num_requests)
         queue.hold(tenant, num_requests, 0)
 
     def grow(self, num_tokens: int) -> None:
@@ -238,14 +246,16 @@ class QueueTicket:
 
 
 class TierQueue:
-    """Requests and tokens that wait in one tier, and the rate at which they start.
+    """Requests and tokens that wait in one tier of a model, and the rate at which they start.
+
+    Each tier has the full limit: a backlog in one does not refuse requests of another.
 
     A full queue refuses a request with which its tenant would hold more than an equal part of the queue. A tenant
     without a waiting request may add one, until `HARD_FACTOR` times the limit is waiting: one tenant must not shut out
     the others.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_requests = 0
@@ -310,31 +320,12 @@ class TierQueue:
         return ApiError(Kind.OVERLOADED, text, retry_after_s=self.retry_after_s(), reason=reason)
 
 
-class TierQueues:
-    """One queue per tier. Each has the full limit: a backlog in one tier does not refuse requests of another."""
-
-    def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.queues = {priority: TierQueue(max_requests, max_tokens, clock) for priority in Priority}
-
-    def check(self, key: Key) -> None:
-        """Raise if no tier has room for one more request of this key. Called before the body is read."""
-        tiers = [priority for priority in Priority if priority >= min(key.tier, key.ceiling)]
-        raise_if_all(partial(self.queues[priority].check, key.name) for priority in tiers)
-
-    def enter(self, num_requests: int, priority: Priority, tenant: str) -> QueueTicket:
-        self.queues[priority].check(tenant, num_requests)
-        return QueueTicket(self.queues[priority], priority, tenant, num_requests)
-
-    def retry_after_s(self, priority: Priority = Priority.NORMAL) -> float:
-        return self.queues[priority].retry_after_s()
-
-
-def raise_if_all(checks: Iterable[Callable[[], None]]) -> None:
-    """Raise the first refusal if every check refuses."""
+def check_room(queues: Iterable[TierQueue], tenant: str) -> None:
+    """Raise the first refusal if no queue has room for one more request. Called before the body is read."""
     refusals: list[ApiError] = []
-    for check in checks:
+    for queue in queues:
         try:
-            return check()
+            return queue.check(tenant)
         except ApiError as error:
             refusals.append(error)
     raise refusals[0]

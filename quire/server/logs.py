@@ -21,11 +21,13 @@ from quire.server.metrics import RequestRecord
 
 MAX_LINES_PER_S = 20  # of one logger
 MAX_VALUE_CHARS = 200
+MAX_WARNINGS = 1_000  # of one LogOnce
 _OUR_FAULT = frozenset({"failed", "died", "internal"})
 _UNCOUNTED = "is_uncounted"  # attribute of a record that the rate limit does not count
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@+{}-]+")
 
 _request_log = logging.getLogger("quire.request")
+_log = logging.getLogger("quire.server")
 
 
 def setup_logging(level: str, *, as_json: bool, stream: TextIO | None = None) -> None:
@@ -105,6 +107,21 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
         "error": record.error,
     }
     return {name: _cut(value) for name, value in fields.items() if value is not None}
+
+
+class LogOnce:
+    """Logs each warning once, and at most MAX_WARNINGS different ones: clients choose what they are about."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def __call__(self, message: str) -> None:
+        message = message[: 2 * MAX_VALUE_CHARS]  # a client's field name may be megabytes
+        if message not in self._logged and len(self._logged) < MAX_WARNINGS:
+            self._logged.add(message)
+            _log.warning("%s", message)
+            if len(self._logged) == MAX_WARNINGS:
+                _log.warning("%d different warnings of this kind were logged: no more follow", MAX_WARNINGS)
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):

@@ -13,7 +13,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
-from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -219,7 +218,7 @@ REASONS = frozenset(
     {
         *(kind.name.lower() for kind in Kind),
         *("queue_full", "queue_tokens", "queue_timeout", "body_bytes", "draining", "loading", "restarting", "internal"),
-        *("load_failed", "model_too_large", "unloading", "watchers"),
+        *("load_failed", "model_too_large", "unloading", "watchers", "pulling", "download_failed"),
         *("origin", "host", "unsupported_parameter", "unsupported_value", "request_not_found"),
         *("uploads", "key_batches", "state_dir", "storage", "no_file", "no_batch"),
         *("key_max_requests", "key_requests_per_minute", "key_tokens_per_minute"),
@@ -260,10 +259,6 @@ class Exposition(Collector):
         self.values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in (*GAUGES, *COUNTERS)}
         self.histograms: dict[str, dict[tuple[str, ...], Histogram]] = {name: {} for name in HISTOGRAMS}
         self._compat = compat
-
-    def render(self) -> tuple[bytes, str]:
-        """Return the text and its content type."""
-        return generate_latest(self), CONTENT_TYPE
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families(_PREFIX, {*GAUGES, *COUNTERS, *HISTOGRAMS})

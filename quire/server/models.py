@@ -68,8 +68,8 @@ from quire.server.limits import (
     Key,
     QueueTicket,
     Quota,
-    TierQueues,
-    raise_if_all,
+    TierQueue,
+    check_room,
 )
 from quire.server.logs import log_request
 from quire.server.metrics import Exposition, Metrics, RequestRecord
@@ -400,9 +400,9 @@ class ActiveRequest:
             generation.cancel()
             generation.detach()
         self.ticket.leave()
-        if self.is_accepted:  # a refused request is counted elsewhere
-            self.service.close_request(self, self._record(error or self.error))
-        self.on_close.close()
+        with self.on_close:  # also if the record cannot be written
+            if self.is_accepted:  # a refused request is counted elsewhere
+                self.service.close_request(self, self._record(error or self.error))
 
     def _record(self, error: Exception | None) -> RequestRecord:
         usage, cache = self.usage, self.cache
@@ -553,7 +553,7 @@ class ModelService:
             return
         limit = f"{self._queue_timeout_s:g} s"
         what = f"waited {limit} in the queue" if active.opening is None else "the model is still loading"
-        retry_s = self.served.queues.retry_after_s(active.priority)
+        retry_s = self.served.queues[active.priority].retry_after_s()
         text = f"{what}: the limit is {limit}"
         active.fail(ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout"))
 
@@ -723,7 +723,7 @@ class Model(ManagedModel):
         self.progress: float | None = None  # of loading, 0 to 1
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
-        self.queues = TierQueues(shared.max_queue, shared.max_queued_tokens)
+        self.queues = {tier: TierQueue(shared.max_queue, shared.max_queued_tokens) for tier in Priority}
         self.max_model_len: int | None = config.engine.max_model_len  # None: not read yet
         self.full_context: int | None = None  # max_model_len if the KV cache had enough memory
         self.on_loading: Progress | None = None
@@ -928,7 +928,7 @@ class Models:
         """Raise if no model could accept a request of this key. Called before the body is read."""
         if self.is_draining:
             raise shutting_down()
-        raise_if_all(partial(model.queues.check, key) for model in self._models)
+        check_room((model.queues[tier] for model in self._models for tier in key.tiers), key.name)
 
     def enter(self, request: InferenceRequest, caller: Caller) -> ActiveRequest:
         """Take a place in the queue of the request's model. The caller opens the request, and closes it."""
@@ -936,7 +936,8 @@ class Models:
             raise shutting_down()
         model = self.find(request.model)
         priority = model.priority_of(request, caller.key)
-        ticket = model.queues.enter(request.params.n * len(request.prompts), priority, caller.key.name)
+        num_requests = request.params.n * len(request.prompts)
+        ticket = QueueTicket(model.queues[priority], priority, caller.key.name, num_requests)
         active = ActiveRequest(model, request, caller, ticket)
         self.requests.add(active)
         active.on_close.callback(self.requests.discard, active)

@@ -34,7 +34,7 @@ from quire.server.config import ServeConfig
 from quire.server.errors import ApiError, Dialect, Kind, api_error
 from quire.server.http import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, Key
-from quire.server.logs import log_refusal
+from quire.server.logs import LogOnce, log_refusal
 from quire.server.models import ActiveRequest, Caller, ClientGone, InferenceRequest, Model, Models, ModelService
 from quire.server.watch import Watch
 
@@ -64,6 +64,7 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 _parsers = ThreadPoolExecutor(NUM_PARSERS, "quire-parse")
+log_once = LogOnce()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,6 @@ class RequestContext:
         self.has_body = "transfer-encoding" in self.request.headers or length != "0"  # an unread body
         self._gone: asyncio.Task[None] | None = None
         self._active: ActiveRequest | None = None
-        self.is_accepted = False  # it was submitted to a model
         self.model = self.models.default  # the model whose metrics count this request
         self._held: set[Model] = set()  # kept loaded until the request ends
         self.on_finish = ExitStack()  # what ends with this request
@@ -123,18 +123,15 @@ class RequestContext:
             data = await self._read(take)
             self._gone = asyncio.create_task(self._watch())
             self._is_slow = is_slow(data)
-            return await self._on_body(partial(self._decode, data, kind))
+            return await self.run(partial(self._decode, data, kind), is_slow=self._is_slow)
 
     async def parse(self, parse: Callable[[T], Parsed], body: T) -> Parsed:
         """Call a codec's parser: for a large body in a thread, so that the streams of others continue."""
-        return await self._on_body(partial(parse, body))
+        return await self.run(partial(parse, body), is_slow=self._is_slow)
 
-    async def _on_body(self, work: Callable[[], Parsed]) -> Parsed:
-        return await self.in_turn(work) if self._is_slow else work()
-
-    async def in_turn(self, work: Callable[[], Parsed]) -> Parsed:
-        """Do work in a thread, when it is the turn of this key."""
-        return await self.models.parsing.run(self.key.name, _parsers, work)
+    async def run(self, work: Callable[[], Parsed], *, is_slow: bool) -> Parsed:
+        """Do work at once; slow work in a thread, when it is the turn of this key."""
+        return await self.models.parsing.run(self.key.name, _parsers, work) if is_slow else work()
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
         """Decode a body. The number of values is bounded, because decoding time depends on it."""
@@ -143,7 +140,10 @@ class RequestContext:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
         try:
             value = decode(data, kind)
-            self.note(IGNORED, unknown_fields(msgspec.json.decode(data), kind).values())
+            unknown = unknown_fields(msgspec.json.decode(data), kind)
+            for name in list(unknown)[:MAX_NAMED_FIELDS]:
+                log_once(f"{self.endpoint}: the unknown field {_printable(name)} was ignored")
+            self.note(IGNORED, unknown.values())
             return value
         except msgspec.ValidationError as error:
             raise _wrong_type(error, data) from None
@@ -229,14 +229,10 @@ class RequestContext:
         return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
 
     async def json_of(self, make: Callable[[], object], num_values: int) -> Response:
-        """Make an answer of so many tokens and scores, and encode it: see `on_values`."""
+        """Make an answer of so many tokens and scores, and encode it."""
         if num_values <= MAX_PLAIN_VALUES:
             return self.json(make())
-        return await self.in_turn(lambda: self.json(in_parts(make())))
-
-    async def on_values(self, work: Callable[[], Parsed], num_values: int) -> Parsed:
-        """Do work on tokens and scores: at once, or on many of them in a thread, where keys take turns."""
-        return work() if num_values <= MAX_PLAIN_VALUES else await self.in_turn(work)
+        return await self.run(lambda: self.json(in_parts(make())), is_slow=True)
 
     async def open(self, request: InferenceRequest) -> ActiveRequest:
         """Submit the request to its model, unless the client disconnects first."""
@@ -249,7 +245,6 @@ class RequestContext:
             raise ClientGone
         self._active = active = self.models.enter(request, caller)
         await self.models.open(active)
-        self.is_accepted = True
         self.note(IGNORED, active.ignored)
         return active
 
@@ -298,7 +293,7 @@ class RequestContext:
         if key is not None and key.is_admin:
             error.message = error.admin_message
         status = self.dialect.status(error)
-        if not self.is_accepted:  # an accepted request has its own log line
+        if self._active is None or not self._active.is_accepted:  # an accepted request has its own log line
             name = None if key is None else key.name
             log_refusal(self.request_id, self.endpoint, name, status, error.reason, error.param)
         if self.has_body and error.kind is not Kind.TIMEOUT:

@@ -426,7 +426,6 @@ UNSERVED = {
     "copy": _NO_MODELS,
     "delete": _NO_MODELS,
     "push": _NO_MODELS,
-    "pull": _NO_MODELS,
     "blobs": _NO_MODELS,
     "infill": "the models generate at the end of the prompt only",
     "props": "GET /v1/models and POST /api/show describe a model, GET /tokenizer_info has its chat template",

@@ -213,13 +213,13 @@ MAX_OPERATORS = 3  # after one item
 MAX_REPEATED = 10_000
 _RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
 _LARK_START = re.compile(r"^[ \t]*\??start\b[^:=\n]*:", re.MULTILINE)
-# Each alternative matches in exactly one way: ambiguity would cause exponential backtracking.
+# Each alternative matches in exactly one way: ambiguity would cause exponential or polynomial backtracking.
 _TOKEN = re.compile(
     r"""(?P<blank>(?:\s|\#[^\n]*)+)
     | "(?P<text>(?:[^"\\\n]|\\.)*)"
     | \[(?P<chars>(?:[^\]\\\n]|\\.)*)\]
     | (?P<token><\[\d{1,10}\]>|<[^<>\[\]\s"\\]+>)
-    | \{\s*(?P<low>\d{1,9})?\s*(?P<comma>,)?\s*(?P<high>\d{1,9})?\s*\}
+    | \{\s*(?:(?P<low>\d{1,9})\s*)?(?:(?P<comma>,)\s*)?(?:(?P<high>\d{1,9})\s*)?\}
     | (?P<sign>::=|[|()*+?.])
     | (?P<name>[A-Za-z_][\w-]*)""",
     re.VERBOSE,

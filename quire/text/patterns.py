@@ -24,7 +24,7 @@ _NOTHING = r"[^\x{0}-\x{10FFFF}]"
 _SPACE = r"\x{9}-\x{D}\x{20}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
 _CLASSES = {"d": "0-9", "w": "0-9A-Z_a-z", "s": _SPACE}
 _CONTROLS = {"0": 0x00, "t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
-_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d+)(,?)(\d*)\})\??")
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d+)(?:(,)(\d*))?\})\??")
 _GROUP = re.compile(r"\((?:(\?)(?:(:)|(=|!|<=|<!)|P?<[A-Za-z_$][\w$]*>)?)?")
 _CLASS = re.compile(r"\[(\^?)((?:[^\]\\]|\\.)*)\]", re.DOTALL)
 _ESCAPE = re.compile(
@@ -152,7 +152,7 @@ class _Parser:
         low, high = (0, None) if sign else (int(least[:9]), int(most[:9]) if most else None)
         if high is not None and high < low:
             raise _Invalid(f"{found[0]} is not a range")
-        suffix = sign or f"{{{low}{comma}{'' if high is None else high}}}"
+        suffix = sign or f"{{{low}{comma or ''}{'' if high is None else high}}}"
         repeats = max(1, low, high or 0) * _repeats([[term]])
         if repeats > MAX_REPEATS:
             raise _Unreadable(f"more than {MAX_REPEATS} repetitions")

@@ -352,7 +352,9 @@ def read_experts(fields: Fields, family: Family, num_layers: int, activation: Ac
         size=fields.whole(names.size, 1, MAX_FFN_SIZE),
         activation=activation,
         renormalizes=fields.flag(rule, False) if isinstance(rule, str) else rule,
-        scale=fields.real("routed_scaling_factor", 0, MAX_MULTIPLIER, 1.0, above_low=True) if names.bias else 1.0,
+        scale=fields.real("routed_scaling_factor", 0, MAX_MULTIPLIER, 1.0, above_low=True)
+        if names.bias or names.has_scale
+        else 1.0,
         has_sigmoid=bool(names.bias),
         has_expert_bias=bool(names.bias) and fields.flag(names.bias, False),
         shared_size=fields.whole(names.shared_size, 1, MAX_FFN_SIZE) if names.shared_size else 0,

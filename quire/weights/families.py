@@ -51,6 +51,7 @@ class ExpertFields:
         ""  # the first layers, whose MLP is not routed; empty: decoder_sparse_step and mlp_only_layers
     )
     bias: str = ""  # whether a bias takes part in the choice; if there is this field, the scores are sigmoids
+    has_scale: bool = False  # the sum of the experts is scaled, also without a bias: in GGUF
 
 
 @dataclass(frozen=True, slots=True)

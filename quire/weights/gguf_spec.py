@@ -195,6 +195,7 @@ def _as_in_config(
             renormalizes=experts.renormalizes is True or family.name in ("qwen3_moe", "lfm2_moe"),
             num_dense_layers="",
             flag="",
+            has_scale=True,
         )
     in_layers = {name.split(".", 2)[-1] for name in tensors}
     family = replace(

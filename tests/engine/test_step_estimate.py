@@ -52,6 +52,15 @@ def test_without_samples_the_prediction_is_0() -> None:
     assert estimator.predict_s(NO_WORK) == 0
 
 
+def test_steps_of_one_effort_do_not_show_the_cost_of_a_token() -> None:
+    estimator = StepEstimator()
+    one, two = work_of(plan([(99, 1)])), work_of(plan([(0, 2)]))
+    for _ in range(9):
+        estimator.learn(one, 0.01)
+        estimator.learn(two._replace(effort=one.effort), 0.01)
+    assert estimator.cost() is None
+
+
 def test_a_decode_does_not_show_the_cost_of_a_prompt() -> None:
     """16,384 decodes of 5 ms are 82 s; the step takes 0.4 s."""
     estimator = learn(StepEstimator(), [(DECODE, BASE_S)] * 100)

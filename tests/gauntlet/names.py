@@ -55,7 +55,8 @@ def name_requests(name: str) -> Iterator[tuple[str, str, object]]:
         yield "POST", path, {"model": name, "prompt": "Hi"}
     for path in ("load", "unload", "pin", "unpin"):
         yield "POST", f"/v1/models/{path}", {"model": name}
-    yield "POST", "/api/show", {"model": name}
+    for path in ("/api/show", "/api/pull"):
+        yield "POST", path, {"model": name, "stream": False}
     yield "POST", "/v1/batches", {"input_file_id": name, "endpoint": corpus.CHAT, "completion_window": "24h"}
     written = [quote(name, safe="", errors="surrogatepass")]
     if name.isascii() and name.isprintable() and not set(name) & set(" #?\\"):

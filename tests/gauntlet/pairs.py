@@ -34,6 +34,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "/v1/models/unpin": {"model": "tiny"},
     "/v1/batches": {"input_file_id": "file-unknown", "endpoint": corpus.CHAT, "completion_window": "24h"},
     "/api/show": {"model": "tiny"},
+    "/api/pull": {"model": "../unknown"},  # refused before a download
 }
 PATHS = tuple(sorted({row.path for row in ENDPOINTS if row.body is not None}, key=lambda path: path not in FIRST))
 READ = tuple(row.path for row in ENDPOINTS if row.method == "GET" and not row.streams and "{" not in row.path)

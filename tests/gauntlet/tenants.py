@@ -620,7 +620,6 @@ def expensive() -> tuple[Expensive, ...]:
         Expensive("detokenize", "/detokenize", {"tokens": [i % 100 for i in range(NUM_IDS)]}),
         Expensive("tokenize", "/tokenize", {"prompt": text}),
         Expensive("tokenize messages", "/tokenize", {"messages": long_chat}),
-        Expensive("templates", "/apply-template", {"messages": long_chat}),
         Expensive("count_tokens", "/v1/messages/count_tokens", {"model": "tiny", "messages": long_chat}),
         Expensive("explain", "/v1/cache/explain", {"prompt": ids}),
         Expensive("explain messages", "/v1/cache/explain", {"messages": long_chat}),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from quire.core.kv_cache import CacheStats
 from quire.engine.worker.protocol import Stats, TierStats
@@ -141,10 +142,10 @@ def test_the_metrics_of_a_cluster_count_once() -> None:
 
     metrics.take(stats(), cluster(0))
     metrics.take(stats(), cluster(1))
-    text = metrics.exposition.render()[0].decode()
+    text = generate_latest(metrics.exposition).decode()
     assert 'quire:num_preemptions_total{engine="0",model_name="m"} 4.0' in text
     assert 'quire:worker_restarts_total{engine="0",model_name="m"} 1.0' in text
     assert 'quire:replica_requests_routed_total{engine="0",model_name="m",replica="r"} 1.0' in text
     left: Any = SimpleNamespace(num_restarts=1, is_moving=True, facts=None, replica_statuses=())
     metrics.take(stats(), left)
-    assert 'replica="r"' not in metrics.exposition.render()[0].decode()
+    assert 'replica="r"' not in generate_latest(metrics.exposition).decode()

@@ -139,10 +139,11 @@ def test_only_an_admin_key_may_change_the_cache_or_load_models(locked: Server) -
     admin = sorted((one for one in ENDPOINTS if one.access is Access.ADMIN), key=lambda one: "models" in one.path)
     assert {endpoint.path for endpoint in admin} == {
         "/v1/cache/clear",
-        *("/v1/models/load", "/v1/models/unload", "/v1/models/pin", "/v1/models/unpin"),
+        *("/v1/models/load", "/v1/models/unload", "/v1/models/pin", "/v1/models/unpin", "/api/pull"),
     }
     for endpoint in admin:
-        body = GOOD.get(endpoint.path) or ({"model": "tiny"} if "/models/" in endpoint.path else None)
+        has_model = "/models/" in endpoint.path or endpoint.path == "/api/pull"
+        body = GOOD.get(endpoint.path) or ({"model": "tiny"} if has_model else None)
         for key, status in ((ALICE, 403), (BOB, 403), ("sk-nobody-0000000", 401), (ADMIN, 200)):
             answer = locked.ask(endpoint.method, endpoint.path, body, headers={"authorization": f"Bearer {key}"})
             assert answer.status == status, (endpoint.path, answer)

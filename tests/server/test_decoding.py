@@ -28,6 +28,7 @@ ALONE = {
     "quire/server/batches/service.py": "its decoders are built at import",
     "quire/scale/cluster_client.py": "its types have a decoder in the client of a worker",
     "quire/server/limits.py": "the keys file is read once, before the server listens",
+    "quire/sim/traces.py": "the simulator has one thread",
     "quire/cli/serve.py": "the configuration is read once, before the server listens",
 }
 PLAIN = ("dict[str, Any]", "dict[str, object]")  # types without fields, for which msgspec keeps no information

@@ -24,7 +24,8 @@ from quire.server.limits import (
     Limits,
     QueueTicket,
     Quota,
-    TierQueues,
+    TierQueue,
+    check_room,
     make_keyring,
     presented,
 )
@@ -39,96 +40,95 @@ class Clock:
         return self.now_s
 
 
-def enter(
-    queues: TierQueues, num_requests: int, priority: Priority = Priority.NORMAL, tenant: str = "a"
-) -> QueueTicket:
-    return queues.enter(num_requests, priority, tenant)
+def enter(queue: TierQueue, num_requests: int, tenant: str = "a") -> QueueTicket:
+    return QueueTicket(queue, Priority.NORMAL, tenant, num_requests)
 
 
-def waiting(queues: TierQueues) -> tuple[int, int]:
-    every = queues.queues.values()
-    return sum(one.num_requests for one in every), sum(one.num_tokens for one in every)
+def waiting(queue: TierQueue) -> tuple[int, int]:
+    return queue.num_requests, queue.num_tokens
 
 
 def test_the_queues_limit_requests_and_tokens() -> None:
-    queues = TierQueues(4, 100, Clock())
-    first = enter(queues, 3)
+    queue = TierQueue(4, 100, Clock())
+    first = enter(queue, 3)
     first.grow(50)
     with pytest.raises(ApiError, match="3 requests are already waiting, and 2 more exceed the limit of 4") as refused:
-        enter(queues, 2)
+        enter(queue, 2)
     assert (refused.value.kind, refused.value.reason, refused.value.may_retry) == (Kind.OVERLOADED, "queue_full", True)
-    second = enter(queues, 1)
+    second = enter(queue, 1)
     with pytest.raises(ApiError, match="50 tokens are already waiting; 51 more exceed the limit of 100") as refused:
         second.grow(51)
     assert refused.value.reason == "queue_tokens"
     second.leave()
-    assert waiting(queues) == (3, 50)  # a refusal counts nothing
+    assert waiting(queue) == (3, 50)  # a refusal counts nothing
     first.start()
     first.start()
     first.leave()
-    assert waiting(queues) == (0, 0)
+    assert waiting(queue) == (0, 0)
 
 
 def test_an_empty_queue_accepts_a_request_larger_than_its_limit() -> None:
-    queues, key = TierQueues(4, 100, Clock()), Key("a", Priority.LOW, Priority.LOW)
-    big = enter(queues, 32, Priority.LOW)
+    queue = TierQueue(4, 100, Clock())
+    big = enter(queue, 32)
     big.grow(5000)
     with pytest.raises(ApiError):
-        queues.check(key)
+        queue.check("a")
     big.leave()
-    queues.check(key)
+    queue.check("a")
 
 
 def test_a_full_queue_of_one_tier_does_not_refuse_other_tiers() -> None:
-    queues = TierQueues(4, 100, Clock())
-    enter(queues, 4, Priority.LOW).grow(100)
+    assert Key("a", Priority.NORMAL, Priority.NORMAL).tiers == [Priority.NORMAL, Priority.LOW]
+    assert Key("a", Priority.LOW, Priority.HIGH).tiers == list(Priority)
+    low, normal = TierQueue(4, 100, Clock()), TierQueue(4, 100, Clock())
+    enter(low, 4).grow(100)
     with pytest.raises(ApiError, match="4 requests are already waiting, which is the limit"):
-        enter(queues, 1, Priority.LOW)
-    enter(queues, 4, Priority.HIGH).grow(100)
-    queues.check(Key("a", Priority.HIGH, Priority.HIGH))  # NORMAL still has room
-    enter(queues, 4, Priority.NORMAL)
-    with pytest.raises(ApiError):
-        queues.check(Key("a", Priority.HIGH, Priority.HIGH))
+        enter(low, 1)
+    check_room((low, normal), "a")
+    enter(normal, 3)
+    check_room((low, normal), "a")
+    enter(normal, 1)
+    with pytest.raises(ApiError, match="4 requests are already waiting"):
+        check_room((low, normal), "a")
 
 
 def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
-    queues = TierQueues(4, 100, Clock())
-    enter(queues, 4, tenant="batch").grow(100)
+    queue = TierQueue(4, 100, Clock())
+    enter(queue, 4, tenant="batch").grow(100)
     with pytest.raises(ApiError):
-        enter(queues, 1, tenant="batch")
-    person = [enter(queues, 1, tenant="person") for _ in range(2)]  # an equal part of four for each of two tenants
+        enter(queue, 1, tenant="batch")
+    person = [enter(queue, 1, tenant="person") for _ in range(2)]  # an equal part of four for each of two tenants
     with pytest.raises(ApiError):
-        enter(queues, 1, tenant="person")
+        enter(queue, 1, tenant="person")
     person[0].grow(50)
     with pytest.raises(ApiError, match="tokens are already waiting"):
         person[1].grow(1)
-    enter(queues, 1, tenant="third")
+    enter(queue, 1, tenant="third")
     for number in range(4 * 4 - 7):
-        enter(queues, 1, tenant=f"tenant {number}")  # each holds nothing yet
+        enter(queue, 1, tenant=f"tenant {number}")  # each holds nothing yet
     with pytest.raises(ApiError, match="16 requests are already waiting"):
-        enter(queues, 1, tenant="one too many")  # four times the limit is the hard limit
+        enter(queue, 1, tenant="one too many")  # four times the limit is the hard limit
 
 
 def test_retry_after_follows_the_start_rate() -> None:
     clock = Clock()
-    queues = TierQueues(1000, 10**9, clock)
-    waiting = [enter(queues, 1)]
+    queue = TierQueue(1000, 10**9, clock)
+    waiting = [enter(queue, 1)]
     clock.now_s += 12.0
-    assert queues.retry_after_s() == 12  # none has started in that time
+    assert queue.retry_after_s() == 12  # none has started in that time
     waiting.pop().leave()
-    assert queues.retry_after_s() == 1.0
+    assert queue.retry_after_s() == 1.0
     for _ in range(10):  # two per second
         clock.now_s += 0.5
-        enter(queues, 1).start()
-    waiting = [enter(queues, 1) for _ in range(40)]
-    assert queues.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
-    assert queues.retry_after_s(Priority.LOW) == 1.0  # nothing waits in this tier
+        enter(queue, 1).start()
+    waiting = [enter(queue, 1) for _ in range(40)]
+    assert queue.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
     for ticket in waiting:
         ticket.leave()
-    assert queues.retry_after_s() == 1.0
+    assert queue.retry_after_s() == 1.0
     for _ in range(900):
-        enter(queues, 1)
-    assert queues.retry_after_s() == MAX_RETRY_AFTER_S
+        enter(queue, 1)
+    assert queue.retry_after_s() == MAX_RETRY_AFTER_S
 
 
 def test_bodies_share_a_budget_and_return_it() -> None:

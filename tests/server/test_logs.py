@@ -22,7 +22,9 @@ from quire.engine.process import JsonFormatter, LineFormatter
 from quire.server.logs import (
     MAX_LINES_PER_S,
     MAX_VALUE_CHARS,
+    MAX_WARNINGS,
     LimitedHandler,
+    LogOnce,
     log_refusal,
     log_request,
     request_fields,
@@ -197,6 +199,18 @@ def test_one_logger_does_not_silence_another(logs: Callable[..., io.StringIO]) -
     logging.getLogger("quire.engine.worker.client").error("the worker died")
     assert [line["logger"] for line in entries(stream)].count("uvicorn.error") == MAX_LINES_PER_S
     assert entries(stream)[-1]["message"] == "the worker died"
+
+
+def test_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    once = LogOnce()
+    for _ in range(3):
+        once("the field a is not known")
+    assert caplog.messages == ["the field a is not known"]
+    for number in range(2 * MAX_WARNINGS):
+        once(f"{number}" + "k" * 1_000_000 * (number == 0))
+    assert len(caplog.messages) == MAX_WARNINGS + 1
+    assert "no more" in caplog.messages[-1]
+    assert max(len(message) for message in caplog.messages) < 1000
 
 
 def test_wrong_format_arguments_do_not_lose_the_line() -> None:

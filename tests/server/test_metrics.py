@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -94,9 +95,7 @@ def worker(num_restarts: int, *, is_moving: bool, facts: Ready | None = READY) -
 
 def text(metrics: Metrics, stats: Stats | None = STATS, *, num_restarts: int = 0, is_moving: bool = True) -> str:
     metrics.take(stats, worker(num_restarts, is_moving=is_moving))
-    body, kind = metrics.exposition.render()
-    assert kind == "text/plain; version=0.0.4; charset=utf-8"
-    return body.decode()
+    return generate_latest(metrics.exposition).decode()
 
 
 def families(exposition: str) -> dict[str, Metric]:
@@ -409,7 +408,9 @@ def test_a_server_exports_every_series(default_model: Path) -> None:
     del default_model  # is here now
     with serving(*FAKE) as server:
         assert server.chat().status == 200
-        families = text_string_to_metric_families(server.get("/metrics").body.decode())
+        page = server.get("/metrics")
+        assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        families = text_string_to_metric_families(page.body.decode())
     samples = [sample for family in families for sample in family.samples]
     assert samples
     for expression in expressions():

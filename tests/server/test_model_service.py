@@ -69,7 +69,7 @@ def test_only_short_texts_are_tokenised_on_the_event_loop() -> None:
     assert _is_short([(1, 2, 3)] * 5000)  # needs no tokenizer
 
 
-def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:
+def test_unknown_fields_are_named_at_any_depth_and_logged_once(server: Server) -> None:
     body = {
         **SHORT,
         "messages": [
@@ -85,6 +85,10 @@ def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:
     assert answer.status == 200
     names = set(answer.headers["x-quire-ignored-fields"].split(", "))
     assert names == {"messages[0].content[0].cache_control", "messages[1].mood", "stream_options.speed", "b?d?name"}
+    assert server.post("/v1/chat/completions", body | {"newer": 1}).status == 200
+    server.wait_for("/v1/chat/completions: the unknown field newer was ignored")
+    assert server.log.count("the unknown field b?d?name was ignored") == 1
+    assert server.log.count("the unknown field messages[].mood was ignored") == 1
 
 
 def test_fields_of_a_tool_that_is_left_out_are_not_named(server: Server) -> None:

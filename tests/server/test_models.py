@@ -20,7 +20,7 @@ from quire.engine.composition import EngineConfig, make_runner
 from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.errors import ApiError
-from quire.server.limits import Key
+from quire.server.limits import Key, QueueTicket
 from quire.server.models import Model, Models, SharedResources
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
@@ -353,8 +353,8 @@ def test_a_request_is_refused_before_it_is_read_only_if_every_queue_is_full(fold
     key = Key("plain")
     for model in models:
         models.check_open(key)
-        for tier in model.queues.queues:
-            model.queues.enter(shared.max_queue, tier, key.name)
+        for tier, queue in model.queues.items():
+            QueueTicket(queue, tier, key.name, shared.max_queue)
     with pytest.raises(ApiError, match="requests are already waiting") as refused:
         models.check_open(key)
     assert refused.value.reason == "queue_full"

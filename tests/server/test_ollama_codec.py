@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,8 @@ import pytest
 
 from quire.core.values import FinishReason, Priority
 from quire.engine.generation import Completion, Delta, GenerationParams, TokenLogprob
-from quire.errors import InvalidRequest
+from quire.errors import DownloadFailed, InvalidRequest
+from quire.server import catalog
 from quire.server.catalog import API_VERSION, NEVER
 from quire.server.errors import ApiError, Kind
 from quire.server.models import ActiveRequest, InferenceRequest, Models
@@ -38,6 +40,7 @@ from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
 from tests.server.streams import FakeActiveRequest, events_of, whole_of
+from tests.waiting import HANG_S
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -406,7 +409,6 @@ def test_a_stream_is_lines_of_json(server: Server) -> None:
 
 
 NO_KEY = {"authorization": ""}
-LONG = [{"role": "user", "content": "word " * 9000}]
 UNKNOWN = "is neither a known model name nor an org/name of the hub"
 PULLED = '{"status":"success"}'
 ANSWERS: list[tuple[str, str, Any, dict[str, str], int, str]] = [
@@ -439,8 +441,6 @@ ANSWERS: list[tuple[str, str, Any, dict[str, str], int, str]] = [
         404,
         '{"error":"model \'x\' not found',
     ),
-    ("GET", "/props?model=x", None, {}, 404, '"param":"model"'),
-    ("POST", "/apply-template", {"messages": []}, {}, 400, '"param":"messages"'),
 ]
 
 
@@ -522,10 +522,35 @@ def test_no_answer_names_a_path_of_this_machine(server: Server, tiny_model: Path
         assert str(tiny_model.parent) not in answer.body.decode()
 
 
-def test_a_missing_key_has_ollamas_error_format(server: Server) -> None:
-    for path in ("/api/tags", "/api/nothing"):
-        answer = server.get(path, headers={"authorization": ""})
-        assert answer.status == 401
-        assert answer.json["error"].startswith("no API key was sent")
-    mixed = server.post("/api/chat", {"model": "x", "messages": HELLO}, headers={"anthropic-version": "2023-06-01"})
-    assert mixed.json["error"].startswith("model 'x' not found")  # the path decides
+@pytest.mark.parametrize("error", [None, DownloadFailed("the line is cut"), OSError("the disk is full")])
+def test_a_pull_reports_its_progress_and_its_end(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    is_shown = threading.Event()
+
+    def fetch(name: str, progress: Callable[[str, int, int], None]) -> Path:
+        assert name == "smollm2"
+        progress("downloading", 10, 1000)
+        assert is_shown.wait(HANG_S)
+        if error is not None:
+            raise error
+        return Path("/model")
+
+    monkeypatch.setattr(catalog, "pull", fetch)
+
+    async def read() -> list[dict[str, Any]]:
+        lines = []
+        async for line in catalog._lines(catalog._download("smollm2")):
+            lines.append(json.loads(line))
+            if "completed" in lines[-1]:
+                with pytest.raises(ApiError, match="only one download"):
+                    await anext(catalog._download("org/name"))
+                is_shown.set()
+        return lines
+
+    *_, part, last = asyncio.run(read())
+    assert part.pop("digest").startswith("sha256:")
+    assert part == {"status": "downloading smollm2", "total": 1000, "completed": 10}
+    if error is None:
+        assert last["status"] == "success"
+        assert "quire serve smollm2" in last["note"]
+    else:
+        assert str(error) in last["error"]

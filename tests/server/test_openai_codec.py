@@ -457,7 +457,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "fields", "message", "param"), REFUSALS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("ask", "fields", "message", "param"), REFUSALS, ids=lambda value: getattr(value, "__name__", str(value)[:40])
+)
 def test_refusals_name_the_field(
     ask: Callable[..., InferenceRequest], fields: dict[str, Any], message: str, param: str | None
 ) -> None:
@@ -539,7 +541,7 @@ def completion_encoder(echoes: Sequence[str] | None = None, **fields: Any) -> Co
     asked = msgspec.convert({"prompt": "Hi", "echo": echoes is not None, **fields}, types.CompletionRequest)
     encoder = CompletionEncoder(work_of(parse_completion(asked)), asked)
     service = SimpleNamespace(text=SimpleNamespace(tokenizer=tokenizer()))
-    context = SimpleNamespace(service=service, on_values=partial(RequestContext.on_values, cast(Any, None)))
+    context = SimpleNamespace(service=service, run=partial(RequestContext.run, cast(Any, None)))
     asyncio.run(encoder.prepare(cast(Any, context)))
     return encoder
 

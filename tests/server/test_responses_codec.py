@@ -312,14 +312,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "max_output_tokens = 7 and max_tokens = 9 contradict each other",
         "max_output_tokens",
     ),
-    (
-        {
-            "tools": [{"type": "namespace", "name": "ns", "tools": [F]}],
-            "tool_choice": {"type": "function", "name": "f"},
-        },
-        'tool_choice.name = \'f\' is in a namespace: add "namespace": "ns" to tool_choice',
-        "tool_choice.name",
-    ),
     ({"temperature": 3}, "temperature = 3.0 is not from 0 to 2", "temperature"),
     (
         {"tools": [{**GROUP, "tools": [F, F]}]},

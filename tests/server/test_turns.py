@@ -79,6 +79,7 @@ RULES: dict[str, Rule] = {
     "POST /api/show": Rule((PARSE, THREAD), "the metadata of a model is cached until its files change"),
     "GET /api/ps": Rule((THREAD,), "the metadata of each model is cached until its files change"),
     "GET /api/version": Rule((), STATIC),
+    "POST /api/pull": Rule((PARSE,), "admin only; one download of a model, in a thread of its own"),
     "POST /v1/cache/explain": Rule((PARSE, ENCODE, TURN), "a few numbers and an excerpt", body={"prompt": TEXT}),
     "GET /v1/cache/stats": Rule((TURN,), MEMORY),
     "POST /v1/cache/clear": Rule((), "admin only"),
@@ -100,7 +101,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-REFUSED = ("/v1/files", "/v1/batches")  # without a purpose, a file
+REFUSED = ("/v1/files", "/v1/batches", "/api/pull")  # without a purpose, a file, a name
 
 _CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 _ENDLESS = {"ignore_eos": True, "logprobs": True, "top_logprobs": 20}

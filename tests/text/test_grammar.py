@@ -262,5 +262,7 @@ def test_pathological_grammars_take_linear_time() -> None:
     assert not is_lark("start\n" * 10_000)
     with pytest.raises(InvalidRequest, match=r"expected a repetition count, as in \{3\}"):
         gbnf_to_lark('root ::= "a"{' + "9" * 5_000 + "}")
+    with pytest.raises(InvalidRequest, match=r"expected a repetition count"):
+        gbnf_to_lark('root ::= "a"{' + " " * 60_000 + "x")
     with pytest.raises(InvalidRequest, match="line 15001: there is no rule b"):
         gbnf_to_lark("root ::= a\n" + "a\n" * 14_999 + "b\n" + 'a ::= "x"')

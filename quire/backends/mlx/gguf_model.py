@@ -13,7 +13,7 @@ of the file's own 6 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -25,9 +25,9 @@ from quire.backends.base import Progress
 from quire.backends.mlx.parameters import Layout, choose_layout, dtype_name, file_errors, set_layouts
 from quire.backends.mlx.spec_model import file_norm_shift
 from quire.errors import InvalidRequest, ModelFileError
-from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
-from quire.weights.packed import INT4_ZERO, CodeType, PackedMatrix
-from quire.weights.quants import to_float32
+from quire.weights.checkpoint import PACKED_TYPES, Checkpoint, RawTensor, TensorType
+from quire.weights.packed import CHUNK_ELEMENTS, INT4_ZERO, CodeType, PackedMatrix
+from quire.weights.quants import pack_blocks, to_float32
 from quire.weights.tensors import check_tensors, transformers_parameters
 
 MLX_GROUP_SIZES = (32, 64, 128)
@@ -82,7 +82,7 @@ def _quantized(checkpoint: Checkpoint, held: Sequence[str], dtype: mx.Dtype, bit
     info = checkpoint.tensors[held[0]]
     if len(info.shape) != 2:
         return None
-    found = _pack([checkpoint.read_packed(name) for name in held])
+    found = _pack([part for name in held for part in _packed_parts(checkpoint, name)])
     if found is None:
         layout = ROUNDED if info.shape[1] % ROUNDED.group_size == 0 else None
         if info.type in PLAIN_TYPES:
@@ -98,6 +98,19 @@ def _quantized(checkpoint: Checkpoint, held: Sequence[str], dtype: mx.Dtype, bit
             " if the file is not damaged, dtype = 'float32' can hold them"
         )
     return layout, weight, scales, biases
+
+
+def _packed_parts(checkpoint: Checkpoint, name: str) -> Iterator[PackedMatrix | None]:
+    """Yield a matrix in parts of some rows: decoding blocks of GGUF makes several copies of a part."""
+    if checkpoint.tensors[name].type in (*PLAIN_TYPES, *PACKED_TYPES):
+        yield checkpoint.read_packed(name)
+        return
+    raw = checkpoint.read(name)
+    num_rows, num_columns = raw.info.shape
+    step = max(1, CHUNK_ELEMENTS // num_columns)
+    for first in range(0, num_rows, step):
+        rows = raw.data.reshape(num_rows, -1)[first : first + step]
+        yield pack_blocks(RawTensor(raw.info._replace(shape=(len(rows), num_columns)), rows))
 
 
 def _pack(matrices: Sequence[PackedMatrix | None]) -> Quantized | None:

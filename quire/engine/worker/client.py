@@ -475,12 +475,12 @@ class WorkerConnection:
             if not is_taken:
                 num_cached = generation.num_cached_tokens
                 self._take(EngineOutput(request_id, (token_id,), None, num_cached, None, (), None, None), now_s)
+        for output in message.outputs:
+            self._take(output, now_s)
         previous.pop(None, None)  # first tokens
         for last_s, num_answers in previous.items():
             assert last_s is not None
             self._on_gap(now_s - last_s, num_answers)
-        for output in message.outputs:
-            self._take(output, now_s)
         self._on_step(message)
 
     def _take(self, output: EngineOutput, now_s: float) -> None:

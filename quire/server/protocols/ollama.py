@@ -235,6 +235,13 @@ class ShowRequest(Struct, kw_only=True):
     name: Annotated[str | None, described("The older form of model.")] = None
 
 
+@with_fields({}, {"insecure": "the connection to the hub is always checked"})
+class PullRequest(ShowRequest, kw_only=True):
+    """A known model name, or an org/name of the hub."""
+
+    stream: bool | None = None
+
+
 # Answers
 
 DoneReason = Literal["stop", "length", "load", "unload"]
@@ -341,6 +348,14 @@ class ShownModel(Struct, kw_only=True):
 class OllamaVersion(Struct, kw_only=True):
     version: Annotated[str, described("The Ollama version whose API is implemented; clients compare it.")]
     quire: str
+
+
+class PullProgress(Struct, kw_only=True):
+    status: str
+    digest: str | UnsetType = UNSET  # clients show a bar for each
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
+    note: Annotated[str, described("With success: how to serve the model.")] | UnsetType = UNSET
 
 
 DEFAULT_TAG = ":latest"

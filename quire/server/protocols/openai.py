@@ -75,7 +75,7 @@ from quire.server.protocols.support import (
     with_fields,
     with_unenforced,
 )
-from quire.server.request_context import RequestContext
+from quire.server.request_context import MAX_PLAIN_VALUES, RequestContext
 from quire.text.grammar import (
     MAX_LISTED_TOKENS,
     Grammar,
@@ -836,13 +836,14 @@ def make_request(
         raise InvalidRequest("stream_options is only for stream = true")
     options = body.prompt_cache_options or PromptCacheOptions()
     _choose("prompt_cache_options.mode", options.mode, {"implicit": None, "explicit": None}, None)
+    by_tier = _choose("service_tier", body.service_tier, SERVICE_TIERS, None)
     request = InferenceRequest(
         model=body.model,
         prompts=prompts,
         params=found,
         is_unbounded=_first_of(body, _LIMITS)[1] == NO_LIMIT,
         is_streaming=bool(body.stream),
-        priority=_priority(body),
+        priority=by_tier if body.priority is None else priority_of(body.priority),
         cache_salt=body.cache_salt or "",
         cache_key=None if options.mode == "explicit" else body.prompt_cache_key,
         cache_ttl_s=cache_ttl_s(body),
@@ -887,11 +888,6 @@ def cache_ttl_s(body: GenerationBody) -> float:
     retention_s = _choose("prompt_cache_retention", body.prompt_cache_retention, RETENTIONS_S, DEFAULT_TTL_S)
     options = body.prompt_cache_options or PromptCacheOptions()
     return _choose("prompt_cache_options.ttl", options.ttl, TTLS_S, retention_s)
-
-
-def _priority(body: GenerationBody) -> Priority | None:
-    by_tier = _choose("service_tier", body.service_tier, SERVICE_TIERS, None)
-    return by_tier if body.priority is None else priority_of(body.priority)
 
 
 def _choose(field: str, value: str | None, table: Mapping[str, T], default: T) -> T:
@@ -1397,7 +1393,7 @@ class CompletionEncoder(ChunkEncoder):
             return [echo_of(prompt, self._tokenizer, request) for prompt in request.prompts]
 
         num_ids = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, tuple))
-        self._echoes = await context.on_values(make, num_ids)
+        self._echoes = await context.run(make, is_slow=num_ids > MAX_PLAIN_VALUES)
 
     def new_parser(self) -> PlainAnswer:
         return PlainAnswer()

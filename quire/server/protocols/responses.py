@@ -389,10 +389,8 @@ def _choice(body: ResponsesRequest) -> ToolChoice:
         case str(mode):
             return ToolChoice(ToolMode(one_of("tool_choice", mode, ToolMode)), is_parallel=is_parallel)
         case ToolChoiceBody(type="function" | "custom", name=name, namespace=namespace):
-            name = given(name, "tool_choice.name")
-            if namespace is None:
-                _check_namespace(body, name)
-            return ToolChoice(ToolMode.REQUIRED, qualified_name(namespace, name), is_parallel=is_parallel)
+            name = qualified_name(namespace, given(name, "tool_choice.name"))
+            return ToolChoice(ToolMode.REQUIRED, name, is_parallel=is_parallel)
         case ToolChoiceBody(type="allowed_tools") as choice:
             mode = one_of("tool_choice.mode", choice.mode, ("auto", "required"))
             allowed = [ClientTool(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(choice.tools or ())]
@@ -406,14 +404,6 @@ def _choice(body: ResponsesRequest) -> ToolChoice:
             return ToolChoice(ToolMode(mode), allowed=names, is_parallel=is_parallel)
         case ToolChoiceBody(type=kind):
             raise forced_tool(kind)
-
-
-def _check_namespace(body: ResponsesRequest, name: str) -> None:
-    """Raises InvalidRequest if only namespaces have a tool of this name."""
-    rows = [row for row in _rows(body.tools or ()) if row.tool.name == name]
-    if rows and all(row.namespace is not None for row in rows):
-        where = f'"namespace": "{rows[0].namespace}"'
-        raise InvalidRequest(f"tool_choice.name = {name!r:.80} is in a namespace: add {where} to tool_choice")
 
 
 _NAMES = NAMES | {

@@ -248,7 +248,10 @@ def test_a_gguf_file_stays_packed(tmp_path: Path) -> None:
     ("kind", "layouts", "bound"),
     [(None, {Layout(4, 32), Layout(8, 32)}, 0.15), ("Q5_K", {Layout(5, 32)}, BOUND)],
 )
-def test_k_quants(kind: str | None, layouts: set[Layout], bound: float, tmp_path: Path) -> None:
+def test_k_quants(
+    kind: str | None, layouts: set[Layout], bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_model, "CHUNK_ELEMENTS", 7 * 256)  # several parts, the last smaller
     path = write_k_quants(tmp_path, kind)
     loaded = load(path)
     assert set(quantized_layers(loaded).values()) == layouts
