@@ -26,7 +26,6 @@ from quire.core.levels.saves import NO_SAVES, SaveLimits
 from quire.core.memory import ALL_PLACES, Memory, PinBoard, Place
 from quire.core.request import Request
 from quire.core.step import BlockCopy
-from quire.core.values import PackedPrompt, check_salt, check_tokens
 from quire.errors import ContextTooLong, OutOfBlocks
 
 
@@ -313,20 +312,12 @@ class KVCacheManager:
         request.draft = ()
         self.pool.release([self.pool.blocks[block_id] for block_id in table])
 
-    def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, expires_ns: int) -> int:
-        """Pin the cached full blocks of this prefix until `expires_ns`.
+    def pin(self, pin_id: str, context: Context, num_tokens: int, expires_ns: int) -> int:
+        """Pin the cached full blocks of the first `num_tokens` until `expires_ns`.
 
         Returns the number of pinned tokens.
         """
-        check_salt(salt)
-        tokens = prefix.tokens if isinstance(prefix, PackedPrompt) else check_tokens("tokens", prefix)
-        return self._pin(pin_id, self.tree.chain(tokens, salt), len(tokens), expires_ns)
-
-    def pin_prompt(self, pin_id: str, request: Request, num_tokens: int, expires_ns: int) -> int:
-        """Pin the first `num_tokens` of a request, whose chain keys are known already."""
-        return self._pin(pin_id, self.chain(request), num_tokens, expires_ns)
-
-    def _pin(self, pin_id: str, chain: TokenChain, num_tokens: int, expires_ns: int) -> int:
+        chain = self.chain(context)
         hit = self._device.continue_hit(chain, self.tree.match(chain, num_tokens).without_tail())
         self.levels.saves.note_use(hit.blocks)
         return self.pins.pin(pin_id, hit.blocks, expires_ns, hit.continuation) * self.block_size

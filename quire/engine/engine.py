@@ -24,7 +24,7 @@ from quire.core.policy import StepCost
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import BlockCopy, Load, PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs, TokenUpdate
-from quire.core.values import FinishReason, Level, PackedPrompt
+from quire.core.values import FinishReason, Level
 from quire.engine.generation import EngineOutput, GenerationRequest, PinPrefix, Predicted
 from quire.engine.levels.transfers import LoadDone, Lost, ReadDone, SaveDone, Transfers
 from quire.engine.masks import GrammarFailed, GrammarMasks, Matcher
@@ -295,15 +295,6 @@ def awaits_tokens(running: Collection[Request]) -> bool:
     return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
 
 
-def num_allowed(max_drafts: int, max_num_seqs: int, num_running: int, *, has_costly_rows: bool) -> int:
-    """How many drafts a request may have among `num_running` requests. Drafts use rows that are free."""
-    most = min(max_drafts, max_num_seqs // max(num_running, 1) - 1)
-    if has_costly_rows:
-        return max(most, 0)
-    most = min(most, MAX_ROWS // max(num_running, 1) - 1)
-    return most if most >= MIN_DRAFTS else 0
-
-
 def num_paying(rate: float, most: int, num_rows: int, cost: StepCost) -> int:
     """How many guessed tokens pay where every row takes time, beside `num_rows` rows. 0: none.
 
@@ -462,11 +453,13 @@ class Speculation:
             self._active.add(request_id)
 
     def _most(self, num_running: int) -> int:
-        """How many drafts a request may have now."""
+        """How many drafts a request may have among `num_running` requests. Drafts use rows that are free."""
         capacity = self._capacity
-        return num_allowed(
-            capacity.max_drafts, capacity.max_num_seqs, num_running, has_costly_rows=capacity.has_costly_rows
-        )
+        most = min(capacity.max_drafts, capacity.max_num_seqs // max(num_running, 1) - 1)
+        if capacity.has_costly_rows:
+            return max(most, 0)
+        most = min(most, MAX_ROWS // max(num_running, 1) - 1)
+        return most if most >= MIN_DRAFTS else 0
 
 
 # The loop
@@ -582,13 +575,6 @@ class Engine:
         self._pins.pop(request_id, None)
         self._masking.entries.pop(request_id, None)
         self.speculation.remove(request_id)
-
-    def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, ttl_s: float) -> int:
-        """Pin the cached full blocks of this prefix for `ttl_s`. Returns their number of tokens."""
-        return self.scheduler.cache.pin(pin_id, prefix, salt, self._deadline_ns(ttl_s))
-
-    def _deadline_ns(self, ttl_s: float) -> int:
-        return self.clock() + int(ttl_s * 1e9)
 
     def step(self) -> list[EngineOutput]:
         """Plan and enqueue a step, then collect the previous one, or this one if the runner has no overlap.
@@ -860,7 +846,8 @@ class Engine:
         """Set the pins of a request at its first token, when its prompt is computed and published."""
         pins = self._pins.pop(request.request_id, ())
         for pin in pins if update.tokens else ():
-            self.scheduler.cache.pin_prompt(pin.pin_id, request, pin.num_tokens, self._deadline_ns(pin.ttl_s))
+            deadline_ns = self.clock() + int(pin.ttl_s * 1e9)
+            self.scheduler.cache.pin(pin.pin_id, request, pin.num_tokens, deadline_ns)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise if the request can never run: too long, or token ids outside the vocabulary.

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -24,7 +23,6 @@ from quire.core.kv_cache import CacheStats
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.generation import Generation, GenerationRequest
 from quire.engine.model_text import ModelText
-from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.client import HANG_LIMIT_S, HeldRanges, ModelClient, WorkerConnection, ignore
 from quire.engine.worker.kv_events import CacheReport
 from quire.engine.worker.protocol import (
@@ -37,11 +35,9 @@ from quire.engine.worker.protocol import (
     ReplicaStatus,
     Stats,
     Stepped,
-    ViewBlocks,
 )
 from quire.errors import (
     Draining,
-    InvalidRequest,
     LostBeforeStart,
     QueueFull,
     QuireError,
@@ -388,15 +384,6 @@ class ClusterClient(ModelClient):
         per_cell = max(-(-num_blocks // max(max_cells - len(starts), 1)), 1)
         maps = await self.ask(GetBlocks(max(num_blocks, 1), per_cell), Blocks)
         return join_blocks(maps) if maps else None
-
-    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
-        """Blocks of the joined map, which starts at 1. A range ends with the blocks of its replica."""
-        for view, start in self._starts().items():
-            if start < first <= start + view.num_blocks:
-                query = ViewBlocks(first - start, min(count, start + view.num_blocks + 1 - first))
-                found = await view.connection.ask(next(self._ids), query, BlocksView)
-                return replace(found, first=first)
-        raise InvalidRequest(f"first = {first} is not a block")
 
     async def find_held(self, request_ids: tuple[int, ...]) -> HeldRanges:
         starts = self._starts()

@@ -24,9 +24,9 @@ from quire.errors import InvalidRequest, QuireError
 from quire.server.errors import SERVER_SENT_EVENTS, ApiError, Kind
 from quire.server.limits import Key
 from quire.server.metrics import CONTENT_TYPE
-from quire.server.models import ActiveRequest, Model, Models, ModelService, not_loaded
+from quire.server.models import ActiveRequest, Model, Models, ModelService
 from quire.server.request_context import RequestContext
-from quire.server.watch import HeldAnswer, Watcher, blocks_answer, is_shown
+from quire.server.watch import HeldAnswer, Watcher, is_shown
 from quire.version import __version__
 
 
@@ -259,18 +259,9 @@ async def _take_metrics(model: Model) -> None:
             model.metrics.take(stats, service.client)
 
 
-MAX_VIEWED = 4096  # blocks per request of /v1/watch/blocks
-
-
 class WatchQuery(msgspec.Struct, frozen=True):
     interval_ms: Annotated[int, Meta(ge=100, le=60_000, description="Time between snapshots.")] = 500
     once: Annotated[bool, Meta(description="Return one snapshot as JSON instead of a stream.")] = False
-
-
-class BlocksQuery(msgspec.Struct, frozen=True):
-    first: Annotated[int, Meta(ge=1, le=2**31, description="The first block, counted from 1.")]
-    count: Annotated[int, Meta(ge=1, le=MAX_VIEWED)] = 1
-    model: Annotated[str | None, Meta(description="By default the first model.")] = None
 
 
 class HeldQuery(msgspec.Struct, frozen=True):
@@ -293,18 +284,6 @@ async def snapshots(watcher: Watcher, key: Key) -> AsyncIterator[bytes]:
     """Snapshots as server-sent events. Nothing is queued for a slow reader."""
     while True:
         yield b"data: " + await watcher.next(key) + b"\n\n"
-
-
-async def watch_blocks(context: RequestContext) -> Response:
-    """List the requests that hold these blocks. The page calls it on hover."""
-    query = context.query(BlocksQuery)
-    model = context.models.find(query.model)
-    service = model.loaded
-    async with service.questions.turn(context.key.name):
-        found = await service.client.view_blocks(query.first, query.count)
-    if found is None:
-        raise not_loaded(model.name)
-    return context.json(blocks_answer(model.name, found, tuple(service.active_requests), context.key))
 
 
 async def watch_held(context: RequestContext) -> Response:

@@ -28,7 +28,7 @@ from quire.server.protocols.ollama import OLLAMA
 from quire.server.protocols.openai import OPENAI
 from quire.server.request_context import RequestContext, Served, answer, build_decoders
 from quire.server.routes import Access, Endpoint, advice, find_meant, openapi_document, why_unserved
-from quire.server.watch import BlocksAnswer, HeldAnswer, WatchSnapshot
+from quire.server.watch import HeldAnswer, WatchSnapshot
 from quire.version import __version__
 
 _ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # served or not
@@ -169,14 +169,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=cache.Cleared, access=Access.ADMIN, tag="cache", query=cache.ModelQuery,
     ),
     Endpoint(
-        "POST", "/v1/cache/pin", cache.pin, "Keep the cached blocks of a prompt for a time.",
-        cache.CachePinRequest, cache.Pinned, access=Access.ADMIN, tag="cache",
-    ),
-    Endpoint(
-        "POST", "/v1/cache/unpin", cache.unpin, "Remove a pin from the cache.",
-        cache.CacheUnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
-    ),
-    Endpoint(
         "GET", "/v1/requests", admin.list_requests,
         "The requests in progress: all of them for an admin key, its own for any other.",
         answer=admin.RequestList, tag="requests",
@@ -212,10 +204,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET", "/v1/watch", admin.watch, "Stream the server's state, twice a second. The web page shows it.",
         answer=WatchSnapshot, streams=True, query=admin.WatchQuery,
-    ),
-    Endpoint(
-        "GET", "/v1/watch/blocks", admin.watch_blocks, "List the requests that hold a range of blocks.",
-        answer=BlocksAnswer, query=admin.BlocksQuery,
     ),
     Endpoint(
         "GET", "/v1/watch/held", admin.watch_held, "List the blocks that a request holds.",

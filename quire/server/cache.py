@@ -1,4 +1,4 @@
-"""Endpoints of the prefix cache: explain and stats for all keys; clear, pin and unpin for admin keys.
+"""Endpoints of the prefix cache: explain and stats for all keys, clear for admin keys.
 
 A key sees only cached blocks under its own namespace and salt, so it cannot learn what other keys have cached.
 """
@@ -6,9 +6,7 @@ A key sees only cached blocks under its own namespace and salt, so it cannot lea
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
-from array import array
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -20,7 +18,7 @@ from quire.core.cache.prefix import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.levels.levels import LevelStats
 from quire.core.values import check_tokens
-from quire.engine.generation import MAX_PIN_TTL_S, GenerationParams, check_pin_id
+from quire.engine.generation import GenerationParams
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.models import InferenceRequest, ModelService, Prompt, not_loaded
@@ -30,13 +28,9 @@ from quire.server.request_context import RequestContext
 from quire.text.messages import ChatRequest
 from quire.text.tokenizer import stopped_text
 
-DEFAULT_TTL_S = 300.0
-
 log = logging.getLogger(__name__)
 
 Explanation = CacheView
-Ttl = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_PIN_TTL_S})]
-PinId = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": 256})]
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,16 +39,6 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[ChatMessage] | None = None  # as in /v1/chat/completions
     prompt: str | list[int] | None = None  # as in /v1/completions
     cache_salt: str | None = None
-    model: str | None = None
-
-
-class CachePinRequest(ExplainRequest, frozen=True, kw_only=True):
-    id: PinId | None = None  # by default a digest of the content: pinning the same prompt again renews the pin
-    ttl_s: Ttl | None = None  # by default 300
-
-
-class CacheUnpinRequest(msgspec.Struct, frozen=True):
-    id: PinId
     model: str | None = None
 
 
@@ -135,15 +119,6 @@ class Cleared(msgspec.Struct, frozen=True):
     cleared: bool
 
 
-class Pinned(msgspec.Struct, frozen=True):
-    id: str
-    pinned_tokens: int  # of whole blocks that are cached now
-
-
-class Unpinned(msgspec.Struct, frozen=True):
-    unpinned: bool
-
-
 async def explain(context: RequestContext) -> Response:
     """Report how much of this prompt is cached now, and why not more. Computes nothing."""
     body = await context.body(ExplainRequest)
@@ -187,26 +162,6 @@ async def clear(context: RequestContext) -> Response:
     return context.json(Cleared(cleared=True))
 
 
-async def pin(context: RequestContext) -> Response:
-    """Admin only: pin the cached blocks of this prompt. Computes nothing: send the prompt as a request first."""
-    body = await context.body(CachePinRequest)
-    service = context.models.find(body.model).loaded
-    tokens, salt = await _prompt(context, service, body)
-    pin_id = _content_id(tokens, salt) if body.id is None else body.id
-    _check_id(pin_id)
-    _capacity(service)
-    ttl_s = DEFAULT_TTL_S if body.ttl_s is None else body.ttl_s
-    return context.json(Pinned(pin_id, await service.client.pin(pin_id, tokens, salt, ttl_s)))
-
-
-async def unpin(context: RequestContext) -> Response:
-    body = await context.body(CacheUnpinRequest)
-    _check_id(body.id)
-    service = context.models.find(body.model).loaded
-    _capacity(service)
-    return context.json(Unpinned(unpinned=await service.client.unpin(body.id)))
-
-
 def _capacity(service: ModelService) -> Capacity:
     """Return the capacity of the running worker. Raises without one: there is no cache."""
     if (capacity := service.client.capacity) is None:
@@ -239,14 +194,3 @@ def to_inference_request(body: ExplainRequest) -> InferenceRequest:
     else:
         raise InvalidRequest("prompt is missing: send prompt or messages")
     return InferenceRequest(body.model, (prompt,), GenerationParams(max_tokens=1), cache_salt=body.cache_salt or "")
-
-
-def _content_id(tokens: tuple[int, ...], salt: str) -> str:
-    return f"pin_{hashlib.sha256(salt.encode() + b'|' + array('I', tokens).tobytes()).hexdigest()[:32]}"
-
-
-def _check_id(pin_id: str) -> None:
-    try:
-        check_pin_id(pin_id)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error).replace("pin_id", "id", 1)) from None

@@ -125,7 +125,6 @@ FIELDS = {
     "guided_grammar": "Like `structured_outputs.grammar`.",
     "guided_json": "Like `structured_outputs.json`.",
     "guided_regex": "Like `structured_outputs.regex`.",
-    "id": "The name of the pin.",
     "ignore_eos": "Continue after the model's end-of-sequence token.",
     "include_stop_str_in_output": "Keep the stop string in the answer.",
     "input": "The conversation: a text, or items, oldest first.",
@@ -177,7 +176,6 @@ FIELDS = {
     "top_k": "Sample from this many of the most probable tokens.",
     "top_logprobs": "Number of alternatives per token, 0 to 20.",
     "top_p": "0 to 1: sample from the most probable tokens that together reach this probability.",
-    "ttl_s": "Lifetime of the pin, in seconds.",
 }
 
 # Values of the fields in example bodies.
@@ -188,7 +186,6 @@ EXAMPLES: Mapping[str, Any] = {
     "text": "Once upon a time",
     "tokens": [1, 2, 3],
     "max_tokens": 32,
-    "id": "my-system-prompt",
     "input_file_id": "file-0123456789abcdef01234567",
     "endpoint": "/v1/chat/completions",
     "completion_window": "24h",

@@ -22,7 +22,7 @@ from quire.core.cache.prefix import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ModelManager, ModelState
-from quire.engine.worker.block_map import BlocksView, CellRun, HeldRun
+from quire.engine.worker.block_map import CellRun, HeldRun
 from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, ReplicaStatus, Running, Stats, TierStats
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
@@ -178,25 +178,6 @@ class WatchSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     models: list[WatchedModel]
 
 
-class BlockHolder(msgspec.Struct, frozen=True):
-    id: str
-    num_blocks: int
-
-
-class BlocksAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Details of a range of blocks."""
-
-    model: str
-    first: int
-    num_blocks: int
-    counts: BlockCounts
-    num_tokens: int
-    max_holders: int
-    num_pins: int
-    holders: list[BlockHolder]
-    num_other_holders: Annotated[int, Meta(description="Requests of other keys.")]
-
-
 class HeldAnswer(msgspec.Struct, frozen=True):
     """The blocks that one request holds."""
 
@@ -234,34 +215,6 @@ def _pool(found: PoolStats | StateStats | None, num_bytes: int) -> WatchedPool |
         return None
     num_free = found.num_free - (found.num_cached if isinstance(found, PoolStats) else 0)
     return WatchedPool(num_free, found.num_cached, found.num_in_use, found.num_evictions, num_bytes)
-
-
-def blocks_answer(model: str, found: BlocksView, active_requests: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:
-    owners = {
-        request_id: active
-        for active in active_requests
-        for generation in active.generations
-        for request_id in generation.request_ids
-    }
-    held: dict[str, int] = {}
-    num_others = 0
-    for request_id, num_blocks in found.requests:
-        active = owners.get(request_id)
-        if active is not None and is_shown(active, key):
-            held[active.request_id] = held.get(active.request_id, 0) + num_blocks
-        else:
-            num_others += 1
-    return BlocksAnswer(
-        model=model,
-        first=found.first,
-        num_blocks=found.num_blocks,
-        counts=BlockCounts(*found.states),
-        num_tokens=found.num_tokens,
-        max_holders=found.max_holders,
-        num_pins=found.num_pins,
-        holders=[BlockHolder(request_id, num_blocks) for request_id, num_blocks in held.items()],
-        num_other_holders=num_others,
-    )
 
 
 MAX_WATCHERS = 16

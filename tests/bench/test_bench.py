@@ -155,7 +155,7 @@ def test_the_engine_is_left_unchanged(llm: LLM, report: BenchReport) -> None:
     assert report.duration_s > 0
     assert not llm.engine.has_work
     assert llm.engine.on_plan is None
-    assert llm.cache_stats().num_cached == 0
+    assert llm.engine.scheduler.cache.stats().num_cached == 0
 
 
 @pytest.mark.parametrize(

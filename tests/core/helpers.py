@@ -55,6 +55,12 @@ def make_request(request_id: int, num_tokens: int, *, first: int = 0, max_tokens
     return Request(request_id, range(first, first + num_tokens), SamplingParams(max_tokens=max_tokens))
 
 
+def pin_tokens(cache: KVCacheManager, pin_id: str, tokens: Iterable[int], salt: str, expires_ns: int) -> int:
+    """Pin a prefix that need not be the prompt of a known request."""
+    prefix = list(tokens)
+    return cache.pin(pin_id, Request(0, prefix, salt=salt), len(prefix), expires_ns)
+
+
 class Rig:
     """A scheduler on a fake runner, stepped manually, that records all events and updates."""
 

@@ -14,7 +14,7 @@ from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.values import Level, SamplingParams
 from quire.errors import InvariantViolation
-from tests.core.helpers import Rig
+from tests.core.helpers import Rig, pin_tokens
 from tests.core.level_rig import TieredRig
 
 NUM_BLOCKS = 400
@@ -29,8 +29,8 @@ def busy() -> Scheduler:
     rig.run()
     cache = rig.scheduler.cache
     for number, first in enumerate(range(0, 500, 100)):
-        assert cache.pin(f"owner-{number % 2}/{number}", list(range(first, first + 40)), "", 10**18)
-        assert cache.pin(f"other/{number}", list(range(first, first + 20)), "", 10**18)
+        assert pin_tokens(cache, f"owner-{number % 2}/{number}", list(range(first, first + 40)), "", 10**18)
+        assert pin_tokens(cache, f"other/{number}", list(range(first, first + 20)), "", 10**18)
     computed_again = SamplingParams(max_tokens=20, prompt_logprobs=0)  # computed without the cache: makes twins
     rig.scheduler.add(Request(100, range(50), computed_again), rig.now_ns)
     for number, first in enumerate((0, 150, 250, 350)):

@@ -11,7 +11,7 @@ from quire.core.request import Request
 from quire.core.step import BlockCopy
 from quire.core.values import SamplingParams
 from quire.errors import ContextTooLong, OutOfBlocks
-from tests.core.helpers import compute, free_ids, ids, make_request
+from tests.core.helpers import compute, free_ids, ids, make_request, pin_tokens
 
 
 def make_cache(num_blocks: int = 9) -> KVCacheManager:
@@ -141,11 +141,10 @@ def test_pinning_the_prompt_of_a_request_computes_no_new_keys() -> None:
     request = make_request(1, 50)
     compute(cache, request)
     num_calls = digest.num_calls
-    assert cache.pin_prompt("a", request, 50, 10**9) == 48
-    assert cache.pin_prompt("b", request, 11, 10**9) == 8
+    assert cache.pin("a", request, 50, 10**9) == 48
+    assert cache.pin("b", request, 11, 10**9) == 8
     assert digest.num_calls == num_calls
-    assert cache.pin("c", range(50), "", 10**9) == 48  # by tokens
-    assert [ids(pin.held.blocks) for pin in cache.pins] == [list(range(1, 13)), [1, 2], list(range(1, 13))]
+    assert [ids(pin.held.blocks) for pin in cache.pins] == [list(range(1, 13)), [1, 2]]
 
 
 def test_a_disabled_cache_finds_and_publishes_nothing() -> None:
@@ -200,7 +199,7 @@ def test_pinned_blocks_are_not_evicted_until_they_expire() -> None:
     request = make_request(1, 10)
     compute(cache, request)
     cache.release(request)
-    assert cache.pin("system", list(range(10)), "", expires_ns=100) == 8  # full blocks only
+    assert pin_tokens(cache, "system", list(range(10)), "", expires_ns=100) == 8  # full blocks only
     other = make_request(2, 24, first=500)
     cache.grow(other, 24)
     assert cache.shortage(make_request(3, 4, first=900), 4) == 1
@@ -217,7 +216,7 @@ def test_a_pin_longer_than_half_the_pool_is_cut() -> None:
     cache = make_cache()
     request = make_request(1, 28)
     compute(cache, request)
-    assert cache.pin("long", request.tokens, "", 10**9) == 16
+    assert pin_tokens(cache, "long", request.tokens, "", 10**9) == 16
     assert [ids(pin.held.blocks) for pin in cache.pins] == [[1, 2, 3, 4]]  # the first blocks are kept
 
 
@@ -225,10 +224,10 @@ def test_pinning_again_extends_and_renews() -> None:
     cache = make_cache()
     request = make_request(1, 12)
     compute(cache, request, upto=4)
-    assert cache.pin("chat", request.tokens, "", expires_ns=10) == 4
+    assert pin_tokens(cache, "chat", request.tokens, "", expires_ns=10) == 4
     compute(cache, request, upto=12)
     cache.release(request)
-    assert cache.pin("chat", request.tokens, "", expires_ns=20) == 12
+    assert pin_tokens(cache, "chat", request.tokens, "", expires_ns=20) == 12
     cache.pins.expire(15)
     assert cache.pins.num_blocks == 3
     cache.clear()

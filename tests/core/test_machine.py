@@ -14,7 +14,7 @@ from quire.core.cache.context import pack_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request
 from quire.core.step import BlockCopy
-from tests.core.helpers import check_cache
+from tests.core.helpers import check_cache, pin_tokens
 
 SALTS = ("", "other")
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=14)
@@ -89,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(prompt=tokens, salt=st.sampled_from(SALTS), name=st.sampled_from("abc"), ttl=st.integers(1, 3))
     def pin(self, prompt: list[int], salt: str, name: str, ttl: int) -> None:
-        assert self.cache.pin(name, prompt, salt, ttl) <= len(prompt)
+        assert pin_tokens(self.cache, name, prompt, salt, ttl) <= len(prompt)
 
     @rule(now=st.integers(1, 3))
     def expire(self, now: int) -> None:

@@ -11,7 +11,7 @@ from quire.core.policy import UNITS, Fair, Ledger, StepCost
 from quire.core.request import Request, RequestState
 from quire.core.step import StepPlan
 from quire.core.values import Priority
-from tests.core.helpers import Rig
+from tests.core.helpers import Rig, pin_tokens
 
 HIGH, NORMAL, LOW = Priority
 
@@ -280,7 +280,7 @@ def test_a_refused_admission_keeps_pins() -> None:
     rig = Rig(num_blocks=33, max_num_seqs=4, max_num_batched_tokens=8, max_chunk_tokens=8)
     rig.add(1, range(48), max_tokens=1)
     rig.run()
-    assert rig.cache.pin("system", list(range(48)), "", expires_ns=10**18) == 48
+    assert pin_tokens(rig.cache, "system", list(range(48)), "", expires_ns=10**18) == 48
     rig.add(2, range(100, 103), priority=LOW, max_tokens=60)
     rig.add(3, range(200, 260), priority=HIGH, max_tokens=1)
     rig.step()

@@ -9,6 +9,7 @@ from quire.core.levels.saves import CREDIT_PER_REGRET, USED_PER_STEP, SaveLimits
 from quire.core.request import Request
 from quire.core.step import Content, MemoryKind, StepPlan
 from quire.core.values import Level, Priority
+from tests.core.helpers import pin_tokens
 from tests.core.level_rig import PLENTY, SIZES, UNLIMITED, TieredRig
 
 PROMPT = range(100, 117)  # with an answer of 4 tokens: five full blocks
@@ -68,7 +69,7 @@ def test_content_that_is_used_a_second_time_is_written_to_disk_a_few_blocks_per_
 def test_pinned_content_is_written_to_disk() -> None:
     rig = TieredRig(has_disk=True)
     rig.compute(PROMPT)
-    assert rig.cache.pin("pin", PROMPT, "", 10**18) == 16
+    assert pin_tokens(rig.cache, "pin", PROMPT, "", 10**18) == 16
     rig.arrive(OTHER)
     assert saved(rig.step(), Level.DISK) == rig.contents(PROMPT, range(USED_PER_STEP))
 
@@ -223,7 +224,7 @@ def test_idle_saves_continue_after_a_pin() -> None:
     for prompt in (PROMPT, OTHER, THIRD):
         rig.compute(prompt)
     rig.idle()  # the search has reached the second block of the last prompt
-    assert rig.cache.pin("pin", THIRD, "", 10**18) == 16
+    assert pin_tokens(rig.cache, "pin", THIRD, "", 10**18) == 16
     while has_unsaved(rig):
         rig.idle()
     assert len(rig.level(Level.DISK)) == 15
@@ -233,7 +234,7 @@ def test_pinned_content_is_saved_first_while_idle() -> None:
     rig = TieredRig(has_disk=True, limits=SaveLimits(max_bytes=1000, idle_bytes=20, max_pending=100, max_writes=100))
     rig.compute(PROMPT)
     rig.compute(OTHER)
-    rig.cache.pin("pin", PROMPT, "", 10**18)
+    pin_tokens(rig.cache, "pin", PROMPT, "", 10**18)
     assert saved(rig.idle(), Level.DISK)[:2] == rig.contents(PROMPT, (0, 1))
 
 

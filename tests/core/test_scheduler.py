@@ -15,7 +15,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import StepResult
 from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.errors import Draining, InvalidRequest, InvariantViolation
-from tests.core.helpers import NS, Rig, answer, shape
+from tests.core.helpers import NS, Rig, answer, pin_tokens, shape
 from tests.sim.world import sibling
 
 # Batching
@@ -235,7 +235,7 @@ def test_a_request_that_needs_pinned_blocks_does_not_wait_for_running_requests()
     rig = Rig(num_blocks=33, max_num_seqs=8)  # 32 blocks, 16 pinned
     rig.add(0, range(900, 964), max_tokens=1)
     rig.run()
-    assert rig.cache.pin("system", list(range(900, 964)), "", expires_ns=10**18) == 64
+    assert pin_tokens(rig.cache, "system", list(range(900, 964)), "", expires_ns=10**18) == 64
     rig.add(1, [1, 2], max_tokens=100)
     rig.step()
     rig.add(2, range(80), max_tokens=1)  # 20 blocks
@@ -247,7 +247,7 @@ def test_pins_are_kept_if_freeing_a_batch_row_frees_enough_blocks() -> None:
     rig = Rig(num_blocks=33, max_num_seqs=1)
     rig.add(0, range(900, 964), max_tokens=1)
     rig.run()
-    rig.cache.pin("system", list(range(900, 964)), "", expires_ns=10**18)
+    pin_tokens(rig.cache, "system", list(range(900, 964)), "", expires_ns=10**18)
     rig.add(1, range(60), priority=Priority.LOW)
     rig.step()
     rig.add(2, range(100, 140), priority=Priority.HIGH)
@@ -286,7 +286,7 @@ def test_pins_and_low_are_kept_if_dropping_them_would_not_free_enough() -> None:
     rig = Rig(num_blocks=33, max_num_seqs=4)  # 32 blocks
     rig.add(0, range(900, 908), max_tokens=1)
     rig.run()
-    rig.cache.pin("system", list(range(900, 908)), "", expires_ns=10**18)
+    pin_tokens(rig.cache, "system", list(range(900, 908)), "", expires_ns=10**18)
     rig.add(1, range(80), max_tokens=20)
     rig.add(2, range(100, 104), priority=Priority.LOW, max_tokens=20)
     rig.step()
@@ -322,7 +322,7 @@ def test_pins_are_dropped_before_requests_are_preempted() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=2)
     rig.add(1, range(16), max_tokens=1)
     rig.run()
-    assert rig.cache.pin("system", list(range(16)), "", expires_ns=10**18) == 16
+    assert pin_tokens(rig.cache, "system", list(range(16)), "", expires_ns=10**18) == 16
     rig.add(2, range(100, 107), max_tokens=12)
     rig.add(3, range(200, 202), max_tokens=5)
     rig.run()

@@ -15,6 +15,7 @@ import pytest
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
+from quire.core.events import Event
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
@@ -35,7 +36,7 @@ from quire.engine.worker.protocol import (
     from_worker,
     pack,
 )
-from quire.engine.worker.worker import Observer, Worker
+from quire.engine.worker.worker import Worker
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -142,10 +143,11 @@ def working() -> Iterator[tuple[Peer, Engine]]:
     """A worker's loop in a thread. It ends with the context."""
     client_end, worker_end = socket.socketpair()
     client_end.settimeout(HANG_S)
-    observer, runner = Observer(), FakeRunner(CAPACITY)
-    engine = Engine(runner, make_scheduler(runner, EngineConfig(), observer))
+    events: list[Event] = []
+    runner = FakeRunner(CAPACITY)
+    engine = Engine(runner, make_scheduler(runner, EngineConfig(), events.append))
     channel = Channel(worker_end)
-    worker = Worker(channel, engine, observer)
+    worker = Worker(channel, engine, events)
 
     def serve() -> None:
         with pytest.raises(ConnectionError):

@@ -20,10 +20,8 @@ from quire.engine.worker.protocol import (
     GetBlocks,
     GetStats,
     Load,
-    PinCache,
     Query,
     ToWorker,
-    UnpinCache,
 )
 from quire.engine.worker.worker import READ_ONLY
 from quire.errors import InvariantViolation
@@ -140,7 +138,7 @@ def test_a_query_does_not_restart_the_audit(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_message_is_read_only_or_a_change() -> None:
     """A new kind of message counts as a change unless it is listed in READ_ONLY."""
-    changes = {Add, Cancel, Finish, ClearCache, PinCache, UnpinCache}
+    changes = {Add, Cancel, Finish, ClearCache}
     assert {*READ_ONLY, *changes, Load} == {*get_args(ToWorker), *get_args(Query)} - {Ask}
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request
-from quire.engine.worker.block_map import BlockMap, BlockState, CellRun, HeldRun, held_ranges, view_blocks
-from quire.errors import InvalidRequest
-from tests.core.helpers import Rig, compute, make_request
+from quire.engine.worker.block_map import BlockMap, BlockState, CellRun, HeldRun, held_ranges
+from tests.core.helpers import Rig, compute, make_request, pin_tokens
 from tests.core.test_machine import CacheMachine
 
 FREE, CACHED, IN_USE, SHARED, PINNED = BlockState
@@ -102,7 +100,7 @@ def test_runs_are_short_and_in_order() -> None:
     assert block_map.held_runs(5) == (HeldRun(1, 4, 2),)
     cache.release(first)
     cache.release(second)
-    cache.pin("mine", list(range(8)), "", 10)
+    pin_tokens(cache, "mine", list(range(8)), "", 10)
     block_map.update(100)
     runs = (CellRun(2, 0, 0, 0, 1), CellRun(2, 1, 0, 0, 0), CellRun(1, 0, 0, 0, 0), CellRun(1, 1, 0, 0, 0))
     assert block_map.runs() == (*runs, CellRun(10, 0, 0, 0, 0))  # one of the two twins stays cached
@@ -127,7 +125,7 @@ def test_a_closed_map_records_no_changes() -> None:
     assert cache.pool.changed is None
 
 
-def test_view_blocks_lists_the_requests_that_hold_them() -> None:
+def test_held_ranges_are_the_blocks_of_requests() -> None:
     rig = Rig(num_blocks=33, block_size=4)
     first = rig.add(1, range(10), max_tokens=8)
     rig.step()
@@ -135,28 +133,12 @@ def test_view_blocks_lists_the_requests_that_hold_them() -> None:
     second = Request(2, [*range(8), 99, 98], parent=None)
     rig.scheduler.add(second, rig.now_ns)
     rig.step()
-    shared = view_blocks(rig.scheduler, first.block_table[0], 1)
-    assert shared.states == (0, 0, 0, 1, 0)
-    assert shared.requests == ((1, 1), (2, 1))
-    assert (shared.max_holders, shared.num_tokens, shared.num_pins) == (2, 4, 0)
-    tail = view_blocks(rig.scheduler, first.block_table[2], 1)
-    assert tail.requests == ((1, 1),)
-    assert tail.num_tokens == first.num_computed - 8  # computed tokens in this block
-    every = view_blocks(rig.scheduler, 1, 32)
-    assert sum(every.states) == every.num_blocks == 32
-    assert dict(every.requests) == {1: len(first.block_table), 2: len(second.block_table)}
     for request in (first, second):
         ranges = held_ranges(rig.scheduler, [request.request_id])
         assert [b for start, size in ranges for b in range(start, start + size)] == sorted(request.block_table)
     together = held_ranges(rig.scheduler, [1, 2, 77])
-    assert sum(size for _, size in together) == every.states[IN_USE] + every.states[SHARED]
+    assert sum(size for _, size in together) == len({*first.block_table, *second.block_table})
     assert len(together) <= 2  # neighbouring blocks form one range
-    rig.cache.pin("mine", list(range(8)), "", 10)
+    pin_tokens(rig.cache, "mine", list(range(8)), "", 10)
     rig.run()
     assert held_ranges(rig.scheduler, [1, 2]) == ()
-    kept = view_blocks(rig.scheduler, 1, 32)
-    assert kept.states[PINNED] == 2
-    assert kept.num_pins == 1
-    for first_id, count in ((0, 1), (1, 33), (33, 1), (1, 0), (5, -1)):
-        with pytest.raises(InvalidRequest, match="are not among 1 to 32"):
-            view_blocks(rig.scheduler, first_id, count)

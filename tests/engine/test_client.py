@@ -116,42 +116,16 @@ async def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
 async def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
         prompt = tuple(request(engine, LONG).prompt.tokens)
-        assert await engine.pin("p", prompt, "", 60) == 0  # no worker, no cache
-        assert not await engine.unpin("p")
         await engine.clear_cache()
-        assert (engine.worker_pid, engine.facts, engine.capacity) == (None, None, None)
-        await engine.generate(request(engine, LONG, salt="mine"))
-        assert await engine.pin("p", prompt, "", 60) == 0  # not under this salt
-        assert await engine.pin("p", prompt, "mine", 60) == len(prompt) // 32 * 32
-        assert await engine.pin("p", prompt[:40], "mine", 60) == 32  # replaces the other
+        assert (engine.worker_pid, engine.facts, engine.capacity) == (None, None, None)  # no worker, no cache
+        await engine.generate(request(engine, LONG, salt="mine", pins=(PinPrefix("p", 40, 60.0),)))
         assert (await stats(engine)).cache.num_pinned == 1
         await engine.clear_cache()
         found = await stats(engine)
         assert (found.cache.num_pins, found.cache.num_cached, found.cache.num_in_use) == (0, 0, 0)
         assert (await engine.explain(prompt, "mine")).num_tokens == 0
         with pytest.raises(InvalidRequest, match="salt"):
-            await engine.pin("p", prompt, "\n", 60)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (("", 1, 1.0), "pin_id = ''"),
-        (("x" * 257, 1, 1.0), "pin_id = "),
-        (("a\nb", 1, 1.0), "pin_id = "),
-        ((5, 1, 1.0), "pin_id = 5"),
-        (("a", 0, 1.0), "num_tokens = 0"),
-        (("a", True, 1.0), "num_tokens = True"),
-        (("a", 1, 0), "ttl_s = 0"),
-        (("a", 1, float("nan")), "ttl_s = nan"),
-        (("a", 1, float("inf")), "ttl_s = inf"),
-        (("a", 1, 8 * 86400), "ttl_s = 691200"),
-        (("a", 1, "1"), "ttl_s = '1'"),
-    ],
-)
-def test_invalid_pins_are_refused(values: tuple[Any, Any, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        PinPrefix(*values)
+            await engine.explain(prompt, "\n")
 
 
 async def test_pins_beyond_the_prompt_and_too_many_pins_are_refused(tiny_model: Path) -> None:

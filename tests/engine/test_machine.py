@@ -30,6 +30,7 @@ from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.errors import ContextTooLong, QueueFull
+from tests.core.helpers import pin_tokens
 
 BLOCK_SIZE, VOCAB_SIZE, MAX_WAITING = 4, 4, 6
 SALTS = ("", "other")
@@ -186,7 +187,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(prefix=prompts, salt=st.sampled_from(SALTS), name=st.sampled_from("ab"), ttl_s=st.sampled_from((1e-6, 9.0)))
     def pin(self, prefix: list[int], salt: str, name: str, ttl_s: float) -> None:
-        assert self.engine.pin(name, prefix, salt, ttl_s) <= len(prefix)
+        deadline_ns = self.engine.clock() + int(ttl_s * 1e9)
+        assert pin_tokens(self.engine.scheduler.cache, name, prefix, salt, deadline_ns) <= len(prefix)
 
     @rule()
     def clear(self) -> None:

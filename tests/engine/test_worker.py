@@ -24,7 +24,7 @@ from quire.engine.engine import Engine, StepEstimator, Work
 from quire.engine.generation import GenerationRequest
 from quire.engine.worker.client import WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
-from quire.engine.worker.worker import Observer, Worker
+from quire.engine.worker.worker import Worker
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, WorkerDied
 from tests.engine.serving import client, request, run, until, usage
 from tests.waiting import HANG_S, is_running, num_switches
@@ -217,7 +217,7 @@ def watched(*, has_overlap: bool) -> tuple[Worker, Engine, _Recorder]:
     runner = FakeRunner(Capacity(400, 4, max_num_seqs=4, max_model_len=1000, vocab_size=50, has_overlap=has_overlap))
     engine = Engine(runner, make_scheduler(runner, EngineConfig()))
     channel = _Recorder()
-    worker = Worker(channel, engine, Observer())  # type: ignore[arg-type]
+    worker = Worker(channel, engine, [])  # type: ignore[arg-type]
     worker.warm_up()
     assert channel.sent == []
     return worker, engine, channel
@@ -356,7 +356,7 @@ class _Script(_Recorder):
 
 def serve_script(runner: _Preparing, channel: _Script) -> list[int]:
     """Run a worker and return the generated tokens."""
-    worker = Worker(channel, runner.engine, Observer())  # type: ignore[arg-type]
+    worker = Worker(channel, runner.engine, [])  # type: ignore[arg-type]
     with pytest.raises(ConnectionError):
         worker.run()
     steps = [message for message in channel.sent if isinstance(message, Stepped)]

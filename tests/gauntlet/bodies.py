@@ -37,7 +37,7 @@ _TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "prop
 _SHAPE = {"name": "s", "schema": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}}
 # Valid bodies with many fields.
 RICH: dict[str, dict[str, Any]] = {
-    **{path: body for path, body in corpus.GOOD.items() if path not in (corpus.PIN, corpus.UNPIN)},
+    **corpus.GOOD,
     corpus.CHAT: {
         **corpus.GOOD[corpus.CHAT],
         "tools": [{"type": "function", "function": _TOOL}],

@@ -28,8 +28,6 @@ FIRST = (corpus.MESSAGES, corpus.COUNT)  # the types with the most fields: their
 ADMIN = "sk-admin-0000003"
 # Valid bodies of the paths that `RICH` does not have.
 OTHERS: dict[str, dict[str, Any]] = {
-    corpus.PIN: corpus.GOOD[corpus.PIN],
-    corpus.UNPIN: corpus.GOOD[corpus.UNPIN],
     "/v1/models/load": {"model": "tiny"},
     "/v1/models/unload": {"model": "unknown"},  # the model must stay
     "/v1/models/pin": {"model": "tiny"},

@@ -189,7 +189,7 @@ def readable_paths() -> list[str]:
     """All paths of the route table that a client can read without an id."""
     found = [one for one in ENDPOINTS if one.method == "GET" and one.access is not Access.ADMIN]
     paths = [one.path for one in found if "{" not in one.path and one.path != "/v1/watch"]
-    return [*paths, "/v1/watch?once=true", *(f"/v1/watch/blocks?first={first}&count=64" for first in range(1, 257, 64))]
+    return [*paths, "/v1/watch?once=true"]
 
 
 @contextmanager
@@ -626,7 +626,6 @@ def expensive() -> tuple[Expensive, ...]:
         Expensive("scored prompts", COMPLETIONS, scored, num_clients=2),
         Expensive("echoes", COMPLETIONS, {"prompt": ids, "max_tokens": 1, "echo": True}),
         Expensive("scored answers", CHAT, scores, num_clients=2),
-        Expensive("blocks", "/v1/watch/blocks?first=1&count=2000", method="GET"),
         Expensive("metrics", "/metrics", method="GET"),
         Expensive("openapi", "/openapi.json", method="GET"),
         Expensive("requests", "/v1/requests", method="GET"),

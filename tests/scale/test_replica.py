@@ -262,17 +262,12 @@ async def test_blocks_of_the_joined_map(client: ClusterClient) -> None:
     assert found.num_blocks == 398
     running = await client.submit(request(client, max_tokens=4000))
     await until(lambda: running.is_started, "it has started")
-    ((first, _count), *_rest) = await client.find_held(running.request_ids)
-    view = await client.view_blocks(first, 1)
-    assert view is not None
-    assert [number for number, _ in view.requests] == list(running.request_ids)
-    for last in (199, 398):
-        view = await client.view_blocks(last, 5)
-        assert view is not None
-        assert (view.first, view.num_blocks) == (last, 1)
-    with pytest.raises(InvalidRequest, match="first = 399 is not a block"):
-        await client.view_blocks(399, 1)
+    other = await client.submit(request(client, max_tokens=4000))
+    await until(lambda: other.is_started, "the other has started")
+    places = [(await client.find_held(one.request_ids))[0][0] for one in (running, other)]
+    assert 1 <= min(places) < 200 <= max(places) <= 398  # one on each replica
     running.cancel()
+    other.cancel()
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire.server.cache import CachePinRequest, CacheUnpinRequest, ExplainRequest
+from quire.server.cache import ExplainRequest
 from quire.server.protocols.anthropic import CountTokensRequest, MessagesRequest
 from quire.server.protocols.openai import (
     ACCEPTED,
@@ -30,8 +30,6 @@ MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 COUNT = "/v1/messages/count_tokens"
 EXPLAIN = "/v1/cache/explain"
-PIN = "/v1/cache/pin"
-UNPIN = "/v1/cache/unpin"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 OLLAMA_CHAT = "/api/chat"
@@ -51,8 +49,6 @@ GOOD: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "Hi", "max_output_tokens": 2},
     COUNT: {"model": "tiny", "messages": [HI]},
     EXPLAIN: {"prompt": "Hi"},
-    PIN: {"prompt": "Hi"},
-    UNPIN: {"id": "nothing"},
     TOKENIZE: {"prompt": "Hi"},
     DETOKENIZE: {"tokens": [1]},
     OLLAMA_CHAT: {"model": "tiny", "messages": [HI], "options": {"num_predict": 2}},
@@ -66,8 +62,6 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     RESPONSES: ResponsesRequest,
     COUNT: CountTokensRequest,
     EXPLAIN: ExplainRequest,
-    PIN: CachePinRequest,
-    UNPIN: CacheUnpinRequest,
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
 }
@@ -617,12 +611,6 @@ def _ids() -> Iterator[Hostile]:
         instead(EXPLAIN, "neither", {}, "prompt"),
         instead(EXPLAIN, "both", {"prompt": "a", "messages": [HI]}, "messages"),
         field(EXPLAIN, "cache_salt", "a b"),
-        field(PIN, "ttl_s", -1),
-        field(PIN, "ttl_s", 10**9),
-        literal(PIN, "ttl_s", "1e999", "ttl_s"),
-        field(PIN, "id", ""),
-        field(PIN, "id", "line\nline"),
-        field(UNPIN, "id", "i" * 10_000),
     )
 
 
@@ -754,7 +742,6 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
         "top_logprobs": (0, 20),
         "seed": (-(2**63), 2**64 - 1),
     },
-    PIN: {"ttl_s": (0, 604_800)},
 }
 _ODD = (
     *("-1", "-0", "-0.0", "0", "1", "2147483647", "2147483648", "4294967296", "9223372036854775807"),

@@ -235,11 +235,11 @@ def eight_siblings(browser: Browser, server: Server) -> None:
         browser.wait("eight hold one block", lambda: "shared by up to 8" in browser.text("#map-note"))
         assert count(browser, "shared") > 10
         point_at_shared(browser)
-        browser.wait("the holders are named", lambda: "8 references" in browser.text("#detail"))
+        browser.wait("the holders are counted", lambda: "8 references" in browser.text("#detail"))
         left = "new PointerEvent('pointerleave', { pointerType: 'mouse' })"
         found = browser.text("#detail")
         browser.run(f"document.getElementById('map').dispatchEvent({left})")
-        assert re.search(r"Block [\d,]+: shared · 32 tokens · 8 references\. Held by req_\w+ \xd78", found)
+        assert re.search(r"Block [\d,]+: shared · 8 references$", found)
         browser.run("document.querySelector('#requests tr').focus()")
         browser.wait("its blocks are marked", lambda: re.match(r"req_\w+ holds \d+ blocks\.", browser.text("#detail")))
         browser.run("document.querySelector('#requests tr').blur()")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -27,7 +26,6 @@ from quire.server.watch import (
     MAX_FINISHED_SHOWN,
     MAX_WATCHERS,
     MAX_WATCHERS_A_KEY,
-    BlocksAnswer,
     Watch,
     WatchedEngine,
     WatchedPool,
@@ -159,7 +157,7 @@ def test_running_requests_are_shown_with_blocks_and_rates(server: Server) -> Non
         assert (first.tier, first.key, first.num_samples) == ("normal", "local", 1)
         assert second.cached_tokens == second.prompt_tokens - 1  # the second came after the first
         assert first.num_blocks * 32 >= first.computed_tokens > first.prompt_tokens
-        # Both hold the same prompt: its full blocks are shared, and list both requests.
+        # Both hold the same prompt: its full blocks are shared.
         assert engine.blocks.counts.shared >= first.prompt_tokens // 32 - 1
         assert engine.blocks.max_holders == 2
         position = 1
@@ -167,14 +165,10 @@ def test_running_requests_are_shown_with_blocks_and_rates(server: Server) -> Non
             if run.num_shared:
                 break
             position += run.num_cells
-        answer = server.get(f"/v1/watch/blocks?first={position}&count=1")
-        view = msgspec.json.decode(answer.body, type=BlocksAnswer)
-        assert view.counts.shared == 1
-        assert {one.id for one in view.holders} == {first.id, second.id}
-        assert (view.max_holders, view.num_tokens, view.num_other_holders) == (2, 32, 0)
-        held = server.get(f"/v1/watch/held?id={first.id}").json
-        assert any(start <= position < start + size for start, size in held["ranges"])
-        assert sum(size for _, size in held["ranges"]) >= first.num_blocks
+        for one in (first, second):
+            held = server.get(f"/v1/watch/held?id={one.id}").json
+            assert any(start <= position < start + size for start, size in held["ranges"])
+            assert sum(size for _, size in held["ranges"]) >= one.num_blocks
     server.wait_free()
     assert snapshot(server).models[0].engine.requests == []  # type: ignore[union-attr]
 
@@ -323,12 +317,8 @@ def test_a_worker_is_not_polled_without_watchers(server: Server) -> None:
         ("/v1/watch?interval_ms=60001", "interval_ms = '60001'"),
         ("/v1/watch?interval_ms=soon", "interval_ms = 'soon'"),
         ("/v1/watch?once=perhaps", "once = 'perhaps'"),
-        ("/v1/watch/blocks", "first"),
         ("/v1/watch/held", "id"),
         ("/v1/watch/held?id=" + "x" * 65, "id = 'xxx"),
-        ("/v1/watch/blocks?first=0", "first = '0'"),
-        ("/v1/watch/blocks?first=1&count=5000", "count = '5000'"),
-        ("/v1/watch/blocks?first=399&count=2", "are not among 1 to 399"),
     ],
 )
 def test_invalid_queries_are_refused_by_name(server: Server, path: str, says: str) -> None:
@@ -338,7 +328,7 @@ def test_invalid_queries_are_refused_by_name(server: Server, path: str, says: st
 
 
 def test_unknown_models_and_other_methods(server: Server) -> None:
-    assert server.get("/v1/watch/blocks?first=1&model=nobody").status == 404
+    assert server.get("/v1/watch/held?id=x&model=nobody").status == 404
     assert server.post("/v1/watch").status == 405
     head = server.ask("HEAD", "/v1/watch")
     assert (head.status, head.body) == (200, b"")
@@ -364,12 +354,6 @@ def test_a_key_sees_its_own_requests_and_counts_the_others(locked: Server) -> No
         assert {one.key for one in everything.requests} == {"key-1", "key-2"}
         other = next(one for one in everything.requests if one.key == "key-2")
         assert other.id.encode() not in msgspec.json.encode(alice)
-        path = f"/v1/watch/blocks?first=1&count={everything.blocks.num_blocks}"
-        seen = locked.get(path, headers={"authorization": f"Bearer {ALICE}"}).json
-        assert [one["id"] for one in seen["holders"]] == [mine.requests[0].id]
-        assert seen["num_other_holders"] == 1
-        assert other.id not in json.dumps(seen)
-        assert len(locked.get(path).json["holders"]) == 2
         for key, status in ((ALICE, 404), (BOB, 200), (ROOT, 200)):
             held = locked.get(f"/v1/watch/held?id={other.id}", headers={"authorization": f"Bearer {key}"})
             assert held.status == status

@@ -620,7 +620,8 @@ class World:
             book = self.random.choice(books)
             tokens, salt = [*book.request.tokens], book.request.salt
         ttl = self.random.choice((1_000, 1_000_000, 10**12, 10**12))
-        self.scheduler.cache.pin(f"pin-{self.random.randint(0, 4)}", tokens, salt, self.now_ns + ttl)
+        pin_id = f"pin-{self.random.randint(0, 4)}"
+        self.scheduler.cache.pin(pin_id, Request(0, tokens, salt=salt), len(tokens), self.now_ns + ttl)
 
     def _unpin(self) -> None:
         self.scheduler.cache.pins.unpin(f"pin-{self.random.randint(0, 4)}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby, islice
 from typing import NamedTuple
@@ -16,7 +15,6 @@ from typing import NamedTuple
 from quire.core.cache.context import NULL_BLOCK_ID, KVCacheBlock
 from quire.core.kv_cache import KVCacheManager
 from quire.core.scheduler import Scheduler
-from quire.errors import InvalidRequest
 
 FIRST_BLOCK = NULL_BLOCK_ID + 1
 
@@ -53,19 +51,6 @@ class HeldRun(NamedTuple):
     first: int
     num_blocks: int
     num_holders: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksView:
-    """Details of a range of blocks."""
-
-    first: int
-    num_blocks: int
-    states: tuple[int, ...]  # number of blocks, indexed by BlockState
-    num_tokens: int  # total of all blocks
-    max_holders: int  # largest number of requests that hold one block
-    num_pins: int  # largest number of pins that hold one block
-    requests: tuple[tuple[int, int], ...]  # (request id, number of these blocks that it holds)
 
 
 def state_of(block: KVCacheBlock, num_pins: int) -> BlockState:
@@ -192,38 +177,3 @@ def _runs(block_ids: set[int], values: Sequence[int] | None = None) -> list[tupl
         else:
             runs.append((block_id, 1, value))
     return runs
-
-
-def view_blocks(scheduler: Scheduler, first: int, count: int) -> BlocksView:
-    """Details of `count` blocks from `first`.
-
-    Changes nothing; the cost is a search of all block tables.
-    """
-    cache = scheduler.cache
-    end = first + count
-    if not FIRST_BLOCK <= first < end <= len(cache.pool.blocks):
-        raise InvalidRequest(f"blocks {first} to {end - 1} are not among {FIRST_BLOCK} to {cache.pool.num_usable}")
-    blocks = cache.pool.blocks[first:end]
-    pins = {block.block_id: cache.pins.holders.get(block.block_id, 0) for block in blocks}
-    num_tokens = {block.block_id: block.num_tokens for block in blocks}
-    requests: list[tuple[int, int]] = []
-    for request in scheduler.running:
-        held = num_tokens.keys() & request.block_table
-        num_full, rest = divmod(request.num_computed, cache.block_size)
-        num_tokens |= dict.fromkeys(held.intersection(request.block_table[:num_full]), cache.block_size)
-        for block_id in held.intersection(request.block_table[num_full : num_full + 1]):
-            num_tokens[block_id] = max(num_tokens[block_id], rest)
-        if held:
-            requests.append((request.request_id, len(held)))
-    states = [0] * len(BlockState)
-    for block in blocks:
-        states[state_of(block, pins[block.block_id])] += 1
-    return BlocksView(
-        first=first,
-        num_blocks=count,
-        states=tuple(states),
-        num_tokens=sum(num_tokens.values()),
-        max_holders=max(block.ref_count - pins[block.block_id] for block in blocks),
-        num_pins=max(pins.values()),
-        requests=tuple(requests),
-    )

@@ -39,11 +39,9 @@ from quire.engine.generation import (
     GenerationOutput,
     GenerationRequest,
     NewParser,
-    PinPrefix,
 )
 from quire.engine.model_text import ModelText
 from quire.engine.process import log_format
-from quire.engine.worker.block_map import BlocksView
 from quire.engine.worker.kv_events import CacheReport, KvEventsConfig
 from quire.engine.worker.protocol import (
     MAX_UNSENT,
@@ -66,7 +64,6 @@ from quire.engine.worker.protocol import (
     GetStats,
     Load,
     Loading,
-    PinCache,
     Query,
     Ready,
     Refused,
@@ -74,8 +71,6 @@ from quire.engine.worker.protocol import (
     Stats,
     Stepped,
     ToWorker,
-    UnpinCache,
-    ViewBlocks,
     Working,
     from_worker,
     pack,
@@ -98,8 +93,7 @@ T = TypeVar("T")
 HeldRanges = tuple[tuple[int, int], ...]
 # Built at import: msgspec collects what it knows of a type at the first use, which is not safe in several threads.
 ANSWERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind)
-    for kind in (CacheExplanation, Stats, Blocks, BlocksView, HeldRanges, NoneType, int, bool)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (CacheExplanation, Stats, Blocks, HeldRanges, NoneType)
 }
 
 log = logging.getLogger(__name__)
@@ -673,10 +667,6 @@ class ModelClient(ABC):
         """The block map, in at most `max_cells` cells. The worker maintains it as long as it is asked for."""
         return _first(await self.ask(GetBlocks(max_cells), Blocks))
 
-    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
-        """The holders and fill levels of these blocks."""
-        return _first(await self.ask(ViewBlocks(first, count), BlocksView))
-
     async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """The blocks that these requests hold, as (first, count)."""
         return _first(await self.ask(FindHeld(request_ids), HeldRanges)) or ()
@@ -687,16 +677,6 @@ class ModelClient(ABC):
         Raises CacheFolderError if files of the disk cache cannot be deleted; the rest is cleared.
         """
         await self.ask(ClearCache(), NoneType)
-
-    async def pin(self, pin_id: str, prompt: tuple[int, ...], salt: str, ttl_s: float) -> int:
-        """Pin the cached full blocks of this prefix for `ttl_s`. Returns the number of tokens of the longest one."""
-        check_salt(salt)
-        PinPrefix(pin_id, len(prompt), ttl_s)  # refuses an invalid pin
-        return max(await self.ask(PinCache(pin_id, PackedPrompt.of(prompt), salt, ttl_s), int), default=0)
-
-    async def unpin(self, pin_id: str) -> bool:
-        """Returns False if there is no pin of that name."""
-        return any(await self.ask(UnpinCache(pin_id), bool))
 
 
 def _first(answers: Sequence[T]) -> T | None:

@@ -80,13 +80,6 @@ class GetBlocks(msgspec.Struct, tag="blocks", frozen=True):
     min_per_cell: int = 1  # blocks; maps with the same number of blocks per cell can be joined
 
 
-class ViewBlocks(msgspec.Struct, tag="view_blocks", frozen=True):
-    """Which requests hold these blocks?"""
-
-    first: int
-    count: int
-
-
 class FindHeld(msgspec.Struct, tag="find_held", frozen=True):
     """Which blocks do these requests hold? Answered with pairs of a first block and a count."""
 
@@ -97,22 +90,7 @@ class ClearCache(msgspec.Struct, tag="clear", frozen=True):
     """Drop all cached content, pins included. Running requests keep their blocks."""
 
 
-class PinCache(msgspec.Struct, tag="pin", frozen=True):
-    """Pin the cached blocks of this prefix. Answered with their number of tokens."""
-
-    pin_id: str
-    prompt: PackedPrompt
-    salt: str
-    ttl_s: float
-
-
-class UnpinCache(msgspec.Struct, tag="unpin", frozen=True):
-    """Answered with whether there was a pin of that name."""
-
-    pin_id: str
-
-
-Query = Explain | GetStats | GetBlocks | ViewBlocks | FindHeld | ClearCache | PinCache | UnpinCache
+Query = Explain | GetStats | GetBlocks | FindHeld | ClearCache
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):

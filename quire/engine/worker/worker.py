@@ -31,7 +31,7 @@ from quire.engine.engine import NO_WORK, Engine, StepEstimator, Work, work_of
 from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
 from quire.engine.process import calm_collector, setup_worker_log
-from quire.engine.worker.block_map import BlockMap, held_ranges, view_blocks
+from quire.engine.worker.block_map import BlockMap, held_ranges
 from quire.engine.worker.kv_events import CacheReporter
 from quire.engine.worker.protocol import (
     MAX_RUNNING_LISTED,
@@ -52,7 +52,6 @@ from quire.engine.worker.protocol import (
     GetStats,
     Load,
     Loading,
-    PinCache,
     Query,
     Ready,
     Refused,
@@ -61,8 +60,6 @@ from quire.engine.worker.protocol import (
     Stats,
     TierStats,
     ToWorker,
-    UnpinCache,
-    ViewBlocks,
     Working,
     encode,
     stepped,
@@ -85,35 +82,15 @@ WARM_UP_ANSWER = 2
 MAX_VISITED_BLOCKS = 500  # visited at once by the block map or an audit, which takes one to two milliseconds
 MAX_HELD_BLOCKS = 2000  # listed one by one for the map
 MAP_LIFE_S = 10.0  # after it was last asked for, the map is not maintained any more
-READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld})  # do not change the core
+READ_ONLY = frozenset({Explain, GetStats, GetBlocks, FindHeld})  # do not change the core
 
 log = logging.getLogger(__name__)
-
-
-class Observer:
-    """Receives the scheduler's events, and records those that are reported to the client."""
-
-    def __init__(self) -> None:
-        self._admitted: list[Admitted] = []
-        self.num_preemptions = 0
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Admitted):
-            if not event.is_resumed:
-                self._admitted.append(event)
-        elif isinstance(event, Preempted):
-            self.num_preemptions += 1
-
-    def pop_admitted(self) -> list[Admitted]:
-        """The requests admitted since the last call."""
-        admitted, self._admitted = self._admitted, []
-        return admitted
 
 
 class Worker:
     """The loop of a worker process.
 
-    `observer`: the one that the engine's scheduler reports to. Without `grammars`, no request has a grammar.
+    `events`: those of the engine's scheduler, which appends to this list. Without `grammars`, no request has a grammar.
     Without `publisher`, changes of the cache are not announced; without `reporter`, not reported to the client.
     """
 
@@ -121,14 +98,15 @@ class Worker:
         self,
         channel: Channel,
         engine: Engine,
-        observer: Observer,
+        events: list[Event],
         grammars: Grammars | None = None,
         publisher: EventPublisher | None = None,
         reporter: CacheReporter | None = None,
     ) -> None:
         self._channel = channel
         self._engine = engine
-        self._observer = observer
+        self._events = events  # since the last plan
+        self._num_preemptions = 0
         self._estimator = StepEstimator()
         self._planned = NO_WORK  # work of the last plan
         self._running = NO_WORK  # enqueued by the previous call of `step`, if a step is in flight
@@ -279,8 +257,11 @@ class Worker:
     def _announce(self, plan: StepPlan) -> None:
         """Before a step runs, report the requests it starts, and whether it will be long."""
         self._note(plan)
-        if started := tuple(self._describe(event) for event in self._observer.pop_admitted()):
-            self._channel.send(Begun(started))
+        begun = [event for event in self._events if isinstance(event, Admitted) and not event.is_resumed]
+        self._num_preemptions += sum(isinstance(event, Preempted) for event in self._events)
+        self._events.clear()
+        if begun:
+            self._channel.send(Begun(tuple(map(self._describe, begun))))
         self._announce_wait(self._estimator.predict_s(self._running) + self._estimator.predict_s(self._planned))
 
     def _announce_wait(self, predicted_s: float) -> None:
@@ -391,16 +372,10 @@ class Worker:
                 return self._stats()
             case GetBlocks(max_cells=max_cells, min_per_cell=min_per_cell):
                 return self._blocks(max_cells, min_per_cell)
-            case ViewBlocks(first=first, count=count):
-                return view_blocks(scheduler, first, count)
             case FindHeld(request_ids=request_ids):
                 return held_ranges(scheduler, request_ids)
             case ClearCache():
                 self._engine.clear_cache()
-            case PinCache(pin_id=pin_id, prompt=prompt, salt=salt, ttl_s=ttl_s):
-                return self._engine.pin(pin_id, prompt, salt, ttl_s)
-            case UnpinCache(pin_id=pin_id):
-                return scheduler.cache.pins.unpin(pin_id)
         return None
 
     def _stats(self) -> Stats:
@@ -410,7 +385,7 @@ class Worker:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(self._compilations or ()),
             tiers=tier_stats(scheduler.waiting, self._engine.clock()),
-            num_preemptions=self._observer.num_preemptions,
+            num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
             num_violations=self._num_violations,
             num_drafted=scheduler.num_drafted,
@@ -475,7 +450,7 @@ def _load_and_run(channel: Channel) -> int:
     if not isinstance(first, Load):
         raise ValueError(f"the first message is {type(first).__name__}, not Load")
     timings_s: dict[str, float] = {}
-    observer = Observer()
+    events: list[Event] = []
     with contextlib.ExitStack() as stack:
         publisher = None
         if first.kv_events is not None:  # before the model is loaded, because a port may be taken
@@ -495,7 +470,7 @@ def _load_and_run(channel: Channel) -> int:
                 Path(first.path),
                 first.config,
                 lambda num_done, num_bytes: channel.send(Loading(num_done, num_bytes)),
-                observer,
+                events.append,
                 is_server=True,
                 chain_secret=first.chain_secret,
                 on_open=lambda spec: prepare_grammars(spec.vocab_size),
@@ -507,18 +482,24 @@ def _load_and_run(channel: Channel) -> int:
         cache = engine.scheduler.cache
         reporter = CacheReporter(cache) if first.reports_cache else None
         fingerprinting = begin_fingerprint(Path(first.path), first.config, engine, channel.wake)
-        worker = Worker(channel, engine, observer, prepared[-1], publisher, reporter)
+        worker = Worker(channel, engine, events, prepared[-1], publisher, reporter)
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
         calm_collector()
         facts = engine.runner.facts()
-        events = None if publisher is None else publisher.start(cache)
-        levels = cache.stats().levels
-        secret = cache.tree.secret if first.reports_cache else b""
-        max_model_len = engine.scheduler.max_model_len
-        ready = Ready(engine.capacity, max_model_len, facts, timings_s, levels, events, secret)
+        kv_events = None if publisher is None else publisher.start(cache)
         fingerprint = fingerprinting.wait()
-        channel.send(msgspec.structs.replace(ready, system_fingerprint=fingerprint))
+        ready = Ready(
+            engine.capacity,
+            engine.scheduler.max_model_len,
+            facts,
+            timings_s,
+            cache.stats().levels,
+            kv_events,
+            cache.tree.secret if first.reports_cache else b"",
+            system_fingerprint=fingerprint,
+        )
+        channel.send(ready)
         try:
             worker.run(rest, None if fingerprint else fingerprinting)
         except ConnectionError:

@@ -18,7 +18,7 @@ from quire.engine.engine import Engine
 from quire.engine.generation import GenerationRequest
 from quire.engine.levels.block_file import DamagedBlock
 from quire.engine.worker.protocol import Add, Stepped, Working
-from quire.engine.worker.worker import SAVE_INTERVAL_S, Observer, Worker
+from quire.engine.worker.worker import SAVE_INTERVAL_S, Worker
 from tests.engine.levels.contents import all_files
 from tests.engine.levels.test_engine_levels import make
 from tests.engine.serving import client, request, run, stats
@@ -52,7 +52,7 @@ def prompt(num_tokens: int = 30) -> Add:
 
 def serve(engine: Engine, channel: Script) -> None:
     with pytest.raises(ConnectionError):
-        Worker(channel, engine, Observer()).run()  # type: ignore[arg-type]
+        Worker(channel, engine, []).run()  # type: ignore[arg-type]
     check_scheduler(engine.scheduler)
 
 

@@ -14,8 +14,7 @@ const GAP = 1;
 const MIN_PITCH = 3, BLOCK_PITCH = 8, MAX_PITCH = 26; // pixels; a block drawn alone has BLOCK_PITCH or more
 const COUNT_PITCH = 13; // from here on the number of holders fits
 const FADED = 0.25; // blocks not held by the request that is pointed at
-const LOOK_MS = 150; // between two requests for what is under the pointer
-const HINT = "Point at a block, or use the arrow keys, to see which requests hold it.";
+const HINT = "Point at a block, or use the arrow keys, to see its state. Point at a request to mark its blocks.";
 
 const canvas = byId("map");
 const detail = byId("detail");
@@ -26,8 +25,6 @@ let wantsZoom = null; // what the user has chosen; null: nothing yet
 let isZoomed = false; // the map shows blocks in use only
 let place = { pitch: 10, columns: 1 };
 let pointed = -1; // the cell that is looked at; -1: none
-let timer = 0;
-let asking = false;
 let marked = null; // the id of a request
 let held = []; // ranges of blocks of it: [first, count]
 
@@ -122,42 +119,23 @@ const draw = () => {
   }
 };
 
-const describe = (found) => {
-  const last = found.first + found.num_blocks - 1;
-  const where = found.num_blocks === 1 ? "Block " + num(found.first) : "Blocks " + num(found.first) + " to " + num(last);
-  const what = STATES.filter(([state]) => found.counts[state])
-    .map(([state, word]) => (found.num_blocks === 1 ? word : num(found.counts[state]) + " " + word));
-  const parts = [what.join(", "), plural(found.num_tokens, "token")];
-  const holders = found.holders.map((one) => (one.num_blocks === 1 ? one.id : one.id + " ×" + num(one.num_blocks)));
-  if (found.num_other_holders) holders.push(plural(found.num_other_holders, "request") + " of other keys");
-  if (found.max_holders) parts.push(plural(found.max_holders, "reference") + (found.num_blocks === 1 ? "" : " at most"));
-  if (found.num_pins) parts.push(plural(found.num_pins, "pin"));
-  setText(detail, where + ": " + parts.join(" · ") + (holders.length ? ". Held by " + holders.join(", ") : ""));
-};
-
-const look = async () => {
-  if (pointed < 0 || asking || !blocks) return;
-  asking = true;
-  const cell = pointed;
-  const query = new URLSearchParams({ model, first: String(cells[cell].first), count: String(cells[cell].size) });
-  try {
-    const found = await (await ask("v1/watch/blocks?" + query)).json();
-    if (cell === pointed) describe(found);
-  } catch (error) {
-    setText(detail, error.message);
-  } finally {
-    asking = false;
-    if (cell !== pointed && pointed >= 0) look();
-  }
+const describe = (cell) => {
+  const last = cell.first + cell.size - 1;
+  const where = cell.size === 1 ? "Block " + num(cell.first) : "Blocks " + num(cell.first) + " to " + num(last);
+  const what = STATES.filter(([state]) => cell[state])
+    .map(([state, word]) => (cell.size === 1 ? word : num(cell[state]) + " " + word));
+  const runs = blocks.held.filter(([first, count]) => first <= last && cell.first < first + count);
+  const holders = Math.max(0, ...runs.map(([, , references]) => references));
+  const most = cell.size === 1 ? "" : " at most";
+  setText(detail, where + ": " + what.join(", ") + (holders ? " · " + plural(holders, "reference") + most : ""));
 };
 
 const point = (cell) => {
   if (cell === pointed) return;
   pointed = cell;
   draw();
-  clearTimeout(timer);
   if (cell < 0) setText(detail, HINT);
-  else timer = setTimeout(look, LOOK_MS);
+  else describe(cells[cell]);
 };
 
 const findHeld = async () => {
@@ -243,7 +221,7 @@ export const showBlocks = (name, found) => {
   blocks = found;
   showTotals(found);
   update();
-  if (pointed >= 0) look();
+  if (pointed >= 0) describe(cells[pointed]);
   else if (marked !== null) findHeld();
   else setText(detail, found ? HINT : "");
 };
