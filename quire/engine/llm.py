@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from quire.backends.base import Progress
+from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason
 from quire.engine.composition import EngineConfig, check_cache_folders, check_supported, make_engine
 from quire.engine.generation import (
@@ -115,6 +116,9 @@ class LLM:
         finally:
             run.close()
         on_end(run.generations[0].output())
+
+    def cache_stats(self) -> CacheStats:
+        return self.engine.scheduler.cache.stats()
 
     def close(self) -> None:
         """Free everything. With a disk cache, first save cached content, for at most `MAX_SAVE_S`."""

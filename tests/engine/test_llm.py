@@ -29,7 +29,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 def nothing_is_left_behind(llm: LLM) -> Iterator[None]:
     yield
     assert not llm.engine.has_work
-    assert llm.engine.scheduler.cache.stats().num_in_use == 0
+    assert llm.cache_stats().num_in_use == 0
     check_scheduler(llm.engine.scheduler)
 
 
