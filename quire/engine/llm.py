@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -71,10 +72,12 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
         on_output: OnOutput | None = None,
+        progress: bool = True,
     ) -> list[GenerationOutput]:
         """Continue each prompt, raw text or token ids. A failed prompt has its error in its output; others continue.
 
         `on_output` is called with the index of a prompt and its new text. If it raises, all prompts end.
+        `progress`: show a bar on a terminal while there are several answers.
         """
         if not isinstance(prompts, str | list | tuple):
             raise InvalidRequest(f"prompts = {prompts!r:.80} is not text, token ids or a list of them")
@@ -82,7 +85,7 @@ class LLM:
         asked: list[Asked] = [
             (self.text.request(self._encode(prompt), one), None) for prompt, one in _pair(todo, params)
         ]
-        return self._run(asked, on_output)
+        return self._run(asked, on_output, has_bar=progress)
 
     def chat(
         self,
@@ -90,6 +93,7 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
         on_output: OnOutput | None = None,
+        progress: bool = True,
     ) -> list[GenerationOutput]:
         """Answer each conversation, using the model's chat template. A string is a single user message."""
         todo: list[Any] = [conversations] if _is_conversation(conversations) else list(conversations)  # type: ignore[arg-type]
@@ -97,7 +101,7 @@ class LLM:
             (self.text.request(self.text.encode_chat(chat, self.max_model_len), chosen, chat=chat), chat)
             for chat, chosen in ((as_chat(one), chosen) for one, chosen in _pair(todo, params))
         ]
-        return self._run(asked, on_output)
+        return self._run(asked, on_output, has_bar=progress)
 
     def stream(
         self,
@@ -150,13 +154,15 @@ class LLM:
             raise InvalidRequest(f"prompt = {prompt!r:.80} is not text or a list of token ids")
         return tuple(prompt)
 
-    def _run(self, asked: Sequence[Asked], on_output: OnOutput | None) -> list[GenerationOutput]:
+    def _run(self, asked: Sequence[Asked], on_output: OnOutput | None, *, has_bar: bool) -> list[GenerationOutput]:
         run = _Run(self, asked)
         try:
-            while not run.is_finished:
-                for number, delta in run.step():
-                    if on_output is not None:
-                        on_output(number, delta)
+            with _bar(run.num_left, is_shown=has_bar) as show:
+                while not run.is_finished:
+                    for number, delta in run.step():
+                        if on_output is not None:
+                            on_output(number, delta)
+                    show(run.num_left)
         finally:
             run.close()
         return [generation.output() for generation in run.generations]
@@ -185,6 +191,11 @@ class _Run:
         self._todo = deque((number, index) for number, (request, _) in enumerate(asked) for index in range(request.n))
         self._alive: dict[int, tuple[int, int]] = {}  # request id -> number of the request, index of the sample
         self._deltas: list[tuple[int, Delta]] = []  # not returned yet
+
+    @property
+    def num_left(self) -> int:
+        """Number of answers that have not ended."""
+        return len(self._alive) + len(self._todo)
 
     @property
     def is_finished(self) -> bool:
@@ -247,6 +258,20 @@ class _Run:
             self._engine.cancel(request_id)
         else:
             self._engine.finish(request_id, num_tokens)
+
+
+@contextmanager
+def _bar(num_answers: int, *, is_shown: bool) -> Iterator[Callable[[int], object]]:
+    """Yield a function that shows how many answers are left, if there are several and stderr is a terminal."""
+    if not is_shown or num_answers < 2 or not sys.stderr.isatty():
+        yield lambda _num_left: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as ProgressBar
+
+    with ProgressBar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("answers", total=num_answers)
+        yield lambda num_left: bar.update(task, completed=num_answers - num_left)
 
 
 @contextmanager

@@ -53,6 +53,18 @@ def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
         llm.generate(["The", "dog", "does"], params[:2])
 
 
+def test_a_bar_counts_the_answers_on_a_terminal(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    for several, progress in ((["a", "b"], False), (["a"], True)):
+        llm.generate(several, SHORT, progress=progress)
+        assert "answers" not in capsys.readouterr().err
+    llm.chat(["a", "b"], SHORT)
+    assert "answers" in capsys.readouterr().err
+
+
 def test_more_prompts_than_the_queue_can_hold(llm: LLM) -> None:
     outputs = llm.generate(
         [f"The dog {i}" for i in range(60)], GenerationParams(n=2, seed=1, max_tokens=3, ignore_eos=True)
