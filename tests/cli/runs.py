@@ -134,7 +134,7 @@ class EchoLLM:
     @property
     def text(self) -> Any:
         return SimpleNamespace(
-            template=SimpleNamespace(exists=self.has_template),
+            template=SimpleNamespace(source="" if self.has_template else None),
             encode=lambda prompt, _size: prompt,
             encode_chat=self._encode_chat,
             new_parser=lambda _chat, _prompt: (

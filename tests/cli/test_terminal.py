@@ -138,7 +138,7 @@ def test_lines_of_a_trace_are_escaped(tmp_path: Path) -> None:
     ]
     path = tmp_path / f"trace{HOSTILE.replace('/', '')}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    check(at_a_terminal("sim", str(path)))
+    check(at_a_terminal("sim", str(path)), r"\u001b]0;ow")  # the rest of the name is on the next line
     path.write_text(json.dumps({**lines[0], HOSTILE: HOSTILE}))
     screen = at_a_terminal("sim", str(path))
     assert [one for one in HARMFUL if one in screen] == [], screen

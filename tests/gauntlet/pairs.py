@@ -129,7 +129,7 @@ def run(gauntlet: Gauntlet) -> Sequence[Figure]:
         found["types that a request used first"] += len(_report(folder))
     least = gauntlet.size(200, 2) * len(PATHS)
     return [
-        Figure("endpoints with a body", len(PATHS), at_least=20),
+        Figure("endpoints with a body", len(PATHS), at_least=16),
         Figure("fresh servers", num_servers, at_least=num_servers),
         Figure("groups of two or three large bodies at the same moment", num_sent, at_least=least),
         *counted("", found),
