@@ -44,12 +44,12 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 
 
 # At most so many statements and files. A package that needs more raises its numbers in the same commit, which says why.
-# The aim of decision 0048 is 41,000 statements in 320 files.
+# The aim of decision 0048 is 41,000 statements in 320 files; 452 are missing.
 BUDGETS = {
-    "quire/backends": (11_750, 75), "quire/batch": (410, 2), "quire/bench": (640, 4), "quire/cli": (4_120, 16),
-    "quire/core": (4_520, 19), "quire/engine": (5_930, 25), "quire/scale": (1_450, 9), "quire/server": (7_620, 28),
-    "quire/sim": (700, 4), "quire/text": (4_130, 16), "quire/weights": (3_680, 20),
-    "benchmarks": (2_870, 25), "tests": (49_630, 381),
+    "quire/backends": (10_760, 75), "quire/batch": (390, 2), "quire/bench": (610, 3), "quire/cli": (3_510, 16),
+    "quire/core": (4_270, 19), "quire/engine": (5_470, 23), "quire/scale": (1_430, 9), "quire/server": (7_070, 27),
+    "quire/sim": (580, 4), "quire/text": (3_780, 16), "quire/weights": (3_540, 20),
+    "benchmarks": (2_790, 25), "tests": (43_850, 377),
 }  # fmt: skip
 
 
