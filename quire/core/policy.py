@@ -89,7 +89,9 @@ class TenantClock:
         self._lowest: int | None = None  # lowest time served in this step
         self._highest = 0  # highest time of all tenants
         self._max_remembered = MIN_SWEEP
-        self.refunded: set[str] = set()  # tenants whose time decreased since their lane was last read
+        # Tenants whose time decreased since their lane was last read. Their order decides between equal times: a set of
+        # strings has another order in each process.
+        self.refunded: dict[str, None] = {}
 
     def time(self, tenant: str) -> int:
         """Virtual time of a tenant. While the tenant has requests, only a refund decreases it."""
@@ -116,7 +118,7 @@ class TenantClock:
     def refund(self, tenant: str, num_tokens: int) -> None:
         """Take back a charge of this step."""
         self._times[tenant] -= num_tokens
-        self.refunded.add(tenant)
+        self.refunded[tenant] = None
 
     def end_step(self, *, is_short: bool = True) -> None:
         if self._lowest is None:
@@ -170,9 +172,10 @@ class TenantLane:
 
     def first(self) -> tuple[Key, Request]:
         """The next request and its key. The lane must not be empty."""
-        while self._clock.refunded:
-            if (tenant := self._clock.refunded.pop()) in self._lines:
+        for tenant in self._clock.refunded:
+            if tenant in self._lines:
                 self._tenants.push((self._clock.time(tenant), 0), tenant)
+        self._clock.refunded.clear()
         while True:
             (time, number), tenant = self._tenants.first()
             line = self._lines[tenant]

@@ -95,3 +95,19 @@ def test_the_least_served_tenant_is_first_after_any_order_of_calls() -> None:
             (time, _), first = lane.first()
             assert time == min(clock.time(one.tenant) for one in waiting)
             assert first.sequence == min(one.sequence for one in waiting if one.tenant == first.tenant)
+
+
+def test_tenants_with_equal_times_are_served_in_the_order_of_their_refunds() -> None:
+    clock, names = TenantClock(), [f"tenant {number}" for number in range(8)]
+    lane = TenantLane(clock)
+    for number, name in enumerate(names):
+        clock.arrive(name)
+        lane.push(request(number, name))
+        clock.charge(name, 5)
+    for name in reversed(names):
+        clock.refund(name, 2)
+    served = []
+    while len(lane):
+        served.append(lane.first()[1])
+        lane.remove(served[-1])
+    assert [one.tenant for one in served] == [*reversed(names)]

@@ -290,9 +290,17 @@ MUTANTS = (
     _mutant(
         "a tenant with a refund keeps its place",
         "core/policy.py",
-        "        self.refunded.add(tenant)\n",
+        "        self.refunded[tenant] = None\n",
         "",
         "tests/core/test_pressure.py",
+    ),
+    Mutant(
+        "the order of refunds follows hashes",
+        (
+            Edit("core/policy.py", "self.refunded: dict[str, None] = {}", "self.refunded: set[str] = set()"),
+            Edit("core/policy.py", "self.refunded[tenant] = None", "self.refunded.add(tenant)"),
+        ),
+        "tests/core/test_tenants.py",
     ),
     _mutant(
         "pins are dropped for a request that does not start",

@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 from multiprocessing import get_context
 
+from quire.core.request import Request
+from quire.core.step import StepPlan
 from tests.sim.world import World
 
 EVENTS_PER_WORLD = 400
@@ -37,6 +40,24 @@ def run_world(seed: int, num_events: int = EVENTS_PER_WORLD, *, check_every: int
 def run_world_quickly(seed: int) -> Counter[str] | Failure:
     """Check invariants after every event in one world of four, and after every eighth event in the others."""
     return run_world(seed, check_every=1 if seed % 4 == 0 else 8)
+
+
+class RecordedWorld(World):
+    """A world that computes a digest of its plans."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, check_every=EVENTS_PER_WORLD)
+        self.digest = blake2b(digest_size=8)
+
+    def _check_plan(self, plan: StepPlan, busy: list[Request]) -> None:
+        self.digest.update(repr(plan).encode())
+        super()._check_plan(plan, busy)
+
+
+def digest_plans(seed: int) -> str:
+    world = RecordedWorld(seed)
+    world.run(EVENTS_PER_WORLD)
+    return world.digest.hexdigest()
 
 
 def run_worlds(seeds: range, jobs: int, *, is_quick: bool = False) -> Iterator[Counter[str] | Failure]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -191,6 +194,19 @@ def test_half_a_million_events(share: float, capsys: pytest.CaptureFixture[str])
 def test_a_world_depends_only_on_its_seed() -> None:
     assert run_world(5) == run_world(5)
     assert run_world(5) != run_world(6)
+
+
+def test_plans_are_the_same_in_every_process_and_order_of_worlds() -> None:
+    """The order of a set of strings differs between processes. In some of these worlds, one such set changed plans."""
+    seeds = (48, FIRST_HYBRID + 11, FIRST_TIERED + 3, FIRST_DRAFTING + 3, FIRST_PRESSED + 7)
+    script = "import sys; from tests.sim.runs import digest_plans; print([digest_plans(int(a)) for a in sys.argv[1:]])"
+    digests = []
+    for hash_seed, step in (("0", 1), ("1", -1)):
+        command = [sys.executable, "-c", script, *map(str, seeds[::step])]
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        digests.append(ast.literal_eval(printed)[::step])
+    assert dict(zip(seeds, digests[0], strict=True)) == dict(zip(seeds, digests[1], strict=True))
 
 
 def test_a_failure_names_the_seed_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
