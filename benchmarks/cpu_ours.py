@@ -12,7 +12,7 @@ from typing import Any
 import cpu_task
 from cpu_task import SLACK_TOKENS, Task
 
-from quire.core.cache.context import BLOCK_SIZE
+from quire.core.cache import BLOCK_SIZE
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench.driver import Prompts
-from quire.core.cache.prefix import CacheExplanation
+from quire.core.cache import CacheExplanation
 from quire.core.levels import levels
 from quire.core.levels.lower_level import NS_PER_S
 from quire.core.step import TokenLogprobs

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.core.cache.context import BLOCK_SIZE
+from quire.core.cache import BLOCK_SIZE
 from quire.core.step import MemoryKind, MemoryRef, StepPlan, StepResult
 from quire.errors import InvalidRequest
 

@@ -51,7 +51,7 @@ from quire.backends.support import (
     transformers_notice,
 )
 from quire.cli.terminal import echo
-from quire.core.cache.context import BLOCK_SIZE
+from quire.core.cache import BLOCK_SIZE
 from quire.engine.composition import EngineConfig, choose_backend
 from quire.engine.model_text import make_tokenizer
 from quire.errors import InvalidRequest, QuireError, install_command

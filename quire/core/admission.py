@@ -12,8 +12,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
 
-from quire.core.cache.context import NULL_BLOCK_ID, Linked
-from quire.core.cache.prefix import FROM_ZERO, CacheExplanation, PrefixHit, StopReason
+from quire.core.cache import FROM_ZERO, NULL_BLOCK_ID, CacheExplanation, Linked, PrefixHit, StopReason
 from quire.core.events import Admitted, Observer, Preempted, PrefixHitFound
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import Memory, Pin

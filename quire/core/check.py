@@ -15,8 +15,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import TypeVar
 
-from quire.core.cache.context import NULL_BLOCK_ID, KVCacheBlock, Linked, StateSlot, WindowBlock
-from quire.core.cache.prefix import Pool, PrefixTree, StatePool
+from quire.core.cache import NULL_BLOCK_ID, KVCacheBlock, Linked, Pool, PrefixTree, StatePool, StateSlot, WindowBlock
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.levels import Levels, PrefixRead, ReadState
 from quire.core.levels.lower_level import LowerLevel

@@ -9,22 +9,25 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from quire.core.cache.context import BLOCK_SIZE, Context, Digest, TokenChain, check_block_size, hash_block_tokens
-from quire.core.cache.prefix import (
+from quire.core.cache import (
+    BLOCK_SIZE,
     NO_HIT,
     BlockPool,
     CacheExplanation,
+    Digest,
     PoolStats,
     PrefixHit,
     PrefixTree,
     StateStats,
     StopReason,
+    TokenChain,
+    check_block_size,
+    hash_block_tokens,
 )
-from quire.core.levels.levels import Levels, LevelStats
+from quire.core.levels.levels import NO_SAVES, Levels, LevelStats, SaveLimits
 from quire.core.levels.lower_level import LowerLevel, Reach, Search
-from quire.core.levels.saves import NO_SAVES, SaveLimits
 from quire.core.memory import ALL_PLACES, Memory, PinBoard, Place
-from quire.core.request import Request
+from quire.core.request import Context, Request
 from quire.core.step import BlockCopy
 from quire.errors import ContextTooLong, OutOfBlocks
 

@@ -20,25 +20,23 @@ from enum import StrEnum
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-from quire.core.cache.context import (
+from quire.core.cache import (
     EMPTY_SLOT,
-    NULL_BLOCK_ID,
-    Context,
-    KVCacheBlock,
-    StateSlot,
-    TokenChain,
-    WindowBlock,
-)
-from quire.core.cache.prefix import (
     FROM_ZERO,
+    NULL_BLOCK_ID,
     BlockPool,
     Continuation,
+    KVCacheBlock,
     Pool,
     PrefixHit,
     PrefixTree,
     StatePool,
+    StateSlot,
+    TokenChain,
+    WindowBlock,
     WindowPool,
 )
+from quire.core.request import Context
 from quire.core.step import BlockCopy, SeqSlice, StateSnapshot
 from quire.errors import InvalidRequest
 

@@ -30,7 +30,7 @@ from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
-from quire.core.cache.prefix import KeyedHeap
+from quire.core.cache import KeyedHeap
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request, RequestState
 from quire.core.values import TIERS, Priority

@@ -31,12 +31,11 @@ from quire.backends.base import (
 )
 from quire.backends.machine import has_nvidia, is_apple_silicon
 from quire.backends.support import mlx_reads, refuse_unsupported, skip_notice
-from quire.core.cache.context import BLOCK_SIZE, KEY_BYTES
+from quire.core.cache import BLOCK_SIZE, KEY_BYTES
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import Levels
+from quire.core.levels.levels import NO_SAVES, Levels, SaveLimits
 from quire.core.levels.lower_level import LevelSpeed, LowerLevel, PieceCounts, PieceSizes
-from quire.core.levels.saves import NO_SAVES, SaveLimits
 from quire.core.policy import make_policy
 from quire.core.scheduler import Scheduler
 from quire.core.step import Content, MemoryKind, MemoryRef

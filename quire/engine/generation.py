@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from quire.core.cache.prefix import CacheExplanation
+from quire.core.cache import CacheExplanation
 from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.core.values import (
     FinishReason,

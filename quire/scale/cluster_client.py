@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.core.cache.context import TokenChain, hash_block_tokens, root_key
+from quire.core.cache import TokenChain, hash_block_tokens, root_key
 from quire.core.kv_cache import CacheStats
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.generation import Generation, GenerationRequest

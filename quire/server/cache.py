@@ -14,7 +14,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from quire.backends.base import Capacity
-from quire.core.cache.prefix import PoolStats, StateStats
+from quire.core.cache import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.levels.levels import LevelStats
 from quire.core.values import check_tokens
@@ -65,7 +65,7 @@ def _json_type(name: str, source: type, doc: str, **described: Any) -> type[msgs
 WindowStatsView = _json_type(
     "WindowStatsView",
     PoolStats,
-    "Blocks of the layers with a window. `PoolStats` in `quire/core/cache/prefix.py` documents each count.",
+    "Blocks of the layers with a window. `PoolStats` in `quire/core/cache.py` documents each count.",
     num_free="Blocks not in use, with or without cached content.",
     num_cached="Free blocks whose cached content can be reused.",
     num_in_use="Blocks held by requests or kept by pins.",
@@ -73,7 +73,7 @@ WindowStatsView = _json_type(
 StateStatsView = _json_type(
     "StateStatsView",
     StateStats,
-    "Slots of recurrent states. `StateStats` in `quire/core/cache/prefix.py` documents each count.",
+    "Slots of recurrent states. `StateStats` in `quire/core/cache.py` documents each count.",
     num_free="Slots without content.",
     num_cached="Snapshots that can be reused and that nothing holds.",
     num_in_use="States of running requests, and snapshots that are held.",

@@ -16,7 +16,7 @@ from msgspec import Meta
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from quire.core.cache.prefix import StateStats
+from quire.core.cache import StateStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.client import ModelClient

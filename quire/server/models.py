@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from quire.backends.base import Progress
 from quire.backends.kv_memory import KVSpec
 from quire.backends.machine import has_nvidia
-from quire.core.cache.prefix import CacheExplanation
+from quire.core.cache import CacheExplanation
 from quire.core.values import FinishReason, Priority
 from quire.engine.composition import EngineConfig, check_supported
 from quire.engine.generation import (

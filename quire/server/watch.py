@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from quire.core.cache.prefix import PoolStats, StateStats
+from quire.core.cache import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ModelManager, ModelState

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, count
 from math import ceil
 
-from quire.core.cache.context import BLOCK_SIZE
+from quire.core.cache import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import CacheStats, KVCacheManager
 from quire.core.memory import Place, choose_boundaries

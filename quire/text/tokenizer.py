@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QuireError
 from quire.text.child_process import LimitedChild, NoAnswer
 from quire.text.encoder_child import Encoder as InlineEncoder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.core.cache.prefix import PrefixTree
+from quire.core.cache import PrefixTree
 from quire.core.events import Cleared, Published, Removed, TreeChange
 
 

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
-from quire.core.cache.context import KVCacheBlock
-from quire.core.cache.prefix import NO_HIT, BlockPool
+from quire.core.cache import NO_HIT, BlockPool, KVCacheBlock
 from quire.core.check import audit_cache
 from quire.core.events import Event
 from quire.core.kv_cache import KVCacheManager

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from quire.backends.fake import FakeRunner
 from quire.core.check import check_scheduler
+from quire.core.levels.levels import SaveLimits
 from quire.core.levels.lower_level import LowerLevel, PieceCounts, PieceSizes
-from quire.core.levels.saves import SaveLimits
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import Content, Load, MemoryKind, Save, StepPlan

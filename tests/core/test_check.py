@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.cache.context import KVCacheBlock, Linked
+from quire.core.cache import KVCacheBlock, Linked
 from quire.core.check import audit, check_scheduler
 from quire.core.levels.levels import PrefixLoad
 from quire.core.request import Request, RequestState

@@ -2,8 +2,7 @@
 
 from random import Random
 
-from quire.core.cache.context import KVCacheBlock, pack_tokens
-from quire.core.cache.prefix import SortedBlocks
+from quire.core.cache import KVCacheBlock, SortedBlocks, pack_tokens
 
 
 def block(*tokens: int) -> KVCacheBlock:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.cache.context import KVCacheBlock, WindowBlock
-from quire.core.cache.prefix import StatePool, StopReason, WindowPool
+from quire.core.cache import KVCacheBlock, StatePool, StopReason, WindowBlock, WindowPool
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.lower_level import cached_window
 from quire.core.memory import ALL_PLACES, place_points

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.cache.context import hash_block_tokens
-from quire.core.cache.prefix import NO_HIT
+from quire.core.cache import NO_HIT, hash_block_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request
 from quire.core.step import BlockCopy

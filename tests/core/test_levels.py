@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.core.admission import MAX_LOAD_WAITS
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.core.check import check_scheduler
 from quire.core.levels.levels import MIN_TIMEOUT_NS, READY_NS
 from quire.core.levels.lower_level import LevelSpeed

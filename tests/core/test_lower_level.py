@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.core.cache.context import hash_block_tokens, pack_tokens
-from quire.core.cache.prefix import NO_HIT
+from quire.core.cache import NO_HIT, hash_block_tokens, pack_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.lower_level import LowerLevel, Reach, Search
 from quire.core.request import Request

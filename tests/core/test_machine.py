@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.core.cache.context import pack_tokens
+from quire.core.cache import pack_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request
 from quire.core.step import BlockCopy

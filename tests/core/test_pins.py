@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.cache.context import KVCacheBlock
+from quire.core.cache import KVCacheBlock
 from quire.core.kv_cache import KVCacheManager
 from quire.core.memory import MAX_PINS
 from tests.core.helpers import check_cache

@@ -2,14 +2,15 @@
 
 import pytest
 
-from quire.core.cache.context import (
+from quire.core.cache import (
+    BlockPool,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
+    PrefixTree,
     check_block_size,
     hash_block_tokens,
     pack_tokens,
 )
-from quire.core.cache.prefix import BlockPool, PrefixTree
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import free_ids, ids
 

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from quire.core.cache.context import KEY_BYTES, KVCacheBlock, hash_block_tokens, pack_tokens, root_key
-from quire.core.cache.prefix import PrefixTree, StopReason, common_run
+from quire.core.cache import (
+    KEY_BYTES,
+    KVCacheBlock,
+    PrefixTree,
+    StopReason,
+    common_run,
+    hash_block_tokens,
+    pack_tokens,
+    root_key,
+)
 
 
 class Forest:

@@ -6,9 +6,9 @@ import pytest
 
 from quire.core.admission import StepBuilder
 from quire.core.events import Preempted
-from quire.core.planner import MAX_WAIT_STEPS
 from quire.core.policy import UNITS, Fair, Ledger, StepCost
 from quire.core.request import Request, RequestState
+from quire.core.scheduler import MAX_WAIT_STEPS
 from quire.core.step import StepPlan
 from quire.core.values import Priority
 from tests.core.helpers import Rig, pin_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.core.admission import MAX_LOAD_WAITS
-from quire.core.levels.saves import CREDIT_PER_REGRET, USED_PER_STEP, SaveLimits
+from quire.core.levels.levels import CREDIT_PER_REGRET, USED_PER_STEP, SaveLimits
 from quire.core.request import Request
 from quire.core.step import Content, MemoryKind, StepPlan
 from quire.core.values import Level, Priority

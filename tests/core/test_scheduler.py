@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.backends.fake import run_alone
-from quire.core.cache.prefix import StopReason
+from quire.core.cache import StopReason
 from quire.core.check import check_scheduler
 from quire.core.events import Preempted, PrefixHitFound
 from quire.core.kv_cache import KVCacheManager

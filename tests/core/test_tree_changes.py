@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.core.cache.context import pack_tokens
+from quire.core.cache import pack_tokens
 from quire.core.events import Cleared, Published, Removed, TreeChange
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from quire.core.cache.prefix import KeyedHeap
+from quire.core.cache import KeyedHeap
 from quire.core.policy import Aging, WaitingQueue
 from quire.errors import QueueFull
 from tests.core.helpers import make_request

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from quire.backends.fake import FakeRunner
-from quire.core.cache.context import hash_block_tokens, pack_tokens
+from quire.core.cache import hash_block_tokens, pack_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.values import Level
 from quire.engine.composition import EngineConfig, make_scheduler

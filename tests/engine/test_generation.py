@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import FinishReason
 from quire.engine.generation import Delta, EngineOutput, Generation, GenerationParams
 from quire.engine.model_text import ModelText

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.cache.context import hash_block_tokens, pack_tokens, root_key
+from quire.core.cache import hash_block_tokens, pack_tokens, root_key
 from quire.core.events import Cleared, Published, Removed
 from quire.core.values import Level
 from quire.engine.worker.kv_events import CacheEvents, Endpoint, KvEventsConfig, parse_endpoint, start_payload

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.core.step import TokenLogprobs
 from quire.core.values import FinishReason, SamplingParams
 from quire.engine.generation import Delta, EngineOutput, Generation, GenerationRequest

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quire.core.cache.prefix import CacheExplanation
+from quire.core.cache import CacheExplanation
 from quire.core.values import PackedPrompt, Priority
 from quire.engine.generation import Completion, Delta, GenerationOutput, Usage
 from quire.server.http import EventEncoder

@@ -15,7 +15,7 @@ from anthropic.types import Message as SdkMessage
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Priority
 from quire.engine.generation import Completion, Delta, GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.backends.base import Capacity, RunnerFacts
-from quire.core.cache.prefix import PoolStats, StateStats
+from quire.core.cache import PoolStats, StateStats
 from quire.core.kv_cache import CacheStats
 from quire.core.values import FinishReason, Priority
 from quire.engine.generation import EngineOutput

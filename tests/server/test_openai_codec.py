@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletionChunk as SdkChunk
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import FinishReason, PackedPrompt, Priority
 from quire.engine.generation import Completion, Delta, GenerationOutput, GenerationParams, TokenLogprob, Usage
 from quire.errors import ContextTooLong, InvalidRequest

@@ -15,7 +15,7 @@ from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import TypeAdapter
 
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Priority, SamplingParams
 from quire.engine.generation import Delta, GenerationParams, TokenLogprob
 from quire.errors import InvalidRequest, RequestFailed

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from starlette.responses import StreamingResponse
 
-from quire.core.cache.prefix import PoolStats
+from quire.core.cache import PoolStats
 from quire.engine.model_manager import ModelManager
 from quire.server.admin import snapshots
 from quire.server.limits import LOCAL

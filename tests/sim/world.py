@@ -14,14 +14,12 @@ from typing import Any
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, Fold, Hybrid, digest, run_alone
-from quire.core.cache.context import hash_block_tokens
-from quire.core.cache.prefix import FROM_ZERO, StopReason
+from quire.core.cache import FROM_ZERO, StopReason, hash_block_tokens
 from quire.core.check import check_scheduler
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import KVCacheManager
-from quire.core.levels.levels import MIN_TIMEOUT_NS, ReadState
+from quire.core.levels.levels import MIN_TIMEOUT_NS, ReadState, SaveLimits
 from quire.core.levels.lower_level import LevelSpeed, LowerLevel
-from quire.core.levels.saves import SaveLimits
 from quire.core.policy import NS_PER_S, Aging, Fair, Policy, StepCost
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler

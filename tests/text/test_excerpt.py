@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.text.tokenizer import MAX_CHARS, Excerpt, Tokenizer, excerpt_at, stopped_text
 
 

@@ -29,7 +29,7 @@ from quire.backends.torch.kernel_compilation import (
 from quire.backends.torch.kernels.delta_net import is_supported
 from quire.backends.torch.loading import expert_formats, packed_format
 from quire.backends.torch.models.decoder import layer_weights
-from quire.core.planner import MIXED_ANSWERS
+from quire.core.scheduler import MIXED_ANSWERS
 from quire.core.step import SeqSlice, StepPlan
 from quire.core.values import SamplingParams
 from quire.errors import InvalidRequest, UnsupportedModel

@@ -6,9 +6,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.core.cache.context import BLOCKS_PER_BATCH, Context, KVCacheBlock, TokenChain, WindowBlock
-from quire.core.cache.prefix import FROM_ZERO, Continuation, PrefixHit, PrefixTree, SortedBlocks, common_run
+from quire.core.cache import (
+    BLOCKS_PER_BATCH,
+    FROM_ZERO,
+    Continuation,
+    KVCacheBlock,
+    PrefixHit,
+    PrefixTree,
+    SortedBlocks,
+    TokenChain,
+    WindowBlock,
+    common_run,
+)
 from quire.core.memory import Held, Memory
+from quire.core.request import Context
 from quire.core.step import Content, MemoryKind
 from quire.core.values import TOKEN_BYTES, Level
 

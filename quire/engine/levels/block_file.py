@@ -42,7 +42,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.core.cache.context import KEY_BYTES
+from quire.core.cache import KEY_BYTES
 from quire.core.step import Content, MemoryKind
 from quire.errors import QuireError
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from quire.core.cache.context import NULL_BLOCK_ID, KVCacheBlock
+from quire.core.cache import NULL_BLOCK_ID, KVCacheBlock
 from quire.core.kv_cache import KVCacheManager
 from quire.core.scheduler import Scheduler
 

@@ -30,7 +30,7 @@ import msgspec
 
 from quire import errors
 from quire.backends.base import Capacity, Progress
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import PackedPrompt, check_salt
 from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.generation import (

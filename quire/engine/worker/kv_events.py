@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.core.cache.context import unpack_tokens
+from quire.core.cache import unpack_tokens
 from quire.core.events import Published, Removed, TreeChange
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.lower_level import LowerLevel

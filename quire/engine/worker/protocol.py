@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.backends.base import Capacity, RunnerFacts
-from quire.core.cache.prefix import CacheExplanation
+from quire.core.cache import CacheExplanation
 from quire.core.kv_cache import CacheStats
 from quire.core.levels.levels import LevelStats
 from quire.core.values import PackedPrompt

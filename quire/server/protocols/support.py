@@ -25,7 +25,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 
-from quire.core.cache.prefix import CacheExplanation, StopReason
+from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Level
 from quire.engine.generation import Completion, Delta, GenerationOutput, TokenLogprob
 from quire.errors import InvalidRequest

@@ -16,7 +16,7 @@ from quire.backends.base import BackendOptions
 from quire.backends.mlx import build, kernel_check, paged_decode
 from quire.backends.mlx.paged_decode import METAL
 from quire.backends.mlx.runner import MlxRunner
-from quire.core.cache.context import BLOCK_SIZE
+from quire.core.cache import BLOCK_SIZE
 from quire.errors import InvalidRequest
 from quire.weights.opening import open_checkpoint
 from tests.backends.mlx import gpu_on_cpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from quire.core.cache.context import hash_block_tokens, pack_tokens
+from quire.core.cache import hash_block_tokens, pack_tokens
 from quire.core.step import Content, MemoryKind
 from quire.engine.levels.disk_store import DiskStore, StoredFile, list_files, space_folders
 

@@ -1,1 +1,0 @@
-"""Blocks of keys and values, their pool, and the prefix tree that finds them by content."""
