@@ -2,8 +2,9 @@
 
     python -m tests.request_path
 
-The request is the second one of a server with the default model, a stream over HTTP. `*` marks files that the server
-also enters without a request in as much time.
+The request is the second one of a server with the default model, a stream over HTTP. It counts up to its line of the
+log, which is the last thing that the server does for it. `*` marks files that the server also enters without a request
+in as much time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.server.rig import serving
+from tests.server.rig import Server, serving
 from tests.waiting import eventually
 
 # Every process of the server starts with this. Python 3.11 has no `sys.monitoring`: a profile function sees the same
@@ -52,16 +53,23 @@ def files_entered() -> dict[int, Entered]:
         Path(folder, "sitecustomize.py").write_text(RECORDER)
         records = Path(folder, "entered")
         records.mkdir()
-        with serving("--num-blocks", "100", env={"PYTHONPATH": folder, "ENTERED": str(records)}) as server:
+        env = {"PYTHONPATH": folder, "ENTERED": str(records)}
+        with serving("--backend", "native", "--num-blocks", "100", env=env) as server:
             server.chat()
+            _await_log(server, 1)
             processes = [int(path.stem) for path in records.glob("*.begun")]
             _taken(records, processes)
             begun_s = time.monotonic()
             assert server.post("/v1/chat/completions", BODY).status == 200
+            _await_log(server, 2)
             found = _taken(records, processes)
             time.sleep(time.monotonic() - begun_s)
             idle = _taken(records, processes)
     return {pid: Entered(files, set(idle[pid])) for pid, files in found.items()}
+
+
+def _await_log(server: Server, num_requests: int) -> None:
+    eventually(lambda: server.log.count(" finish=length") == num_requests, "the log has a line for each request")
 
 
 def _taken(records: Path, processes: list[int]) -> dict[int, list[str]]:
@@ -77,13 +85,17 @@ def _taken(records: Path, processes: list[int]) -> dict[int, list[str]]:
     return found
 
 
+def distinct(entered: dict[int, Entered]) -> set[str]:
+    return {name for one in entered.values() for name in one.files}
+
+
 def main() -> None:
     entered = files_entered()
     for pid, one in sorted(entered.items()):
         print(f"process {pid}: {len(one.files)} files, {len(one.idle)} without a request")
         for name in one.files:
             print(f"  {name}{' *' * (name in one.idle)}")
-    print(f"{len({name for one in entered.values() for name in one.files})} files in all")
+    print(f"{len(distinct(entered))} files in all")
 
 
 if __name__ == "__main__":

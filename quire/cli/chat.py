@@ -28,7 +28,7 @@ from quire.cli.terminal import AnswerWriter, bytes_bar, download_bar, echo
 from quire.engine.generation import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest, ModelNotFound, QuireError, RequestFailed, TemplateError
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
-from quire.text.stream import Thought, Words
+from quire.text.messages import Thought, Words
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 if TYPE_CHECKING:

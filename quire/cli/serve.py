@@ -249,8 +249,7 @@ def serve(
         raise InvalidRequest(f"--model {model_option!r} and {model[0]!r}: name one model, or several without --model")
     models = [model_option] if model_option is not None else model or models_from_environment()
     check_installed("the server")
-    from quire.server.launcher import run
-    from quire.server.logs import setup_logging
+    from quire.server.launcher import run, setup_logging
 
     with options_named():
         own = {"model": models, "config": config, "threads": threads}

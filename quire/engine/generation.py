@@ -25,8 +25,8 @@ from quire.core.values import (
 )
 from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.text.grammar import Grammar, GrammarKind
-from quire.text.stream import AnswerParser, StopStrings
-from quire.text.tokenizer import Detokenizer, Tokenizer
+from quire.text.messages import AnswerParser
+from quire.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 from quire.weights.spec import GenerationDefaults
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from quire.engine.generation import GenerationParams, GenerationRequest, NewPars
 from quire.errors import ContextTooLong, ModelFileError
 from quire.text.chat_template import ChatTemplate, find_boundaries
 from quire.text.grammar import Grammar, GrammarKind
-from quire.text.messages import ChatRequest
+from quire.text.messages import AnswerParser, ChatRequest, PlainAnswer, Thought
 from quire.text.reasoning import MARKERS, HarmonyParser, Opening, ReasoningFormat, ThoughtParser, find_opening
-from quire.text.stream import AnswerParser, PlainAnswer, Thought
 from quire.text.tokenizer import Detokenizer, Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.text.tool_grammars import answer_grammar

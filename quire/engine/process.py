@@ -1,6 +1,7 @@
 """Set-up of a process of quire, server or worker: lines of the log, garbage collector, priority of threads.
 
-Lines of the log are text or JSON. Control characters are escaped, so that no value can forge a line.
+Lines of the log are text or JSON. Control characters are escaped, so that no value can forge a line. In a server, each
+logger is rate limited, so that a flood of bad requests cannot fill a disk.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import TextIO
 
 MAX_MESSAGE_CHARS = 4_000
 MAX_TRACE_LINES = 200
+MAX_LINES_PER_S = 20  # of one logger
 FIELDS = "fields"  # attribute of a record: the fields of its JSON line
+UNCOUNTED = "is_uncounted"  # attribute of a record that the rate limit does not count
 
 # Control characters, line and paragraph separators, bidirectional controls, and lone surrogates.
 _HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
@@ -98,6 +103,53 @@ def setup_worker_log(name: str | None) -> None:
     plain = ShortFormatter("%(levelname)s %(name)s: %(message)s")
     handler.setFormatter(plain if name is None else FORMATTERS[name]())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class LimitedHandler(logging.StreamHandler[TextIO]):
+    """Writes at most MAX_LINES_PER_S lines per second and logger, and reports how many it left out."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self._clock = clock
+        self._windows: dict[str, _Window] = {}  # one per logger; clients cannot choose logger names
+
+    def emit(self, record: logging.LogRecord) -> None:  # under the handler's lock
+        if getattr(record, UNCOUNTED, False):
+            super().emit(record)
+            return
+        now_s = self._clock()
+        window = self._windows.get(record.name)
+        if window is None or now_s - window.since_s >= 1.0:
+            if window is not None:
+                self._report(record.name, window)
+            window = self._windows[record.name] = _Window(now_s)
+        if window.num_written < MAX_LINES_PER_S:
+            window.num_written += 1
+            super().emit(record)
+        else:
+            window.num_left_out += 1
+
+    def close(self) -> None:
+        self.acquire()
+        try:
+            for name, window in self._windows.items():
+                self._report(name, window)
+            self._windows.clear()
+        finally:
+            self.release()
+        super().close()
+
+    def _report(self, name: str, window: _Window) -> None:
+        if window.num_left_out:
+            text = f"{window.num_left_out} lines left out: more than {MAX_LINES_PER_S} in a second"
+            super().emit(logging.LogRecord(name, logging.WARNING, "", 0, text, None, None))
+
+
+@dataclass(slots=True)
+class _Window:
+    since_s: float
+    num_written: int = 0
+    num_left_out: int = 0
 
 
 NICENESS = 10  # about a tenth of a core beside one busy thread

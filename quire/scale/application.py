@@ -40,9 +40,8 @@ from quire.scale.ray_serve import RayTransport, ReplicaWatcher
 from quire.scale.replica import Replica, ids_of, make_front_number
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.http import bind
-from quire.server.launcher import Launcher, Startup
+from quire.server.launcher import Launcher, Startup, setup_logging
 from quire.server.limits import make_keyring
-from quire.server.logs import setup_logging
 from quire.version import __version__
 
 HEAD = "node:__internal_head__"  # Ray's resource of the machine that leads the cluster

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from quire.backends.base import Progress
 from quire.backends.kv_memory import CPU_CAP
 from quire.backends.machine import has_metal, has_nvidia
 from quire.engine.model_manager import default_budget
-from quire.engine.process import calm_collector
+from quire.engine.process import JsonFormatter, LimitedHandler, LineFormatter, calm_collector
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app
 from quire.server.batches.endpoints import Sender
@@ -55,6 +56,29 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
     launcher = Launcher(config, on_ready=on_ready, on_loading=on_loading)
     with asyncio.Runner(loop_factory=make_config(None, config).get_loop_factory()) as runner:
         runner.run(launcher.serve())
+
+
+def setup_logging(level: str, *, as_json: bool, stream: TextIO | None = None) -> None:
+    """Configure logging, to stderr by default. May be called again; the last call counts."""
+    handler = LimitedHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else LineFormatter())
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, LimitedHandler)]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)  # of libraries
+    logging.getLogger("quire").setLevel(level.upper())
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.asgi", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+    # uvicorn logs its start at INFO; `quire serve` prints its own.
+    logging.getLogger("uvicorn").setLevel(logging.INFO if level == "debug" else logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(
+        logging.CRITICAL + 1
+    )  # it logs query strings; quire.request replaces it
 
 
 def _check_events(config: ServeConfig) -> None:

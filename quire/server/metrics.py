@@ -2,11 +2,17 @@
 
 Belongs to the event loop. Nothing here blocks for long: `stepped` and `tokens` are called at every step.
 
-The record of a finished request is for metrics, logs and `/v1/watch`; it has no text of a prompt or an answer.
+The record of a finished request is for metrics, `/v1/watch` and its line of the log. It has no text of a prompt or an
+answer, no key and no path of this machine. In the line, values that a client sent are escaped, so that none can forge
+another line.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, NamedTuple
@@ -19,9 +25,16 @@ from prometheus_client.registry import Collector
 from quire.core.cache import StateStats
 from quire.core.values import Priority
 from quire.engine.model_manager import ManagedModel, ModelState
+from quire.engine.process import FIELDS, UNCOUNTED
 from quire.engine.worker.client import ModelClient
 from quire.engine.worker.protocol import Ready, ReplicaStatus, Stats, Stepped
 from quire.server.errors import Kind
+
+MAX_VALUE_CHARS = 200  # in a line of the log
+_OUR_FAULT = frozenset({"failed", "died", "internal"})
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@+{}-]+")
+
+_request_log = logging.getLogger("quire.request")
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +79,80 @@ class RequestRecord(FinishedRequest, frozen=True, kw_only=True):
                 for name, value in exact.items()
             }
         )
+
+
+def log_request(record: RequestRecord) -> None:
+    level = logging.WARNING if record.error in _OUR_FAULT else logging.INFO
+    if not _request_log.isEnabledFor(level):
+        return
+    fields = request_fields(record)
+    # The model's speed bounds the number of served requests. Only the rate limit bounds the others.
+    extra = {FIELDS: fields, UNCOUNTED: record.finish in ("stop", "length")}
+    _request_log.log(level, "%s", " ".join(f"{name}={_word(value)}" for name, value in fields.items()), extra=extra)
+
+
+def log_refusal(
+    request_id: str, endpoint: str, key_name: str | None, status: int, reason: str, param: str | None
+) -> None:
+    """Log one line for a refused request. It names the field at fault, not the field's value."""
+    if not _request_log.isEnabledFor(logging.INFO):
+        return
+    fields: dict[str, object] = {
+        "request_id": request_id,
+        "endpoint": endpoint,
+        "key": key_name or "none",
+        "status": status,
+        "finish": "refused",
+        "error": reason,
+        **({"param": param} if param else {}),
+    }
+    text = " ".join(f"{name}={_word(_cut(value))}" for name, value in fields.items())
+    _request_log.info("%s", text, extra={FIELDS: fields})
+
+
+def request_fields(record: RequestRecord) -> dict[str, object]:
+    """Return the fields of a request's log line, in order. Unknown ones are left out."""
+    fields: dict[str, object] = {
+        "request_id": record.id,
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "key": record.key,
+        "tier": record.tier,
+        "stream": record.is_streaming,
+        "prompts": record.num_prompts,
+        "n": record.n,
+        "max_tokens": record.max_tokens,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "cache": record.cache_reason,
+        "cache_source": record.cache_source,
+        "queued_s": _rounded(record.queued_s),
+        "ttft_s": _rounded(record.ttft_s),
+        "e2e_s": _rounded(record.duration_s),
+        "tokens_per_s": _rounded(record.tokens_per_s),
+        "finish": record.finish,
+        "error": record.error,
+    }
+    return {name: _cut(value) for name, value in fields.items() if value is not None}
+
+
+def _word(value: object) -> str:
+    """Format the value of `name=value`: quoted unless it consists of plain characters."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not isinstance(value, str):
+        return str(value)
+    return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+
+
+def _cut(value: object) -> object:
+    return value[:MAX_VALUE_CHARS] if isinstance(value, str) else value
+
+
+def _rounded(value: float | None) -> float | None:
+    """Round to 0.1 ms."""
+    return round(value, 4) if value is not None and math.isfinite(value) else None
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

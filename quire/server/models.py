@@ -71,10 +71,8 @@ from quire.server.limits import (
     TierQueue,
     check_room,
 )
-from quire.server.logs import log_request
-from quire.server.metrics import Exposition, Metrics, RequestRecord
-from quire.text.messages import ChatRequest, Message, Part, Role
-from quire.text.stream import AnswerParser
+from quire.server.metrics import Exposition, Metrics, RequestRecord, log_request
+from quire.text.messages import AnswerParser, ChatRequest, Message, Part, Role
 from quire.text.tokenizer import Excerpt, stopped_text
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint

@@ -11,6 +11,7 @@ moment reads a null pointer, and the process ends (decision 0044). Therefore a t
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import secrets
@@ -34,7 +35,7 @@ from quire.server.config import ServeConfig
 from quire.server.errors import ApiError, Dialect, Kind, api_error
 from quire.server.http import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, Key
-from quire.server.logs import LogOnce, log_refusal
+from quire.server.metrics import MAX_VALUE_CHARS, log_refusal
 from quire.server.models import ActiveRequest, Caller, ClientGone, InferenceRequest, Model, Models, ModelService
 from quire.server.watch import Watch
 
@@ -58,12 +59,31 @@ PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools
 DISCARD_S = 2.0
 QUIET_S = 0.5  # a client that sends nothing for so long waits for the response
 MAX_DISCARDED_BYTES = 64 * MIB
+MAX_WARNINGS = 1_000  # of one LogOnce
 _TOOL = re.compile(r"tools\[\d+\](?:\.tools\[\d+\])*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at `\$(?P<path>[^`]*)`)?$")
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 _parsers = ThreadPoolExecutor(NUM_PARSERS, "quire-parse")
+_log = logging.getLogger("quire.server")
+
+
+class LogOnce:
+    """Logs each warning once, and at most MAX_WARNINGS different ones: clients choose what they are about."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def __call__(self, message: str) -> None:
+        message = message[: 2 * MAX_VALUE_CHARS]  # a client's field name may be megabytes
+        if message not in self._logged and len(self._logged) < MAX_WARNINGS:
+            self._logged.add(message)
+            _log.warning("%s", message)
+            if len(self._logged) == MAX_WARNINGS:
+                _log.warning("%d different warnings of this kind were logged: no more follow", MAX_WARNINGS)
+
+
 log_once = LogOnce()
 
 

@@ -23,9 +23,19 @@ from typing import Any
 
 from quire.errors import InvalidRequest, RequestFailed, TemplateError, TemplateFailure, TemplateRefusal
 from quire.text.child_process import LimitedChild, NoAnswer
-from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolMode
+from quire.text.messages import (
+    AnswerParser,
+    CallArguments,
+    CallStart,
+    ChatRequest,
+    Message,
+    Part,
+    Role,
+    Tool,
+    ToolCall,
+    ToolMode,
+)
 from quire.text.reasoning import CHANNEL, SWITCHES, HarmonyParser, find_reasoning
-from quire.text.stream import AnswerParser, CallArguments, CallStart
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import (
     PROMPTED,

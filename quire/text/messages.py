@@ -1,4 +1,4 @@
-"""Chat messages, tools and tool calls, independent of any protocol.
+"""Chat messages, tools, and the pieces of an answer (reasoning, text, tool calls), independent of any protocol.
 
 `ChatRequest` is validated at construction, so every instance can be rendered.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from quire.errors import InvalidRequest
 from quire.text.grammar import check_schema, depth_of, refuse_constant
@@ -239,3 +240,73 @@ def _check_args(args: Mapping[str, str | int | float | bool]) -> None:
             raise InvalidRequest(f"template_args[{name!r}] = {value} is not finite")
         elif isinstance(value, int) and abs(value) >= 2**63:
             raise InvalidRequest(f"template_args[{name!r}] is an int of more than 64 bits")
+
+
+class Thought(NamedTuple):
+    """The next part of the reasoning."""
+
+    text: str
+
+
+class Words(NamedTuple):
+    """The next part of the answer's text, outside of reasoning and tool calls."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    number: int  # index of the call in this answer
+    call_id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    number: int
+    text: str  # the next part of the arguments' JSON
+
+
+Piece = Thought | Words | CallStart | CallArguments
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def num_held(text: str, marker: str) -> int:
+    """How many characters at the end of a text may be the start of a marker."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
+
+
+class AnswerParser(Protocol):
+    """Splits the text of one sample into pieces.
+
+    Returned pieces are final. Text that may be the start of a marker is held back.
+    """
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the turn has ended. Further text is ignored."""
+
+    def push(self, text: str) -> list[Piece]: ...
+
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Flush at the end of the answer. Text that is not a valid call is returned as Words; this never fails.
+
+        `is_cut`: a length limit ended the answer. The beginning of a call is then dropped: it is not text.
+        """
+
+
+class PlainAnswer:
+    """Parser for answers without reasoning or tool calls."""
+
+    is_over = False
+
+    def push(self, text: str) -> list[Piece]:
+        return [Words(text)] if text else []
+
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        del is_cut
+        return []

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, Thought, Words, new_call_id, num_held
+from quire.text.messages import AnswerParser, CallArguments, CallStart, Piece, Thought, Words, new_call_id, num_held
 
 # Template variables that switch reasoning on or off, in search order.
 SWITCHES = ("enable_thinking", "thinking")

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library.
+"""Text to token ids and back, over the `tokenizers` library, and the end of a text at a stop string.
 
 Both formats, tokenizer.json and the tokenizer.ggml.* keys of a GGUF file, are converted to one description, checked and
 built once. On bad input the library renumbers tokens, panics or raises bare Exceptions. Here every defect of a file
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.core.cache import CacheExplanation, StopReason
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QuireError
@@ -37,6 +37,8 @@ from quire.text.vocab_spec import (
 )
 
 MAX_DECODED_BYTES = 64 * 1024 * 1024
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -314,6 +316,70 @@ class Detokenizer:
             return text
         self._strips_next = False
         return text.removeprefix(" ")
+
+
+class StopMatch(NamedTuple):
+    text: str  # released by this push: final, and not part of a stop string
+    stop: str | None  # the stop string that ended the text, if one did
+
+
+class StopStrings:
+    """Matches one text against its stop strings.
+
+    The stop string that ends first wins; of those that end at the same character, the longest. This is the result of
+    reading the text one character at a time, so it does not depend on how the text is split into pieces. The cost of
+    a push depends on its text and the lengths of the stop strings, not on the length of the text so far.
+    """
+
+    def __init__(self, stops: Sequence[str] = (), *, include_stop: bool = False) -> None:
+        _check_stops(stops)
+        self._stops = tuple(dict.fromkeys(stops))
+        self._include_stop = include_stop
+        # Every proper prefix: text that ends with one of them may be the start of a stop string.
+        self._prefixes = frozenset(stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        self._longest = max(map(len, self._prefixes), default=0)
+        self._held = ""
+        self._stopped = False
+
+    def push(self, text: str) -> StopMatch:
+        """Push text and return what can be released. After a match all further text is dropped."""
+        if self._stopped:
+            return StopMatch("", None)
+        if not self._stops:
+            return StopMatch(text, None)
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            self._held, self._stopped = "", True
+            return StopMatch(text[: end if self._include_stop else start], stop)
+        keep = self._num_waiting(text)
+        self._held = text[len(text) - keep :]
+        return StopMatch(text[: len(text) - keep], None)
+
+    def finish(self) -> str:
+        """Release the held text at the end: it is not a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_waiting(self, text: str) -> int:
+        for size in range(min(self._longest, len(text)), 0, -1):
+            if text[-size:] in self._prefixes:
+                return size
+        return 0
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if isinstance(stops, str):
+        raise InvalidRequest(f"stop = {stops[:80]!r} is a string, not a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} strings, more than {MAX_STOPS}")
+    for i, stop in enumerate(stops):
+        if not isinstance(stop, str):
+            raise InvalidRequest(f"stop[{i}] is a {type(stop).__name__}, not a string")
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(f"stop[{i}] has {len(stop)} characters, not 1 to {MAX_STOP_CHARS}")
+        check_text(stop, name=f"stop[{i}]")
 
 
 @contextmanager

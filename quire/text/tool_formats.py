@@ -31,9 +31,8 @@ from typing import Any
 
 from quire.errors import InvalidRequest
 from quire.text.grammar import refuse_constant
-from quire.text.messages import Tool
+from quire.text.messages import CallArguments, CallStart, Piece, Tool, Words, new_call_id, num_held
 from quire.text.schemas import KINDS, Place, References, kind_of, kinds_of
-from quire.text.stream import CallArguments, CallStart, Piece, Words, new_call_id, num_held
 
 MAX_HEAD_CHARS = 4096  # of a call, up to its name and the start of its arguments
 MAX_DEPTH = 64

@@ -20,9 +20,8 @@ from typing import Any
 from quire.core.values import FinishReason, PackedPrompt
 from quire.engine.generation import Completion, Delta, GenerationOutput, GenerationParams, Usage
 from quire.errors import ContextTooLong
-from quire.text.messages import ChatRequest
+from quire.text.messages import ChatRequest, PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
-from quire.text.stream import PlainAnswer
 from tests.fork_server import ForkServer
 from tests.waiting import HANG_S
 

@@ -13,8 +13,19 @@ from quire.engine.generation import EngineOutput, Generation, GenerationParams
 from quire.engine.model_text import ModelText
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import json_object_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolChoice, ToolMode
-from quire.text.stream import CallStart, PlainAnswer, Thought, Words
+from quire.text.messages import (
+    CallStart,
+    ChatRequest,
+    Message,
+    Part,
+    PlainAnswer,
+    Role,
+    Thought,
+    Tool,
+    ToolChoice,
+    ToolMode,
+    Words,
+)
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
 from quire.weights.config import spec_from_config

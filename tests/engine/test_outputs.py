@@ -23,8 +23,7 @@ from quire.engine.generation import (
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.grammar import regex_grammar
 from quire.text.messages import Tool
-from quire.text.stream import StopStrings
-from quire.text.tokenizer import Detokenizer, Tokenizer
+from quire.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
 from quire.weights.spec import GenerationDefaults
 from tests.text.vocabularies import byte_level_gguf, byte_level_json

@@ -15,9 +15,8 @@ from quire.engine.generation import Completion, Delta, GenerationOutput, Usage
 from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest
 from quire.server.protocols.support import AnswerEncoder
-from quire.text.messages import ChatRequest
+from quire.text.messages import AnswerParser, ChatRequest, PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
-from quire.text.stream import AnswerParser, PlainAnswer
 from quire.text.tool_formats import PROMPTED, CallParser
 
 

@@ -56,8 +56,8 @@ from quire.server.protocols.openai import (
     parse_completion,
 )
 from quire.server.protocols.responses import ResponsesRequest
+from quire.text.messages import AnswerParser, PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
-from quire.text.stream import AnswerParser, PlainAnswer
 from quire.text.tokenizer import Tokenizer
 from tests.server import streams
 from tests.text.vocabularies import byte_level_gguf

@@ -18,19 +18,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from quire.engine.process import JsonFormatter, LineFormatter
-from quire.server.logs import (
-    MAX_LINES_PER_S,
-    MAX_VALUE_CHARS,
-    MAX_WARNINGS,
-    LimitedHandler,
-    LogOnce,
-    log_refusal,
-    log_request,
-    request_fields,
-    setup_logging,
-)
-from quire.server.metrics import RequestRecord
+from quire.engine.process import MAX_LINES_PER_S, JsonFormatter, LimitedHandler, LineFormatter
+from quire.server.launcher import setup_logging
+from quire.server.metrics import MAX_VALUE_CHARS, RequestRecord, log_refusal, log_request, request_fields
+from quire.server.request_context import MAX_WARNINGS, LogOnce
 from tests.server.test_metrics import PAGE, RECORD
 
 LINE = re.compile(

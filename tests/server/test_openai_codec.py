@@ -47,9 +47,19 @@ from quire.text.grammar import (
     regex_grammar,
     token_grammar,
 )
-from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
+from quire.text.messages import (
+    AnswerParser,
+    ChatRequest,
+    Message,
+    Part,
+    PlainAnswer,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
-from quire.text.stream import AnswerParser, PlainAnswer
 from quire.text.tokenizer import Excerpt, Tokenizer
 from quire.text.tool_formats import PROMPTED, CallParser
 from tests.text.vocabularies import byte_level_json, sentencepiece_gguf

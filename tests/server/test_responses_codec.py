@@ -29,8 +29,21 @@ from quire.server.protocols.responses import (
     qualified_name,
 )
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
-from quire.text.stream import CallArguments, CallStart, Piece, Thought, Words
+from quire.text.messages import (
+    CallArguments,
+    CallStart,
+    ChatRequest,
+    Message,
+    Part,
+    Piece,
+    Role,
+    Thought,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+    Words,
+)
 from tests.server.streams import FakeActiveRequest, events_of
 
 FIELDS = frozenset(ResponsesRequest.__struct_fields__)

@@ -14,9 +14,19 @@ from hypothesis import strategies as st
 
 from quire.text.chat_template import ChatTemplate, one_call_each, python_call
 from quire.text.grammar import json_schema_grammar
-from quire.text.messages import ChatRequest, Message, Role, Tool, ToolCall, ToolChoice, ToolMode
+from quire.text.messages import (
+    AnswerParser,
+    CallArguments,
+    CallStart,
+    ChatRequest,
+    Message,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
 from quire.text.reasoning import REASONING_FORMATS, HarmonyParser, Opening, ThoughtParser, find_opening, find_reasoning
-from quire.text.stream import AnswerParser, CallArguments, CallStart
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import TOOL_FORMATS, CallParser, Syntax, as_json, parameter_kinds
 from quire.text.tool_grammars import ToolsNotHeld, answer_grammar

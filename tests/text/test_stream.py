@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest
-from quire.text.stream import StopStrings
-from quire.text.tokenizer import Detokenizer, Tokenizer
+from quire.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 from tests.text.vocabularies import byte_level_gguf, library_tokenizer, sentencepiece_gguf
 
 _TOKENIZER = Tokenizer.from_gguf(byte_level_gguf())

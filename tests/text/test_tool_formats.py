@@ -14,9 +14,23 @@ from hypothesis import strategies as st
 from quire.errors import InvalidRequest, TemplateError
 from quire.text.chat_template import ChatTemplate, fitting_id
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, regex_grammar
-from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall, ToolChoice, ToolMode
+from quire.text.messages import (
+    AnswerParser,
+    CallArguments,
+    CallStart,
+    ChatRequest,
+    Message,
+    Part,
+    Piece,
+    Role,
+    Thought,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+    Words,
+)
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
-from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, Thought, Words
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import PROMPTED, TOOL_FORMATS, CallParser, named_tool_format
 from quire.text.tool_grammars import ToolsNotHeld, answer_grammar, guilty_tool, held_parameters

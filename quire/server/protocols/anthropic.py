@@ -53,19 +53,23 @@ from quire.text.messages import (
     MAX_MESSAGES,
     MAX_TOOL_NAME_CHARS,
     MAX_TOOLS,
+    CallStart,
     ChatRequest,
     Message,
     Part,
+    Piece,
     Role,
+    Thought,
     Tool,
     ToolCall,
     ToolChoice,
     ToolMode,
+    Words,
     check_call,
     check_messages,
     check_parts,
 )
-from quire.text.stream import MAX_STOPS, CallStart, Piece, Thought, Words
+from quire.text.tokenizer import MAX_STOPS
 
 _CONVERSATIONS = "conversations are used unchanged"
 _SHAPE = "use output_config.format, which takes a JSON schema"

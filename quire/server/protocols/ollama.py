@@ -57,16 +57,19 @@ from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    CallStart,
     ChatRequest,
     Message,
     Part,
     Role,
+    Thought,
     Tool,
     ToolCall,
+    Words,
     check_call,
     check_messages,
 )
-from quire.text.stream import MAX_STOPS, CallStart, Thought, Words
+from quire.text.tokenizer import MAX_STOPS
 
 _SHAPE = "use format: json, or a JSON schema"
 _SAMPLER = "quire does not have this sampler"

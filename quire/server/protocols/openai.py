@@ -93,20 +93,23 @@ from quire.text.messages import (
     MAX_MESSAGES,
     MAX_TOOL_NAME_CHARS,
     MAX_TOOLS,
+    CallStart,
     ChatRequest,
     Message,
     Part,
+    PlainAnswer,
     Role,
+    Thought,
     Tool,
     ToolCall,
     ToolChoice,
     ToolMode,
+    Words,
     check_call,
     check_messages,
     check_parts,
 )
-from quire.text.stream import MAX_STOPS, CallStart, PlainAnswer, Thought, Words
-from quire.text.tokenizer import Detokenizer, Tokenizer
+from quire.text.tokenizer import MAX_STOPS, Detokenizer, Tokenizer
 
 _SAMPLERS = "the samplers are temperature, top_k, top_p, min_p, penalties and logit_bias"
 _THOUGHTS = "reasoning is streamed separately, in reasoning_content"

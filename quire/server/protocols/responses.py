@@ -72,17 +72,19 @@ from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    CallStart,
     ChatRequest,
     Part,
     Role,
+    Thought,
     Tool,
     ToolCall,
     ToolChoice,
     ToolMode,
+    Words,
     check_call,
     check_parts,
 )
-from quire.text.stream import CallStart, Thought, Words
 from quire.text.tokenizer import check_text
 
 _STORES = "responses are not stored: send the whole conversation as input"

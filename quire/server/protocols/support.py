@@ -34,9 +34,22 @@ from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
 from quire.server.request_context import RequestContext
 from quire.text.grammar import Grammar
-from quire.text.messages import ChatRequest, Message, Part, Role, Tool, ToolCall
+from quire.text.messages import (
+    AnswerParser,
+    CallArguments,
+    CallStart,
+    ChatRequest,
+    Message,
+    Part,
+    Piece,
+    PlainAnswer,
+    Role,
+    Thought,
+    Tool,
+    ToolCall,
+    Words,
+)
 from quire.text.schemas import SchemaNotHeld, SchemaProblem
-from quire.text.stream import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.tokenizer import Excerpt
 from quire.text.tool_grammars import ToolsNotHeld, guilty_tool, held_parameters
 
