@@ -5,6 +5,8 @@ block by its tokens and all tokens before it.
 
 Only the pools change reference counts. Eviction is lazy in all of them: what is released keeps its content, and can be
 found, until `take` needs the memory.
+
+In this order: blocks and their free list, chain keys, ordered containers, what a match finds, the tree, the pools.
 """
 
 from __future__ import annotations
