@@ -73,14 +73,14 @@ def _await_log(server: Server, num_requests: int) -> None:
 
 
 def _taken(records: Path, processes: list[int]) -> dict[int, list[str]]:
-    """What the processes have entered since the last time."""
+    """What the processes have entered since the last time, without the audit of a worker that is idle for a second."""
     for pid in processes:
         os.kill(pid, signal.SIGUSR2)
     eventually(lambda: len(list(records.glob("*.files"))) == len(processes), "all processes write their files")
     found = {}
     for path in records.glob("*.files"):
         names = [name.rpartition("/quire/")[2] for name in path.read_text().splitlines() if "/quire/" in name]
-        found[int(path.stem)] = names
+        found[int(path.stem)] = [name for name in names if name != "core/check.py"]
         path.unlink()
     return found
 
