@@ -5,13 +5,13 @@
 `MUTANTS` (tests/sim/mutants.py) are bugs that somebody thought of; these are drawn.
 
 Each mutant runs tests of `make test` that execute its line, the nearest and cheapest first, until one fails or they
-took `LIMIT_CPU_S`. A test that fails must pass without the mutant. The rest runs the tests that are left to
-`make nightly`, in the same way.
+took `LIMIT_CPU_S`. A test that fails must pass without the mutant. The rest runs tests that are left to `make nightly`,
+in the same way, from the files with a test that executes the line.
 
 `--covered` is a folder that names the lines that each test executes, and what the test takes. It is made from a run of
-all tests under coverage.py, which also prints the coverage:
+`make test` under coverage.py, which also prints the coverage:
 
-    python -m tests.mutations --collect build/covered -- -n 3 --dist loadfile --nightly
+    python -m tests.mutations --collect build/covered -- -n 2 --dist loadfile
 
 A mutant that ends in a hang counts as found. `--out` is read again: mutants that were found do not run again.
 """
@@ -167,12 +167,15 @@ class Covered:
         self._data = coverage.CoverageData(str(folder / "coverage"))
         self._data.read()
         self._costs: dict[str, dict[str, Any]] = json.loads((folder / "costs.json").read_text())
-        self._kept = set((folder / "make_test.txt").read_text().splitlines())
+        self._left_out = defaultdict(list)  # tests by file
+        for test in (folder / "left_out.txt").read_text().splitlines():
+            self._left_out[test.partition("::")[0]].append(test)
 
     def tests_for(self, mutation: Mutation, command: str) -> list[str]:
-        """The tests of a command that execute the line of a mutant, the nearest and cheapest first, within the limit.
+        """The tests of a command for the line of a mutant, the nearest and cheapest first, within the limit.
 
-        Lines of a module belong to all its users.
+        Those of `make test` execute the line; those of `make nightly` are the others of their files. Lines of a module
+        belong to all its users.
         """
         contexts = self._data.contexts_by_lineno(str(ROOT / mutation.file))
         found = set(contexts.get(mutation.line, ())) - {""}
@@ -184,10 +187,13 @@ class Covered:
             file = test.partition("::")[0]
             return stem not in file, not file.startswith(f"tests/{package}"), self._cost_of(test)
 
+        tests = sorted(found, key=distance)
+        if command != "make test":
+            files = dict.fromkeys(test.partition("::")[0] for test in tests)
+            tests = [test for file in files for test in self._left_out[file]]
         chosen, left_s = [], LIMIT_CPU_S
-        for test in sorted(found, key=distance):
-            is_of_command = (test in self._kept) == (command == "make test")
-            if is_of_command and self._cost_of(test) <= left_s:
+        for test in tests:
+            if self._cost_of(test) <= left_s:
                 left_s -= self._cost_of(test)
                 chosen.append(test)
         return chosen
@@ -265,9 +271,9 @@ def collect(folder: Path, options: Sequence[str]) -> None:
     config = folder / "coveragerc"
     config.write_text(COVERAGE.format(folder=folder.absolute()))
     tests = [sys.executable, "-m", "pytest"]
-    listed = subprocess.run([*tests, "-q", "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=True)
-    names = [line for line in listed.stdout.splitlines() if "::" in line]
-    (folder / "make_test.txt").write_text("\n".join(names) + "\n")
+    left_out = [*tests, "-q", "--collect-only", "--left-out"]
+    listed = subprocess.run(left_out, cwd=ROOT, capture_output=True, text=True, check=True)
+    (folder / "left_out.txt").write_text("".join(line + "\n" for line in listed.stdout.splitlines() if "::" in line))
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", *tests[1:]]
     command += [f"--costs={folder / 'costs.json'}", *options]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"COVERED_TESTS": "1"}, check=False)

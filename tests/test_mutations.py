@@ -27,7 +27,7 @@ def test_every_edit_compiles_and_changes_its_file() -> None:
     assert kinds == {"swapped comparison", "off by one", "negated condition", "dropped line"}
 
 
-def covered(folder: Path, tests: dict[str, tuple[list[int], float]], kept: list[str]) -> Covered:
+def covered(folder: Path, tests: dict[str, tuple[list[int], float]], left_out: list[str]) -> Covered:
     """Lines of `SIZES` that each test executes, and CPU seconds that it takes."""
     data = CoverageData(str(folder / "coverage"))
     for test, (lines, _) in tests.items():
@@ -35,7 +35,7 @@ def covered(folder: Path, tests: dict[str, tuple[list[int], float]], kept: list[
         data.add_lines({str(ROOT / SIZES): lines})
     data.write()
     (folder / "costs.json").write_text(json.dumps({test: {"cpu": cost} for test, (_, cost) in tests.items()}))
-    (folder / "make_test.txt").write_text("\n".join(kept) + "\n")
+    (folder / "left_out.txt").write_text("\n".join(left_out) + "\n")
     return Covered(folder)
 
 
@@ -46,8 +46,8 @@ def test_tests_that_execute_the_line_run_the_nearest_and_cheapest_first(tmp_path
         "tests/test_sizes.py::test_b",
     )
     dear, nightly = "tests/test_sizes.py::test_dear", "tests/test_sizes.py::test_nightly"
-    tests = {far: ([5], 0.1), near: ([5, 9], 2.0), cheap: ([5], 1.0), dear: ([5], 1000.0), nightly: ([5], 0.1)}
-    lines = covered(tmp_path, tests, [far, near, cheap, dear])
+    tests = {far: ([5], 0.1), near: ([5, 9], 2.0), cheap: ([5], 1.0), dear: ([5], 1000.0)}
+    lines = covered(tmp_path, tests, [nightly, "tests/test_other.py::test_nightly"])
     inside = Mutation(SIZES, 5, 0, 1, "off by one", "2", is_in_function=True)
     assert lines.tests_for(inside, "make test") == [cheap, near, far]
     assert lines.tests_for(inside, "make nightly") == [nightly]
