@@ -1,4 +1,4 @@
-"""Products with experts in the formats of `PackedFormat`: FP8, and integers of 8 or 4 bits.
+"""Products with packed experts: FP8, integers of 8 or 4 bits, and MXFP4.
 
 Three ways, by the number of rows of the batch:
 
@@ -6,7 +6,7 @@ Three ways, by the number of rows of the batch:
 - Rows sorted by expert, in tiles: the weights are decoded in registers for tensor cores of 16 bits. From `FP8_ROWS`
   rows of the batch on, FP8 weights are not decoded: rows are rounded to FP8, with a scale per row or per 128 columns,
   and multiplied in FP8, as `product_in_fp8` does.
-- With many rows per expert, integers are decoded before the product: a tile would decode them again and again.
+- With many rows per expert, all but FP8 are decoded before the product: a tile would decode them again and again.
 
 Sorting and results are as in `experts.py`. Weights are the left operand of all tiles: a tile of few rows then fills
 tensor cores, which multiply at least 64 rows of the left operand, and decoded weights stay in registers.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.backends.torch.kernels.experts import SortedSlots, Tile, Tiling
 from quire.backends.torch.kernels.fp8_rows import quantize_rows
 from quire.backends.torch.kernels.linear import Strip, _gated_value
+from quire.backends.torch.kernels.mxfp4_experts import sums_in_tiles, sums_of_rows
 from quire.backends.torch.kernels.packed_linear import (
     HAS_ASSEMBLER,
     KINDS,
@@ -37,14 +39,18 @@ from quire.backends.torch.kernels.packed_linear import (
     _load_tile,
     _wide_nibbles,
 )
-from quire.backends.torch.packed import PackedFormat, PackedStack, multiplies_in_fp8
+from quire.backends.torch.packed import GROUP as MXFP4_GROUP
+from quire.backends.torch.packed import Mxfp4Stack, PackedFormat, PackedStack, multiplies_in_fp8
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
 FP8_ROWS = 65  # rows of the batch from which on FP8 experts are multiplied by rows in FP8, as dense matrices are
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
 
-_INT4 = tl.constexpr(2)  # 4 bits; see KINDS
+MXFP4 = 1 + max(KINDS.values())  # the scales of this kind are exponents
+
+_INT4 = tl.constexpr(2)  # 4 bits from here on; see KINDS
+_MXFP4 = tl.constexpr(MXFP4)
 
 
 # Few rows
@@ -61,6 +67,8 @@ def _sums(
     The masks `is_real` and `is_x` have the same shapes. 16 bytes, which are in one thread, are summed before they are
     multiplied by their scale.
     """
+    if KIND == _MXFP4:
+        return sums_of_rows(x_at, c_at, scales + row[:, None] * (IN // GROUP), is_real, is_x, IN, R, BYTES)
     per_byte: tl.constexpr = 2 if KIND >= _INT4 else 1
     count: tl.constexpr = IN // per_byte
     groups: tl.constexpr = IN // GROUP if GROUP else 1
@@ -282,7 +290,7 @@ def _fp8_sums(
 def _multiply_quantized(
     x, x_scales, x_stride, codes, scales, zeros, bias, order, out, expert, first, end, strip,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, IS_GATED: tl.constexpr,
+    INPUTS: tl.constexpr, KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_ASSEMBLER: tl.constexpr, IN_PAIRS: tl.constexpr, IS_BULK: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to ROWS rows by a strip of their expert's matrix."""
@@ -295,7 +303,9 @@ def _multiply_quantized(
     column = strip * OUTPUTS + tl.arange(0, OUTPUTS)
     row = expert.to(tl.int64) * num_matrix + column % OUT  # columns past the end wrap around
     source = slot // K if IS_GATED else place  # gated rows are written in the order of the experts
-    if x_scales is None:
+    if KIND == _MXFP4:
+        total, up = sums_in_tiles(x, codes, scales, source, row, IN, OUT, ROWS, OUTPUTS, INPUTS, IS_GATED, IN_PAIRS)
+    elif x_scales is None:
         total, up = _decoding_sums(
             x, codes, scales, zeros, source, row, IN, OUT, ROWS, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, IN_PAIRS
         )  # fmt: skip
@@ -320,7 +330,7 @@ def _multiply_quantized(
 def _quantized_product(
     x, x_scales, x_stride, codes, scales, zeros, bias, order, tiles, out,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    TOGETHER: tl.constexpr, KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    INPUTS: tl.constexpr, TOGETHER: tl.constexpr, KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_ASSEMBLER: tl.constexpr, IN_PAIRS: tl.constexpr,
     IS_BULK: tl.constexpr,
 ):  # fmt: skip
@@ -336,12 +346,14 @@ def _quantized_product(
     if ROWS == 128 and end - first <= 64:  # an expert's last tile is often less than half full
         _multiply_quantized(
             x, x_scales, x_stride, codes, scales, zeros, bias, order, out, expert, first, end, strip,
-            IN, OUT, K, 64, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS, IS_BULK,
+            IN, OUT, K, 64, OUTPUTS, INPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS,
+            IS_BULK,
         )  # fmt: skip
     else:
         _multiply_quantized(
             x, x_scales, x_stride, codes, scales, zeros, bias, order, out, expert, first, end, strip,
-            IN, OUT, K, ROWS, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS, IS_BULK,
+            IN, OUT, K, ROWS, OUTPUTS, INPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS,
+            IS_BULK,
         )  # fmt: skip
 
 
@@ -382,8 +394,10 @@ def quantized_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize:
 
 
 @cache
-def alone_shape(num_bytes: int, *, is_gated: bool) -> Strip:
+def alone_shape(num_bytes: int, kind: int, *, is_gated: bool) -> Strip:
     """Return the shape for outputs of so many bytes. Measured in docs/performance.md."""
+    if kind == MXFP4:
+        return Strip(2 if is_gated else 1, min(int(triton.next_power_of_2(num_bytes)), 512), 2)
     if is_gated and num_bytes <= 1024:
         return Strip(4, 256, 1)
     width = min(int(triton.next_power_of_2(num_bytes)), 1024 if is_gated else 512)
@@ -395,59 +409,79 @@ def alone_shape(num_bytes: int, *, is_gated: bool) -> Strip:
 # Launches
 
 
+class _Parts(NamedTuple):
+    """What the kernels read of a stack, and what they are compiled for."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    kind: int
+    group_rows: int
+    group: int  # columns; 0: all
+
+
+def _parts(weight: PackedStack | Mxfp4Stack) -> _Parts:
+    if isinstance(weight, Mxfp4Stack):
+        return _Parts(weight.codes, weight.exponents, None, MXFP4, 1, MXFP4_GROUP)
+    whole, format = weight.whole, weight.format
+    sizes = format.group_rows, format.group_columns
+    return _Parts(whole.codes, whole.scales, whole.zeros, KINDS[format.type], *sizes)
+
+
 def grouped_product(
-    x: Tensor, weight: PackedStack, bias: Tensor | None, slots: SortedSlots, num_chosen: int, shape: Tiling, tile: Tile,
-    kind: int | None,
+    x: Tensor, weight: PackedStack | Mxfp4Stack, bias: Tensor | None, slots: SortedSlots, num_chosen: int,
+    shape: Tiling, tile: Tile, kind: int | None,
 ) -> Tensor:  # fmt: skip
     """Multiply each slot's row by its expert's matrix, as in `experts.py`."""
     num_outputs, num_inputs = weight.shape[1:]
-    whole, format = weight.whole, weight.format
+    parts = _parts(weight)
     if kind is not None:
         num_outputs //= 2
     out = x.new_empty((len(slots.order), num_outputs))
-    x_scales, x_stride, codes, is_bulk = None, 0, whole.codes, False
+    x_scales, x_stride, codes, is_bulk = None, 0, parts.codes, False
     if shape.is_fp8:
-        given = quantize_rows(x, has_groups=format.group_columns > 0)
+        given = quantize_rows(x, has_groups=parts.group > 0)
         x, x_scales, x_stride = given.codes, given.scales, given.scales.stride(1)
         codes = codes.view(torch.float8_e4m3fn)  # as bytes they would pass through registers on their way to the cores
         is_bulk = tile.is_bulk and num_inputs % STEP == 0
     matrix = TensorDescriptor.from_tensor(codes, [tile.outputs, STEP]) if is_bulk else codes
     num_programs = -(-slots.max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
     _quantized_product[(num_programs,)](
-        x, x_scales, x_stride, matrix, whole.scales, whole.zeros, bias, slots.order, slots.tiles, out, IN=num_inputs,
-        OUT=num_outputs, K=num_chosen, ROWS=shape.rows, OUTPUTS=tile.outputs, TOGETHER=TILES_TOGETHER,
-        KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=kind is not None,
+        x, x_scales, x_stride, matrix, parts.scales, parts.zeros, bias, slots.order, slots.tiles, out, IN=num_inputs,
+        OUT=num_outputs, K=num_chosen, ROWS=shape.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
+        TOGETHER=TILES_TOGETHER, KIND=parts.kind, GROUP_ROWS=parts.group_rows, GROUP=parts.group,
+        IS_GATED=kind is not None,
         ACTIVATION=kind or 0, HAS_ASSEMBLER=HAS_ASSEMBLER, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
         IS_BULK=is_bulk, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
 
-def gated_alone(x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
+def gated_alone(x: Tensor, weight: PackedStack | Mxfp4Stack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
     """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
     size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
-    whole, format = weight.whole, weight.format
-    shape = alone_shape(whole.codes.shape[1], is_gated=True)
+    parts = _parts(weight)
+    shape = alone_shape(parts.codes.shape[-1], parts.kind, is_gated=True)
     out = x.new_empty((num_rows * num_chosen, width))
     _gated_alone_quantized[(-(-width // shape.outputs), num_rows * num_chosen)](
-        x, whole.codes, whole.scales, whole.zeros, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=shape.outputs,
-        BYTES=shape.width, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
+        x, parts.codes, parts.scales, parts.zeros, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=shape.outputs,
+        BYTES=shape.width, KIND=parts.kind, GROUP_ROWS=parts.group_rows, GROUP=parts.group,
         ACTIVATION=kind, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out
 
 
 def down_alone(
-    x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int
+    x: Tensor, weight: PackedStack | Mxfp4Stack, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int
 ) -> Tensor:
     """Return the weighted sums [T, E] of the products of x [S, F]. `num_slots`: a power of two from K on."""
     size, width, (num_rows, num_chosen) = weight.shape[1], x.shape[1], ids.shape
-    whole, format = weight.whole, weight.format
-    shape = alone_shape(whole.codes.shape[1], is_gated=False)
+    parts = _parts(weight)
+    shape = alone_shape(parts.codes.shape[-1], parts.kind, is_gated=False)
     out = x.new_empty((num_rows, size))
     _down_alone_quantized[(size, num_rows)](
-        x, whole.codes, whole.scales, whole.zeros, bias, ids, weights, out, E=size, F=width, K=num_chosen,
-        SLOTS=num_slots, BYTES=shape.width, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows,
-        GROUP=format.group_columns, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
+        x, parts.codes, parts.scales, parts.zeros, bias, ids, weights, out, E=size, F=width, K=num_chosen,
+        SLOTS=num_slots, BYTES=shape.width, KIND=parts.kind, GROUP_ROWS=parts.group_rows, GROUP=parts.group,
+        HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """Chooses the kernels of routed experts by their format and by the number of rows of the batch.
 
-The kernels and their shapes are in `experts.py` (matrices of 16 or 32 bits), `mxfp4_experts.py` and
-`quantized_experts.py`. `expert_calls` lists all that a model may use, for compilation in advance.
+The kernels and their shapes are in `experts.py` (matrices of 16 or 32 bits) and `quantized_experts.py` (the others).
+`expert_calls` lists all that a model may use, for compilation in advance.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ def experts_in_tiles(
 
 def _kernels(stack: Stack) -> Any:
     """Return the module with the kernels of a format: all have `gated_alone`, `down_alone` and `grouped_product`."""
-    if isinstance(stack, PackedStack):
-        return quantized_experts
-    return mxfp4_experts if isinstance(stack, Mxfp4Stack) else experts
+    return experts if isinstance(stack, Tensor) else quantized_experts
 
 
 def choose_tiling(down: Stack, num_rows: int, num_chosen: int) -> Tiling:
