@@ -1,6 +1,6 @@
 """Decoding of experts in MXFP4, in registers: a step reads a quarter of the bytes of bf16.
 
-A byte of codes holds weights j and j + 16 of a group of 32 (`Mxfp4Stack`). A tile of bytes is therefore two tiles of
+A byte of codes holds weights j and j + 16 of a group of 32 (`PackedWeight`). A tile of bytes is therefore two tiles of
 weights, and each is multiplied by its own tile of inputs: nothing is reordered. A code has a sign, two bits of exponent
 and one of mantissa. Moved to the same places of a float32 it is the weight times 2 ** -126, exactly, subnormal or not;
 one multiplication by the exponent of the group corrects that.
@@ -10,16 +10,13 @@ The kernels of `quantized_experts.py` call the sums of this module.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.kernels.experts import Tile, Tiling
 from quire.backends.torch.kernels.packed_linear import HAS_ASSEMBLER
-from quire.backends.torch.packed import Mxfp4Stack
+from quire.backends.torch.packed import PackedWeight
 
 # N experts, IN or I inputs, OUT or O outputs
 
@@ -169,26 +166,12 @@ def _expand(codes, exponents, out, num_groups, GROUPS: tl.constexpr, IN_PAIRS: t
     tl.store(target + 16, high, mask=is_in)
 
 
-def expanded(stack: Mxfp4Stack) -> Tensor:
-    """Return the decoded matrices [N, O, I] of all experts."""
-    out = torch.empty(stack.shape, dtype=stack.dtype, device=stack.codes.device)
-    num_groups = stack.exponents.numel()
+def expanded(weight: PackedWeight) -> Tensor:
+    """Return the decoded matrix [O, I]."""
+    out = weight.codes.new_empty(weight.shape, dtype=weight.dtype)
+    num_groups = weight.scales.numel()
     _expand[(-(-num_groups // EXPANDED_GROUPS),)](
-        stack.codes, stack.exponents, out, num_groups, GROUPS=EXPANDED_GROUPS,
-        IN_PAIRS=HAS_ASSEMBLER and stack.dtype == torch.bfloat16, num_warps=4,
+        weight.codes, weight.scales, out, num_groups, GROUPS=EXPANDED_GROUPS,
+        IN_PAIRS=HAS_ASSEMBLER and weight.dtype == torch.bfloat16, num_warps=4,
     )  # fmt: skip
     return out
-
-
-@cache  # every layer of a step calls this
-def mxfp4_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize: int) -> Tiling:
-    """Return the tiles for this number of rows of the batch. Measured in docs/performance.md."""
-    mean = num_rows * num_chosen / num_experts  # rows per expert
-    if itemsize > 2:  # fp32, without tensor cores
-        tile = Tile(outputs=32, inputs=32, num_warps=4, num_stages=3)
-        return Tiling(16 if mean <= 12 else 64, tile, tile)
-    if mean <= 12:
-        return Tiling(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
-    if mean <= 24:
-        return Tiling(32, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4))
-    return Tiling(64, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))

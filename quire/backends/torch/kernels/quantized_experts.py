@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -39,18 +38,17 @@ from quire.backends.torch.kernels.packed_linear import (
     _load_tile,
     _wide_nibbles,
 )
-from quire.backends.torch.packed import GROUP as MXFP4_GROUP
-from quire.backends.torch.packed import Mxfp4Stack, PackedFormat, PackedStack, multiplies_in_fp8
+from quire.backends.torch.packed import ExpertStack, PackedFormat, multiplies_in_fp8
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
 FP8_ROWS = 65  # rows of the batch from which on FP8 experts are multiplied by rows in FP8, as dense matrices are
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
 
-MXFP4 = 1 + max(KINDS.values())  # the scales of this kind are exponents
+MXFP4_KIND = 1 + max(KINDS.values())  # the scales of this kind are exponents
 
 _INT4 = tl.constexpr(2)  # 4 bits from here on; see KINDS
-_MXFP4 = tl.constexpr(MXFP4)
+_MXFP4 = tl.constexpr(MXFP4_KIND)
 
 
 # Few rows
@@ -377,6 +375,11 @@ DECODING_TILINGS: Tilings = (
     (24, Tiling(32, Tile(64, STEP, 4, 3), Tile(128, STEP, 8, 3))),
     (math.inf, Tiling(64, Tile(128, STEP, 8, 3), Tile(128, STEP, 4, 3))),
 )
+MXFP4_TILINGS: Tilings = (
+    (12, Tiling(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))),
+    (24, Tiling(32, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4))),
+    (math.inf, Tiling(64, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),
+)
 
 
 @cache  # every layer of a step calls this
@@ -386,17 +389,17 @@ def quantized_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize:
     if multiplies_in_fp8(format) and num_rows >= FP8_ROWS:
         tilings = FP8_BLOCK_TILINGS if format.group_columns else FP8_TILINGS
     elif itemsize > 2:  # fp32, without tensor cores
-        tile = Tile(32, STEP, num_warps=4, num_stages=2)
+        tile = Tile(32, 32, num_warps=4, num_stages=3) if format.has_exponents else Tile(32, STEP, 4, 2)
         return Tiling(16 if mean <= 12 else 64, tile, tile)
     else:
-        tilings = DECODING_TILINGS
+        tilings = MXFP4_TILINGS if format.has_exponents else DECODING_TILINGS
     return next(shape for most, shape in tilings if mean <= most)
 
 
 @cache
 def alone_shape(num_bytes: int, kind: int, *, is_gated: bool) -> Strip:
     """Return the shape for outputs of so many bytes. Measured in docs/performance.md."""
-    if kind == MXFP4:
+    if kind == MXFP4_KIND:
         return Strip(2 if is_gated else 1, min(int(triton.next_power_of_2(num_bytes)), 512), 2)
     if is_gated and num_bytes <= 1024:
         return Strip(4, 256, 1)
@@ -409,47 +412,32 @@ def alone_shape(num_bytes: int, kind: int, *, is_gated: bool) -> Strip:
 # Launches
 
 
-class _Parts(NamedTuple):
-    """What the kernels read of a stack, and what they are compiled for."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    kind: int
-    group_rows: int
-    group: int  # columns; 0: all
-
-
-def _parts(weight: PackedStack | Mxfp4Stack) -> _Parts:
-    if isinstance(weight, Mxfp4Stack):
-        return _Parts(weight.codes, weight.exponents, None, MXFP4, 1, MXFP4_GROUP)
-    whole, format = weight.whole, weight.format
-    sizes = format.group_rows, format.group_columns
-    return _Parts(whole.codes, whole.scales, whole.zeros, KINDS[format.type], *sizes)
+def _kind(format: PackedFormat) -> int:
+    return MXFP4_KIND if format.has_exponents else KINDS[format.type]
 
 
 def grouped_product(
-    x: Tensor, weight: PackedStack | Mxfp4Stack, bias: Tensor | None, slots: SortedSlots, num_chosen: int,
+    x: Tensor, weight: ExpertStack, bias: Tensor | None, slots: SortedSlots, num_chosen: int,
     shape: Tiling, tile: Tile, kind: int | None,
 ) -> Tensor:  # fmt: skip
     """Multiply each slot's row by its expert's matrix, as in `experts.py`."""
     num_outputs, num_inputs = weight.shape[1:]
-    parts = _parts(weight)
+    whole, format = weight.whole, weight.format
     if kind is not None:
         num_outputs //= 2
     out = x.new_empty((len(slots.order), num_outputs))
-    x_scales, x_stride, codes, is_bulk = None, 0, parts.codes, False
+    x_scales, x_stride, codes, is_bulk = None, 0, whole.codes, False
     if shape.is_fp8:
-        given = quantize_rows(x, has_groups=parts.group > 0)
+        given = quantize_rows(x, has_groups=format.group_columns > 0)
         x, x_scales, x_stride = given.codes, given.scales, given.scales.stride(1)
         codes = codes.view(torch.float8_e4m3fn)  # as bytes they would pass through registers on their way to the cores
         is_bulk = tile.is_bulk and num_inputs % STEP == 0
     matrix = TensorDescriptor.from_tensor(codes, [tile.outputs, STEP]) if is_bulk else codes
     num_programs = -(-slots.max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
     _quantized_product[(num_programs,)](
-        x, x_scales, x_stride, matrix, parts.scales, parts.zeros, bias, slots.order, slots.tiles, out, IN=num_inputs,
+        x, x_scales, x_stride, matrix, whole.scales, whole.zeros, bias, slots.order, slots.tiles, out, IN=num_inputs,
         OUT=num_outputs, K=num_chosen, ROWS=shape.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
-        TOGETHER=TILES_TOGETHER, KIND=parts.kind, GROUP_ROWS=parts.group_rows, GROUP=parts.group,
+        TOGETHER=TILES_TOGETHER, KIND=_kind(format), GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
         IS_GATED=kind is not None,
         ACTIVATION=kind or 0, HAS_ASSEMBLER=HAS_ASSEMBLER, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
         IS_BULK=is_bulk, num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -457,31 +445,31 @@ def grouped_product(
     return out
 
 
-def gated_alone(x: Tensor, weight: PackedStack | Mxfp4Stack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
+def gated_alone(x: Tensor, weight: ExpertStack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
     """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
     size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
-    parts = _parts(weight)
-    shape = alone_shape(parts.codes.shape[-1], parts.kind, is_gated=True)
+    whole, format = weight.whole, weight.format
+    shape = alone_shape(whole.codes.shape[1], _kind(format), is_gated=True)
     out = x.new_empty((num_rows * num_chosen, width))
     _gated_alone_quantized[(-(-width // shape.outputs), num_rows * num_chosen)](
-        x, parts.codes, parts.scales, parts.zeros, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=shape.outputs,
-        BYTES=shape.width, KIND=parts.kind, GROUP_ROWS=parts.group_rows, GROUP=parts.group,
+        x, whole.codes, whole.scales, whole.zeros, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=shape.outputs,
+        BYTES=shape.width, KIND=_kind(format), GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
         ACTIVATION=kind, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out
 
 
 def down_alone(
-    x: Tensor, weight: PackedStack | Mxfp4Stack, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int
+    x: Tensor, weight: ExpertStack, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int
 ) -> Tensor:
     """Return the weighted sums [T, E] of the products of x [S, F]. `num_slots`: a power of two from K on."""
     size, width, (num_rows, num_chosen) = weight.shape[1], x.shape[1], ids.shape
-    parts = _parts(weight)
-    shape = alone_shape(parts.codes.shape[-1], parts.kind, is_gated=False)
+    whole, format = weight.whole, weight.format
+    shape = alone_shape(whole.codes.shape[1], _kind(format), is_gated=False)
     out = x.new_empty((num_rows, size))
     _down_alone_quantized[(size, num_rows)](
-        x, parts.codes, parts.scales, parts.zeros, bias, ids, weights, out, E=size, F=width, K=num_chosen,
-        SLOTS=num_slots, BYTES=shape.width, KIND=parts.kind, GROUP_ROWS=parts.group_rows, GROUP=parts.group,
-        HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
+        x, whole.codes, whole.scales, whole.zeros, bias, ids, weights, out, E=size, F=width, K=num_chosen,
+        SLOTS=num_slots, BYTES=shape.width, KIND=_kind(format), GROUP_ROWS=format.group_rows,
+        GROUP=format.group_columns, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out
