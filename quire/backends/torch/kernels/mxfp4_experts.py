@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.torch.kernels.experts import _load
 from quire.backends.torch.kernels.packed_linear import HAS_ASSEMBLER
 from quire.backends.torch.packed import PackedWeight
 
@@ -82,19 +83,14 @@ def _decoded(
 
 
 @triton.jit
-def _load_bytes(at, i, COUNT: tl.constexpr, IS_WHOLE: tl.constexpr):
-    return tl.load(at) if IS_WHOLE else tl.load(at, mask=(i < COUNT)[None, :], other=0)
-
-
-@triton.jit
 def _add_step(
     total, first, second, c_at, e_at, start,
     IN: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Add the product of the bytes from `start` on, and of their two tiles of inputs, to the sums [OUTPUTS, ROWS]."""
     is_whole: tl.constexpr = (IN // 2) % BYTES == 0
-    codes = _load_bytes(c_at, start + tl.arange(0, BYTES), IN // 2, is_whole)
-    exponents = _load_bytes(e_at, start // 16 + tl.arange(0, BYTES // 16), IN // 32, is_whole)
+    codes = _load(c_at, start + tl.arange(0, BYTES), IN // 2, is_whole)
+    exponents = _load(e_at, start // 16 + tl.arange(0, BYTES // 16), IN // 32, is_whole)
     low, high = _decoded(codes, exponents, first.dtype, OUTPUTS, BYTES, IN_PAIRS)
     total = tl.dot(low, first.T, total, input_precision="ieee")
     return tl.dot(high, second.T, total, input_precision="ieee")
@@ -118,8 +114,8 @@ def sums_in_tiles(
     e_at = exponents + row[:, None] * (IN // 32) + group[None, :]
     total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(0, IN // 2, step):
-        first = _load_bytes(x_at, start + byte, IN // 2, is_whole)
-        second = _load_bytes(x_at + 16, start + byte, IN // 2, is_whole)
+        first = _load(x_at, start + byte, IN // 2, is_whole)
+        second = _load(x_at + 16, start + byte, IN // 2, is_whole)
         total = _add_step(total, first, second, c_at, e_at, start, IN, OUTPUTS, step, IN_PAIRS)
         if IS_GATED:
             up_at, ue_at = c_at + OUT * (IN // 2), e_at + OUT * (IN // 32)

@@ -45,10 +45,9 @@ from quire.backends.torch.packed import ExpertStack, PackedFormat, multiplies_in
 FP8_ROWS = 65  # rows of the batch from which on FP8 experts are multiplied by rows in FP8, as dense matrices are
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
 
-MXFP4_KIND = 1 + max(KINDS.values())  # the scales of this kind are exponents
 
 _INT4 = tl.constexpr(2)  # 4 bits from here on; see KINDS
-_MXFP4 = tl.constexpr(MXFP4_KIND)
+_FP4 = tl.constexpr(3)  # of experts always MXFP4: the scales are exponents
 
 
 # Few rows
@@ -65,7 +64,7 @@ def _sums(
     The masks `is_real` and `is_x` have the same shapes. 16 bytes, which are in one thread, are summed before they are
     multiplied by their scale.
     """
-    if KIND == _MXFP4:
+    if KIND == _FP4:
         return sums_of_rows(x_at, c_at, scales + row[:, None] * (IN // GROUP), is_real, is_x, IN, R, BYTES)
     per_byte: tl.constexpr = 2 if KIND >= _INT4 else 1
     count: tl.constexpr = IN // per_byte
@@ -301,7 +300,7 @@ def _multiply_quantized(
     column = strip * OUTPUTS + tl.arange(0, OUTPUTS)
     row = expert.to(tl.int64) * num_matrix + column % OUT  # columns past the end wrap around
     source = slot // K if IS_GATED else place  # gated rows are written in the order of the experts
-    if KIND == _MXFP4:
+    if KIND == _FP4:
         total, up = sums_in_tiles(x, codes, scales, source, row, IN, OUT, ROWS, OUTPUTS, INPUTS, IS_GATED, IN_PAIRS)
     elif x_scales is None:
         total, up = _decoding_sums(
@@ -397,9 +396,9 @@ def quantized_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize:
 
 
 @cache
-def alone_shape(num_bytes: int, kind: int, *, is_gated: bool) -> Strip:
+def alone_shape(num_bytes: int, *, is_gated: bool, has_exponents: bool) -> Strip:
     """Return the shape for outputs of so many bytes. Measured in docs/performance.md."""
-    if kind == MXFP4_KIND:
+    if has_exponents:
         return Strip(2 if is_gated else 1, min(int(triton.next_power_of_2(num_bytes)), 512), 2)
     if is_gated and num_bytes <= 1024:
         return Strip(4, 256, 1)
@@ -410,10 +409,6 @@ def alone_shape(num_bytes: int, kind: int, *, is_gated: bool) -> Strip:
 
 
 # Launches
-
-
-def _kind(format: PackedFormat) -> int:
-    return MXFP4_KIND if format.has_exponents else KINDS[format.type]
 
 
 def grouped_product(
@@ -437,7 +432,7 @@ def grouped_product(
     _quantized_product[(num_programs,)](
         x, x_scales, x_stride, matrix, whole.scales, whole.zeros, bias, slots.order, slots.tiles, out, IN=num_inputs,
         OUT=num_outputs, K=num_chosen, ROWS=shape.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
-        TOGETHER=TILES_TOGETHER, KIND=_kind(format), GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
+        TOGETHER=TILES_TOGETHER, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
         IS_GATED=kind is not None,
         ACTIVATION=kind or 0, HAS_ASSEMBLER=HAS_ASSEMBLER, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
         IS_BULK=is_bulk, num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -449,11 +444,11 @@ def gated_alone(x: Tensor, weight: ExpertStack, bias: Tensor | None, ids: Tensor
     """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
     size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
     whole, format = weight.whole, weight.format
-    shape = alone_shape(whole.codes.shape[1], _kind(format), is_gated=True)
+    shape = alone_shape(whole.codes.shape[1], is_gated=True, has_exponents=format.has_exponents)
     out = x.new_empty((num_rows * num_chosen, width))
     _gated_alone_quantized[(-(-width // shape.outputs), num_rows * num_chosen)](
         x, whole.codes, whole.scales, whole.zeros, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=shape.outputs,
-        BYTES=shape.width, KIND=_kind(format), GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
+        BYTES=shape.width, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
         ACTIVATION=kind, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out
@@ -465,11 +460,11 @@ def down_alone(
     """Return the weighted sums [T, E] of the products of x [S, F]. `num_slots`: a power of two from K on."""
     size, width, (num_rows, num_chosen) = weight.shape[1], x.shape[1], ids.shape
     whole, format = weight.whole, weight.format
-    shape = alone_shape(whole.codes.shape[1], _kind(format), is_gated=False)
+    shape = alone_shape(whole.codes.shape[1], is_gated=False, has_exponents=format.has_exponents)
     out = x.new_empty((num_rows, size))
     _down_alone_quantized[(size, num_rows)](
         x, whole.codes, whole.scales, whole.zeros, bias, ids, weights, out, E=size, F=width, K=num_chosen,
-        SLOTS=num_slots, BYTES=shape.width, KIND=_kind(format), GROUP_ROWS=format.group_rows,
+        SLOTS=num_slots, BYTES=shape.width, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows,
         GROUP=format.group_columns, HAS_ASSEMBLER=HAS_ASSEMBLER, num_warps=shape.num_warps,
     )  # fmt: skip
     return out
