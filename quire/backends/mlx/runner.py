@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -101,7 +102,7 @@ class MlxRunner:
         self._steps: deque[_Step] = deque()
         self._broken = ""
         self._thread = thread
-        self._block_io = MlxBlockIO(store, facts.layout, facts.weight_bytes, self._run_between_steps)
+        self._block_io = MlxBlockIO(store, facts.layout, facts.weight_bytes, partial(thread.run, self._between_steps))
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -135,9 +136,6 @@ class MlxRunner:
         if not self._thread.is_stopped:
             self._thread.run(self._close)
             self._thread.stop()
-
-    def _run_between_steps(self, function: Callable[..., None], *args: Any) -> None:
-        self._thread.run(self._between_steps, function, *args)
 
     # In the runner's thread
 

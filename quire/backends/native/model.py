@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import groupby
 
 import numpy as np
@@ -199,9 +200,7 @@ class NativeModel:
                 _describe_attention(layer, attention, self._tables)
                 layer.is_half_attention = may_attend_in_halves(attention, precision)
             layer.residual_scale = layer_spec.residual_scale
-        self._args = _model_args(spec, packed, self.layers)
-        self._args.refine = REFINED[precision]
-        self._args.block_size = capacity.block_size
+        self._args = _model_args(spec, packed, self.layers, precision, capacity.block_size)
 
     def forward(self, batch: Batch, logit_rows: Ints, hidden: Floats | None = None) -> tuple[Floats, NDArray[np.bool_]]:
         """Return the logits [L, V] of `logit_rows`, and for each sequence whether its last hidden state is finite.
@@ -281,28 +280,9 @@ class _Tables:
     """Factors by position, computed once for all layers that share them."""
 
     def __init__(self, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
-        self._angles: dict[RopeSpec, tuple[Floats, Floats]] = {}
-        self._scales: dict[QueryScaling, Floats] = {}
-        self._ones: dict[int, Floats] = {}
-
-    def angles(self, rope: RopeSpec) -> tuple[Floats, Floats]:
-        """Return cosines and sines, [max context, rotary size / 2] each."""
-        if rope not in self._angles:
-            self._angles[rope] = _angles(rope, self._max_model_len)
-        return self._angles[rope]
-
-    def ones(self, size: int) -> Floats:
-        """Return the weights of a norm that has none."""
-        if size not in self._ones:
-            self._ones[size] = np.ones(size, np.float32)
-        return self._ones[size]
-
-    def query_scales(self, scaling: QueryScaling) -> Floats:
-        if scaling not in self._scales:
-            factors = [scaling.factor(position) for position in range(self._max_model_len)]
-            self._scales[scaling] = np.array(factors, np.float32)
-        return self._scales[scaling]
+        self.angles = cache(partial(_angles, max_model_len=max_model_len))
+        self.query_scales = cache(partial(_query_scales, max_model_len=max_model_len))
+        self.ones = cache(_ones)  # weights of norms that have none
 
 
 def _describe_attention(layer: Layer, attention: AttentionSpec, tables: _Tables) -> None:
@@ -322,7 +302,9 @@ def _describe_attention(layer: Layer, attention: AttentionSpec, tables: _Tables)
         layer.query_scales = tables.query_scales(attention.query_scaling).ctypes.data
 
 
-def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer]) -> Model:
+def _model_args(
+    spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer], precision: str, block_size: int
+) -> Model:
     return Model(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -341,10 +323,21 @@ def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer
         ple_size=spec.ple_size,
         ple_scale=spec.ple_size**0.5,
         ple_proj_scale=spec.hidden_size**-0.5,
+        refine=REFINED[precision],
+        block_size=block_size,
     )
 
 
+def _ones(size: int) -> Floats:
+    return np.ones(size, np.float32)
+
+
+def _query_scales(scaling: QueryScaling, max_model_len: int) -> Floats:
+    return np.array([scaling.factor(position) for position in range(max_model_len)], np.float32)
+
+
 def _angles(rope: RopeSpec, max_model_len: int) -> tuple[Floats, Floats]:
+    """Return cosines and sines, [max context, rotary size / 2] each."""
     frequencies = np.array(rope.inverse_frequencies(max_model_len), np.float32)
     angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
     factor = np.float32(rope.attention_factor)

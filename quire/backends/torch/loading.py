@@ -19,6 +19,7 @@ from quire.backends.torch.layers import Linear
 from quire.backends.torch.packed import (
     MAX_EXPONENT,
     QUANTIZED,
+    ExpertStack,
     JoinedLinear,
     Mxfp4Stack,
     PackedFormat,
@@ -164,9 +165,9 @@ class WeightLoader:
         self._count(packed)
         return self._packed_linear(packed, bias)
 
-    def _count(self, packed: PackedWeight | PackedStack | Mxfp4Stack) -> None:
+    def _count(self, packed: PackedWeight | ExpertStack) -> None:
         self.num_saved += math.prod(packed.shape) * self._dtype.itemsize - packed.nbytes
-        if not isinstance(packed, Mxfp4Stack):
+        if not packed.format.has_exponents:
             self.packed_types.add(packed.format.type)
 
     def matrix(self, name: str) -> Tensor:
@@ -260,11 +261,11 @@ class WeightLoader:
         """Load matrices in MXFP4, or return None if their exponents are too large to compute with."""
         stack = Mxfp4Stack.empty(*self._stack_shape(groups), self._dtype, self.device)
         if isinstance(self._checkpoint, DummyCheckpoint):
-            stack.invent(self._random, DUMMY_STD)
+            stack.whole.invent(self._random, DUMMY_STD)
         else:
             for expert, first, name in self._places(groups):
                 stack.set_rows(expert, first, self._checkpoint.read(name))
-        if int(stack.exponents.max()) > MAX_EXPONENT:
+        if int(stack.whole.scales.max()) > MAX_EXPONENT:
             return None
         self._report(sum(self._checkpoint.tensors[name].num_bytes for group in groups for name in group))
         return stack
@@ -353,7 +354,7 @@ def has_expert_kernels(spec: ExpertsSpec) -> bool:
 
 
 def _have_common_kernels(gate_up: Stack, down: Stack) -> bool:
-    if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+    if isinstance(gate_up, ExpertStack) and isinstance(down, ExpertStack):
         return have_common_kernels(gate_up.format, down.format)
     return type(gate_up) is type(down)
 

@@ -6,10 +6,9 @@ at most 2 ** -11 of it; a scale below 6.1e-5, which fp16 holds with fewer bits, 
 
 `PackedLinear` is a matrix that stays packed in memory. The plain version decodes a few rows of it at a time.
 
-The matrices of the experts of a layer stay packed together, in these formats (`PackedStack`) or in MXFP4
-(`Mxfp4Stack`), which has 4-bit codes and an exponent for every 32 weights. The plain versions decode one expert at a
-time; the kernels (`kernels/mxfp4_experts.py`, `kernels/quantized_experts.py`) decode inside their products, or multiply
-in FP8.
+The matrices of the experts of a layer stay packed together (`PackedStack`), also in MXFP4 (`Mxfp4Stack`), which has
+4-bit codes and an exponent for every 32 weights. The plain versions decode one expert at a time; the kernels
+(`kernels/quantized_experts.py`) decode inside their products, or multiply in FP8.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ E4M3_MAX = 448.0
 MAX_INT4 = 7.0  # of codes without zeros
 MIN_SCALE = 1e-7  # not zero in fp16
 CHUNK_WEIGHTS = 1 << 24  # decoded at a time by the plain product
+BIAS = 127  # of exponents
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class PackedFormat:
     has_zeros: bool = False
     has_order: bool = False
     has_half_zeros: bool = False  # zeros are fp16: those of a group with a minimum are fractions
+    has_exponents: bool = False  # scales are powers of two, in bytes
 
     @property
     def zero_dtype(self) -> torch.dtype:
@@ -72,6 +73,8 @@ class PackedFormat:
 
     @property
     def scale_dtype(self) -> torch.dtype:
+        if self.has_exponents:
+            return torch.uint8
         is_small = 0 < self.group_rows * self.group_columns <= LARGE_GROUP
         return torch.float16 if is_small else torch.float32
 
@@ -89,6 +92,7 @@ class PackedFormat:
 
 FP8_PER_OUTPUT = PackedFormat(CodeType.FP8, 1, 0)
 INT4_IN_GROUPS = PackedFormat(CodeType.INT4, 1, 128)
+MXFP4 = PackedFormat(CodeType.FP4, 1, 32, has_exponents=True)
 QUANTIZED = {8: FP8_PER_OUTPUT, 4: INT4_IN_GROUPS}  # `--quantize`, by bits
 
 
@@ -107,7 +111,7 @@ class PackedWeight:
         num_outputs, num_bytes = codes.shape
         self.shape = torch.Size((num_outputs, num_bytes * format.codes_per_byte))
         self.codes = codes  # [O, I] uint8, or [O, I / 2] in blocks of PAIRED weights
-        self.scales = scales  # [ceil(O / group rows), G] fp16 or fp32
+        self.scales = scales  # [ceil(O / group rows), G] fp16 or fp32, or uint8: exponents
         self.zeros = zeros  # the same shape, uint8 or fp16
         self.order = order  # [I] int64
         self.format = format
@@ -138,7 +142,10 @@ class PackedWeight:
         rows, columns = self.format.group_rows, self.format.group_columns or self.shape[1]
         values = _values(self.codes[first:last], self.format.type)
         index = torch.arange(first, last, device=self.codes.device) // rows
-        scales = self.scales[index].float().repeat_interleave(columns, 1)[:, : self.shape[1]]
+        scales = self.scales[index].float()
+        if self.format.has_exponents:
+            scales = torch.ldexp(torch.ones_like(scales), scales - BIAS)
+        scales = scales.repeat_interleave(columns, 1)[:, : self.shape[1]]
         if self.zeros is not None:
             values -= self.zeros[index].float().repeat_interleave(columns, 1)[:, : self.shape[1]]
         else:
@@ -166,8 +173,8 @@ class PackedWeight:
             self.scales.fill_(std * 8 / E4M3_MAX)
             return
         self.codes.random_(0, 256, generator=random)
-        spread = {CodeType.INT8: 74.0, CodeType.INT4: 4.6, CodeType.FP4: 2.8}[self.format.type]
-        self.scales.fill_(std / spread)
+        scale = std / {CodeType.INT8: 74.0, CodeType.INT4: 4.6, CodeType.FP4: 2.8}[self.format.type]
+        self.scales.fill_(BIAS + round(math.log2(scale)) if self.format.has_exponents else scale)
         if self.zeros is not None and self.format.has_half_zeros:
             middle = torch.rand(self.zeros.shape, generator=random, device=self.zeros.device).mul_(4).sub_(2)
             self.zeros.copy_(middle.add_(self.format.default_zero))
@@ -360,79 +367,18 @@ class JoinedLinear(Linear):
 
 # N experts, O outputs, I inputs
 
-GROUP = 32  # weights that share an exponent
-BLOCK_BYTES = 17  # in files: the exponent, and 16 bytes of codes
-BIAS = 127  # of exponents
-STD = 2.8  # of random codes
+SMALLER_GROUPS = (64, 32)  # for matrices that groups of 128 do not divide
+FP8_COLUMNS = (0, 128)  # of scales of weights that are multiplied in FP8
+BLOCK_BYTES = 17  # of MXFP4 in files: the exponent, and 16 bytes of codes
 MAX_EXPONENT = 128  # the kernels decode with 2 ** (exponent - 1), which must be finite
 
 
-class Mxfp4Stack:
-    """One matrix [O, I] of every expert, packed. Indexing decodes the matrix of one expert.
-
-    Byte j of a group holds weight j in its low half and weight j + 16 in its high half, as in GGUF files.
-    """
-
-    def __init__(self, codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
-        num_experts, num_outputs, num_groups = exponents.shape
-        self.codes = codes  # [N, O, I / 2] uint8
-        self.exponents = exponents  # [N, O, I / 32] uint8
-        self.dtype = dtype  # of decoded weights
-        self.shape = torch.Size((num_experts, num_outputs, num_groups * GROUP))
-
-    @classmethod
-    def empty(cls, num_experts: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, device: str | torch.device,
-              ) -> Mxfp4Stack:  # fmt: skip
-        shape = (num_experts, num_outputs)
-        codes = torch.empty((*shape, num_inputs // 2), dtype=torch.uint8, device=device)
-        return cls(codes, torch.empty((*shape, num_inputs // GROUP), dtype=torch.uint8, device=device), dtype)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.exponents.nbytes
-
-    def set_rows(self, expert: int, first: int, raw: RawTensor) -> None:
-        """Copy rows from a file into the matrix of an expert, from row `first` on."""
-        blocks = raw.data.reshape(raw.info.shape[0], -1, BLOCK_BYTES)
-        rows = slice(first, first + len(blocks))
-        self.exponents[expert, rows].copy_(torch.from_numpy(np.ascontiguousarray(blocks[..., 0])))
-        codes = np.ascontiguousarray(blocks[..., 1:]).reshape(len(blocks), -1)
-        self.codes[expert, rows].copy_(torch.from_numpy(codes))
-
-    def invent(self, random: torch.Generator, std: float) -> None:
-        """Fill with random weights of about this standard deviation."""
-        self.codes.random_(0, 256, generator=random)
-        self.exponents.fill_(BIAS + round(math.log2(std / STD)))
-
-    def __getitem__(self, expert: int) -> Tensor:
-        """Return the matrix [O, I] of one expert."""
-        table = torch.tensor(E2M1_CODES, dtype=torch.float32, device=self.codes.device)  # doubled
-        codes = self.codes[expert].view(self.shape[1], -1, 1, GROUP // 2).int()
-        values = table[torch.cat((codes & 15, codes >> 4), 2)]  # [O, groups, 2, 16]
-        exponents = self.exponents[expert].int() - (BIAS + 1)
-        return torch.ldexp(values, exponents[:, :, None, None]).view(self.shape[1:]).to(self.dtype)
-
-
-# N experts, O outputs, I inputs
-
-SMALLER_GROUPS = (64, 32)  # for matrices that groups of 128 do not divide
-FP8_COLUMNS = (0, 128)  # of scales of weights that are multiplied in FP8
-
-
-class PackedStack:
+class ExpertStack:
     """One matrix [O, I] of every expert, packed. Indexing decodes the matrix of one expert."""
 
     def __init__(self, whole: PackedWeight, num_experts: int) -> None:
         self.whole = whole  # [N * O, I]: the matrices one below the other
         self.shape = torch.Size((num_experts, len(whole) // num_experts, whole.shape[1]))
-
-    @classmethod
-    def empty(cls, num_experts: int, num_outputs: int, num_inputs: int, format: PackedFormat, dtype: torch.dtype,
-              device: str | torch.device) -> PackedStack:  # fmt: skip
-        return cls(PackedWeight.empty(num_experts * num_outputs, num_inputs, format, dtype, device), num_experts)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -454,6 +400,15 @@ class PackedStack:
         """Return the matrix [O, I] of one expert."""
         num_outputs = self.shape[1]
         return self.whole.decode(expert * num_outputs, (expert + 1) * num_outputs)
+
+
+class PackedStack(ExpertStack):
+    """Experts in a format of files' `PackedMatrix`."""
+
+    @classmethod
+    def empty(cls, num_experts: int, num_outputs: int, num_inputs: int, format: PackedFormat, dtype: torch.dtype,
+              device: str | torch.device) -> PackedStack:  # fmt: skip
+        return cls(PackedWeight.empty(num_experts * num_outputs, num_inputs, format, dtype, device), num_experts)
 
     def set_rows(self, expert: int, first: int, matrix: PackedMatrix) -> None:
         """Copy a matrix of a file into that of an expert, from row `first` on.
@@ -483,7 +438,25 @@ class PackedStack:
             whole.zeros[scale_rows] = self.format.default_zero if part.zeros is None else part.zeros
 
 
-Stack = Tensor | Mxfp4Stack | PackedStack  # one matrix of every expert
+class Mxfp4Stack(ExpertStack):
+    """Experts in MXFP4, whose blocks of codes are those of GGUF files."""
+
+    @classmethod
+    def empty(cls, num_experts: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, device: str | torch.device,
+              ) -> Mxfp4Stack:  # fmt: skip
+        return cls(PackedWeight.empty(num_experts * num_outputs, num_inputs, MXFP4, dtype, device), num_experts)
+
+    def set_rows(self, expert: int, first: int, raw: RawTensor) -> None:
+        """Copy rows from a file into the matrix of an expert, from row `first` on."""
+        blocks = raw.data.reshape(raw.info.shape[0], -1, BLOCK_BYTES)
+        start = expert * self.shape[1] + first
+        rows = slice(start, start + len(blocks))
+        self.whole.scales[rows].copy_(torch.from_numpy(np.ascontiguousarray(blocks[..., 0])))
+        codes = np.ascontiguousarray(blocks[..., 1:]).reshape(len(blocks), -1)
+        self.whole.codes[rows].copy_(torch.from_numpy(codes))
+
+
+Stack = Tensor | ExpertStack  # one matrix of every expert
 
 
 def has_kernels(format: PackedFormat) -> bool:
@@ -518,4 +491,5 @@ def multiplies_in_fp8(format: PackedFormat) -> bool:
 
 def have_common_kernels(gate_up: PackedFormat, down: PackedFormat) -> bool:
     """Return whether the kernels compute with two matrices of an expert in these formats."""
-    return multiplies_in_fp8(gate_up) == multiplies_in_fp8(down)
+    is_same_kind = gate_up.has_exponents == down.has_exponents
+    return is_same_kind and multiplies_in_fp8(gate_up) == multiplies_in_fp8(down)

@@ -169,8 +169,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     layers |= {"_packed_rows", "_packed_tiles", "_quantize_rows", "_fp8_product", "_expand_packed"}
     layers |= {"_apply_scales", "_gated_rows"}
     experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
-    experts |= {"_mxfp4_product", "_gated_alone_mxfp4", "_down_alone_mxfp4", "_expand"}
-    experts |= {"_quantized_product", "_gated_alone_quantized", "_down_alone_quantized"}
+    experts |= {"_quantized_product", "_gated_alone_quantized", "_down_alone_quantized", "_expand"}
     states = {"_decode", "_convolved", "_prepare", "_pass_states", "_finish", "_gate_output"}
     states |= {"_short_decode", "_short_chunk", "_short_store"}
     assert compiled == sampling | blocks | layers | experts | states | {"_tile_product", "_norm_columns"}
@@ -244,8 +243,7 @@ def test_kernels_of_steps_are_compiled_in_advance(
     others = {form[0] for form in first - launches.forms}
     unused = {"_merge", "_find_floors", "_weigh"}  # nothing was split, top-p was not used
     routed = {"_route", "_sort", "_count", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
-    routed |= {"_mxfp4_product", "_gated_alone_mxfp4", "_down_alone_mxfp4", "_expand"}
-    routed |= {"_quantized_product", "_gated_alone_quantized", "_down_alone_quantized"}
+    routed |= {"_quantized_product", "_gated_alone_quantized", "_down_alone_quantized", "_expand"}
     unused |= {"_fp8_product"}  # tiles for more rows
     unused |= {"_norm", "_gated_rows", "_apply_scales"} if bits == 8 else set()
     if bits is not None:  # of experts, with many rows

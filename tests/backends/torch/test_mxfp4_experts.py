@@ -10,9 +10,9 @@ from quire.backends.torch.experts import Experts
 from quire.backends.torch.kernels import experts as kernels
 from quire.backends.torch.kernels import routed_experts
 from quire.backends.torch.kernels.experts import Tiling
-from quire.backends.torch.kernels.mxfp4_experts import mxfp4_tiling
+from quire.backends.torch.kernels.quantized_experts import quantized_tiling
 from quire.backends.torch.kernels.routed_experts import expert_calls, experts_in_tiles
-from quire.backends.torch.packed import MAX_EXPONENT, Mxfp4Stack
+from quire.backends.torch.packed import MAX_EXPONENT, MXFP4, Mxfp4Stack
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.quants import to_float32
 from quire.weights.spec import Activation
@@ -26,8 +26,8 @@ from tests.selection import mostly_nightly
 
 def random_stack(shape: tuple[int, int, int], dtype: torch.dtype, exponents: tuple[int, int]) -> Mxfp4Stack:
     stack = Mxfp4Stack.empty(*shape, dtype, DEVICE)
-    stack.codes.copy_(torch.randint(0, 256, stack.codes.shape, dtype=torch.uint8))
-    stack.exponents.copy_(torch.randint(*exponents, stack.exponents.shape, dtype=torch.uint8))
+    stack.whole.codes.copy_(torch.randint(0, 256, stack.whole.codes.shape, dtype=torch.uint8))
+    stack.whole.scales.copy_(torch.randint(*exponents, stack.whole.scales.shape, dtype=torch.uint8))
     return stack
 
 
@@ -112,7 +112,7 @@ def test_extreme_exponents(exponent: int, num_rows: int) -> None:
     """Weights near the ends of the range, and inputs that bring the products back to 1."""
     experts = make_packed(4, 2, 64, 32, has_bias=False)
     assert isinstance(experts.gate_up, Mxfp4Stack)
-    experts.gate_up.exponents.fill_(exponent)
+    experts.gate_up.whole.scales.fill_(exponent)
     x, logits = make_rows(experts, num_rows)
     x *= 2.0 ** min(122 - exponent, 20)
     want = exact(experts, x, logits)
@@ -122,7 +122,7 @@ def test_extreme_exponents(exponent: int, num_rows: int) -> None:
 SHAPES = [
     (shape, dtype)
     for dtype in (FP32, BF16)
-    for shape in sorted({mxfp4_tiling(num_rows, 4, 2, dtype.itemsize) for num_rows in range(5, 300)})
+    for shape in sorted({quantized_tiling(num_rows, 4, 2, dtype.itemsize, MXFP4) for num_rows in range(5, 300)})
 ]
 
 

@@ -118,10 +118,10 @@ def _add_three(a, b, c, d, e, f):
 @triton.jit
 def _update(
     state, q, k, kq, x, taps, decay, bias, norm, conv, matrices, source, target, head, out, eps,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    TAPS: tl.constexpr,
 ):  # fmt: skip
     """Update the state [K, V] of one value head of a row, and write its output."""
-    C: tl.constexpr = 2 * HK * K + HV * V
     dtype: tl.constexpr = out.dtype.element_ty
     i, j = tl.arange(0, K), tl.arange(0, V)
     at = 2 * HK * K + head * V + j
@@ -144,19 +144,19 @@ def _update(
 @triton.jit
 def _decode(
     projected, taps, decay, bias, norm, conv, matrices, decodes, out, eps,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, IS_TILED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     # A program has one value head. If the target is the source, the first program of a key head has all its value
     # heads, because the others would read inputs of the query and the key that it writes.
-    C: tl.constexpr = 2 * HK * K + HV * V
     GROUP: tl.constexpr = HV // HK
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, target = tl.load(decodes + row * 2).to(tl.int64), tl.load(decodes + row * 2 + 1).to(tl.int64)
     key_head = head % HK if IS_TILED else head // GROUP
     is_first = (head < HK) if IS_TILED else (head % GROUP == 0)
     i, j, both = tl.arange(0, K), tl.arange(0, V), tl.arange(0, 2 * K)
-    x = projected + row * (C + HV * V + 2 * HV)
+    x = projected + row * WIDTH
     at = both // K * (HK * K) + key_head * K + both % K  # channels of the query, then of the key
     is_skipped = (target == 0) | ((target == source) & (is_first == 0))
     place = i[:, None] * V + j[None, :]
@@ -176,7 +176,28 @@ def _decode(
     q, k, kq = q * q_scale, k * k_scale, kq * q_scale * k_scale
     out += row * (HV * V)
     _update(
-        state, q, k, kq, x, taps, decay, bias, norm, conv, matrices, source, target, head, out, eps, HK, HV, K, V, TAPS
+        state,
+        q,
+        k,
+        kq,
+        x,
+        taps,
+        decay,
+        bias,
+        norm,
+        conv,
+        matrices,
+        source,
+        target,
+        head,
+        out,
+        eps,
+        HK,
+        HV,
+        K,
+        V,
+        C,
+        TAPS,
     )
     if GROUP > 1:
         if target == source:
@@ -185,7 +206,7 @@ def _decode(
                 state = tl.load(matrices + (source * HV + head) * (K * V) + place)
                 _update(
                     state, q, k, kq, x, taps, decay, bias, norm, conv, matrices, source, target, head, out, eps,
-                    HK, HV, K, V, TAPS,
+                    HK, HV, K, V, C, TAPS,
                 )  # fmt: skip
     if is_first:
         store_row(now, one, two, conv, target, at, both < 2 * K, C, TAPS)
@@ -194,12 +215,10 @@ def _decode(
 @triton.jit
 def _convolved(
     projected, taps, conv, chunks, mixed, norms,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, M: tl.constexpr,
-    ROWS: tl.constexpr, N: tl.constexpr,
+    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     # A program has some rows of a chunk and one head: a query, a key or a value.
-    C: tl.constexpr = 2 * HK * K + HV * V
-    WIDTH: tl.constexpr = C + HV * V + 2 * HV
     chunk = chunks + tl.program_id(0) // (M // ROWS) * 6
     skipped = tl.program_id(0) % (M // ROWS) * ROWS
     num_rows = tl.load(chunk + 1) - skipped
@@ -244,11 +263,9 @@ def _inverse(a, M: tl.constexpr, LEVELS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["num_all"])
 def _prepare(
     projected, decay, bias, chunks, mixed, norms, w, u, products, q_factors, k_factors, decays, num_all,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr,
-    IS_TILED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = 2 * HK * K + HV * V
-    WIDTH: tl.constexpr = C + HV * V + 2 * HV
     dtype: tl.constexpr = mixed.dtype.element_ty
     # The entries of the inverse are at most 1, and fp16 is more exact there than bf16.
     inverse_dtype: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.float16
@@ -291,11 +308,10 @@ def _prepare(
 @triton.jit(do_not_specialize=["num_all"])
 def _pass_states(
     projected, conv, matrices, chunks, sequences, mixed, w, d, k_factors, decays, states, num_all,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr,
-    M: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr, SHARE_PAD: tl.constexpr, IS_TILED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
+    SHARE: tl.constexpr, SHARE_PAD: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = 2 * HK * K + HV * V
-    WIDTH: tl.constexpr = C + HV * V + 2 * HV
     dtype: tl.constexpr = states.dtype.element_ty
     factor_dtype: tl.constexpr = dtype if K >= MIN_HALF_SIZE and V >= MIN_HALF_SIZE else tl.float32
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -343,10 +359,9 @@ def _pass_states(
 @triton.jit(do_not_specialize=["num_all"])
 def _finish(
     projected, chunks, mixed, d, products, q_factors, states, norm, out, eps, num_all,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, IS_TILED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, M: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = 2 * HK * K + HV * V
-    WIDTH: tl.constexpr = C + HV * V + 2 * HV
     index, head = tl.program_id(0), tl.program_id(1)
     row, num_rows = tl.load(chunks + index * 6), tl.load(chunks + index * 6 + 1)
     if num_rows == 0:
@@ -403,11 +418,14 @@ def delta_net(
 
 
 def _sizes(spec: DeltaNetSpec) -> dict[str, int | bool]:
+    """Return what the kernels of states are compiled for. `WIDTH`: of a projected row."""
     return {
         "HK": spec.num_key_heads,
         "HV": spec.num_value_heads,
         "K": spec.key_head_size,
         "V": spec.value_head_size,
+        "C": spec.num_channels,
+        "WIDTH": projected_size(spec),
         "IS_TILED": spec.is_tiled,
     }
 
@@ -449,16 +467,14 @@ def prepare(projected: Tensor, weights: DeltaWeights, spec: DeltaNetSpec, conv: 
         decays=floats(num_chunks, heads),
         states=projected.new_empty((num_chunks, heads, key_size, value_size)),
     )
-    sizes = _sizes(spec)
-    is_tiled = sizes.pop("IS_TILED")
     _convolved[(num_chunks * (CHUNK_ROWS // ROWS), 2 * spec.num_key_heads + heads)](
         projected, weights.taps, conv, chunks, chunked.mixed, chunked.norms,
-        TAPS=spec.num_taps, M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=2, **sizes,
+        HK=spec.num_key_heads, K=key_size, V=value_size, C=spec.num_channels, WIDTH=projected_size(spec),
+        TAPS=spec.num_taps, M=CHUNK_ROWS, ROWS=ROWS, N=max(key_size, value_size), num_warps=2,
     )  # fmt: skip
     _prepare[(num_chunks, heads)](
         projected, weights.decay, weights.bias, chunks, *chunked[:-1], num_rows,
-        M=CHUNK_ROWS, LEVELS=LEVELS, IS_TILED=is_tiled, num_warps=4, maxnreg=PREPARE_REGISTERS,
-        **sizes,
+        M=CHUNK_ROWS, LEVELS=LEVELS, num_warps=4, maxnreg=PREPARE_REGISTERS, **_sizes(spec),
     )  # fmt: skip
     return chunked
 

@@ -29,8 +29,7 @@ from torch import Tensor
 from quire.backends.torch.kernels.fp8_rows import GROUP, apply_scales, quantize_rows
 from quire.backends.torch.kernels.packed_linear import HAS_ASSEMBLER, KINDS, _e2m1, _load_group, _spread
 from quire.backends.torch.layers import Fp8Product, Fp8Rows, Inputs
-from quire.backends.torch.packed import PackedWeight
-from quire.weights.packed import CodeType
+from quire.backends.torch.packed import PackedWeight, multiplies_in_fp8
 
 # T rows, I inputs, O outputs
 
@@ -172,7 +171,7 @@ def fp8_product(rows: Fp8Rows, weight: PackedWeight, bias: Tensor | None, tile: 
 
 def is_fp8(weight: PackedWeight) -> bool:
     """Return whether inputs are rounded to FP8 for this matrix."""
-    return weight.format.type is CodeType.FP8 and weight.format.group_columns in (0, GROUP)
+    return multiplies_in_fp8(weight.format)
 
 
 def has_library_product(weight: PackedWeight) -> bool:

@@ -1,4 +1,4 @@
-"""Products with experts in the formats of `PackedFormat`: FP8, and integers of 8 or 4 bits.
+"""Products with packed experts: FP8, integers of 8 or 4 bits, and MXFP4.
 
 Three ways, by the number of rows of the batch:
 
@@ -6,7 +6,7 @@ Three ways, by the number of rows of the batch:
 - Rows sorted by expert, in tiles: the weights are decoded in registers for tensor cores of 16 bits. From `FP8_ROWS`
   rows of the batch on, FP8 weights are not decoded: rows are rounded to FP8, with a scale per row or per 128 columns,
   and multiplied in FP8, as `product_in_fp8` does.
-- With many rows per expert, integers are decoded before the product: a tile would decode them again and again.
+- With many rows per expert, all but FP8 are decoded before the product: a tile would decode them again and again.
 
 Sorting and results are as in `experts.py`. Weights are the left operand of all tiles: a tile of few rows then fills
 tensor cores, which multiply at least 64 rows of the left operand, and decoded weights stay in registers.
@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.backends.torch.kernels.experts import SortedSlots, Tile, Tiling
 from quire.backends.torch.kernels.fp8_rows import quantize_rows
 from quire.backends.torch.kernels.linear import Strip, _gated_value
+from quire.backends.torch.kernels.mxfp4_experts import sums_in_tiles, sums_of_rows
 from quire.backends.torch.kernels.packed_linear import (
     HAS_ASSEMBLER,
     KINDS,
@@ -37,14 +38,16 @@ from quire.backends.torch.kernels.packed_linear import (
     _load_tile,
     _wide_nibbles,
 )
-from quire.backends.torch.packed import PackedFormat, PackedStack, multiplies_in_fp8
+from quire.backends.torch.packed import ExpertStack, PackedFormat, multiplies_in_fp8
 
 # T rows of the batch, N experts, K experts chosen per row, E hidden size, F width of an expert, IN inputs, OUT outputs
 
 FP8_ROWS = 65  # rows of the batch from which on FP8 experts are multiplied by rows in FP8, as dense matrices are
 TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their experts
 
-_INT4 = tl.constexpr(2)  # 4 bits; see KINDS
+
+_INT4 = tl.constexpr(2)  # 4 bits from here on; see KINDS
+_FP4 = tl.constexpr(3)  # of experts always MXFP4: the scales are exponents
 
 
 # Few rows
@@ -61,6 +64,8 @@ def _sums(
     The masks `is_real` and `is_x` have the same shapes. 16 bytes, which are in one thread, are summed before they are
     multiplied by their scale.
     """
+    if KIND == _FP4:
+        return sums_of_rows(x_at, c_at, scales + row[:, None] * (IN // GROUP), is_real, is_x, IN, R, BYTES)
     per_byte: tl.constexpr = 2 if KIND >= _INT4 else 1
     count: tl.constexpr = IN // per_byte
     groups: tl.constexpr = IN // GROUP if GROUP else 1
@@ -282,7 +287,7 @@ def _fp8_sums(
 def _multiply_quantized(
     x, x_scales, x_stride, codes, scales, zeros, bias, order, out, expert, first, end, strip,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, IS_GATED: tl.constexpr,
+    INPUTS: tl.constexpr, KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_ASSEMBLER: tl.constexpr, IN_PAIRS: tl.constexpr, IS_BULK: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to ROWS rows by a strip of their expert's matrix."""
@@ -295,7 +300,9 @@ def _multiply_quantized(
     column = strip * OUTPUTS + tl.arange(0, OUTPUTS)
     row = expert.to(tl.int64) * num_matrix + column % OUT  # columns past the end wrap around
     source = slot // K if IS_GATED else place  # gated rows are written in the order of the experts
-    if x_scales is None:
+    if KIND == _FP4:
+        total, up = sums_in_tiles(x, codes, scales, source, row, IN, OUT, ROWS, OUTPUTS, INPUTS, IS_GATED, IN_PAIRS)
+    elif x_scales is None:
         total, up = _decoding_sums(
             x, codes, scales, zeros, source, row, IN, OUT, ROWS, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, IN_PAIRS
         )  # fmt: skip
@@ -320,7 +327,7 @@ def _multiply_quantized(
 def _quantized_product(
     x, x_scales, x_stride, codes, scales, zeros, bias, order, tiles, out,
     IN: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    TOGETHER: tl.constexpr, KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    INPUTS: tl.constexpr, TOGETHER: tl.constexpr, KIND: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_ASSEMBLER: tl.constexpr, IN_PAIRS: tl.constexpr,
     IS_BULK: tl.constexpr,
 ):  # fmt: skip
@@ -336,12 +343,14 @@ def _quantized_product(
     if ROWS == 128 and end - first <= 64:  # an expert's last tile is often less than half full
         _multiply_quantized(
             x, x_scales, x_stride, codes, scales, zeros, bias, order, out, expert, first, end, strip,
-            IN, OUT, K, 64, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS, IS_BULK,
+            IN, OUT, K, 64, OUTPUTS, INPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS,
+            IS_BULK,
         )  # fmt: skip
     else:
         _multiply_quantized(
             x, x_scales, x_stride, codes, scales, zeros, bias, order, out, expert, first, end, strip,
-            IN, OUT, K, ROWS, OUTPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS, IS_BULK,
+            IN, OUT, K, ROWS, OUTPUTS, INPUTS, KIND, GROUP_ROWS, GROUP, IS_GATED, ACTIVATION, HAS_ASSEMBLER, IN_PAIRS,
+            IS_BULK,
         )  # fmt: skip
 
 
@@ -365,6 +374,11 @@ DECODING_TILINGS: Tilings = (
     (24, Tiling(32, Tile(64, STEP, 4, 3), Tile(128, STEP, 8, 3))),
     (math.inf, Tiling(64, Tile(128, STEP, 8, 3), Tile(128, STEP, 4, 3))),
 )
+MXFP4_TILINGS: Tilings = (
+    (12, Tiling(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))),
+    (24, Tiling(32, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4))),
+    (math.inf, Tiling(64, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),
+)
 
 
 @cache  # every layer of a step calls this
@@ -374,16 +388,18 @@ def quantized_tiling(num_rows: int, num_experts: int, num_chosen: int, itemsize:
     if multiplies_in_fp8(format) and num_rows >= FP8_ROWS:
         tilings = FP8_BLOCK_TILINGS if format.group_columns else FP8_TILINGS
     elif itemsize > 2:  # fp32, without tensor cores
-        tile = Tile(32, STEP, num_warps=4, num_stages=2)
+        tile = Tile(32, 32, num_warps=4, num_stages=3) if format.has_exponents else Tile(32, STEP, 4, 2)
         return Tiling(16 if mean <= 12 else 64, tile, tile)
     else:
-        tilings = DECODING_TILINGS
+        tilings = MXFP4_TILINGS if format.has_exponents else DECODING_TILINGS
     return next(shape for most, shape in tilings if mean <= most)
 
 
 @cache
-def alone_shape(num_bytes: int, *, is_gated: bool) -> Strip:
+def alone_shape(num_bytes: int, *, is_gated: bool, has_exponents: bool) -> Strip:
     """Return the shape for outputs of so many bytes. Measured in docs/performance.md."""
+    if has_exponents:
+        return Strip(2 if is_gated else 1, min(int(triton.next_power_of_2(num_bytes)), 512), 2)
     if is_gated and num_bytes <= 1024:
         return Strip(4, 256, 1)
     width = min(int(triton.next_power_of_2(num_bytes)), 1024 if is_gated else 512)
@@ -396,8 +412,8 @@ def alone_shape(num_bytes: int, *, is_gated: bool) -> Strip:
 
 
 def grouped_product(
-    x: Tensor, weight: PackedStack, bias: Tensor | None, slots: SortedSlots, num_chosen: int, shape: Tiling, tile: Tile,
-    kind: int | None,
+    x: Tensor, weight: ExpertStack, bias: Tensor | None, slots: SortedSlots, num_chosen: int,
+    shape: Tiling, tile: Tile, kind: int | None,
 ) -> Tensor:  # fmt: skip
     """Multiply each slot's row by its expert's matrix, as in `experts.py`."""
     num_outputs, num_inputs = weight.shape[1:]
@@ -415,19 +431,20 @@ def grouped_product(
     num_programs = -(-slots.max_tiles // TILES_TOGETHER) * TILES_TOGETHER * -(-num_outputs // tile.outputs)
     _quantized_product[(num_programs,)](
         x, x_scales, x_stride, matrix, whole.scales, whole.zeros, bias, slots.order, slots.tiles, out, IN=num_inputs,
-        OUT=num_outputs, K=num_chosen, ROWS=shape.rows, OUTPUTS=tile.outputs, TOGETHER=TILES_TOGETHER,
-        KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns, IS_GATED=kind is not None,
+        OUT=num_outputs, K=num_chosen, ROWS=shape.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
+        TOGETHER=TILES_TOGETHER, KIND=KINDS[format.type], GROUP_ROWS=format.group_rows, GROUP=format.group_columns,
+        IS_GATED=kind is not None,
         ACTIVATION=kind or 0, HAS_ASSEMBLER=HAS_ASSEMBLER, IN_PAIRS=HAS_ASSEMBLER and x.dtype == torch.bfloat16,
         IS_BULK=is_bulk, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
 
-def gated_alone(x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
+def gated_alone(x: Tensor, weight: ExpertStack, bias: Tensor | None, ids: Tensor, kind: int) -> Tensor:
     """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
     size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
     whole, format = weight.whole, weight.format
-    shape = alone_shape(whole.codes.shape[1], is_gated=True)
+    shape = alone_shape(whole.codes.shape[1], is_gated=True, has_exponents=format.has_exponents)
     out = x.new_empty((num_rows * num_chosen, width))
     _gated_alone_quantized[(-(-width // shape.outputs), num_rows * num_chosen)](
         x, whole.codes, whole.scales, whole.zeros, bias, ids, out, E=size, F=width, K=num_chosen, PAIRS=shape.outputs,
@@ -438,12 +455,12 @@ def gated_alone(x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor
 
 
 def down_alone(
-    x: Tensor, weight: PackedStack, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int
+    x: Tensor, weight: ExpertStack, bias: Tensor | None, ids: Tensor, weights: Tensor, num_slots: int
 ) -> Tensor:
     """Return the weighted sums [T, E] of the products of x [S, F]. `num_slots`: a power of two from K on."""
     size, width, (num_rows, num_chosen) = weight.shape[1], x.shape[1], ids.shape
     whole, format = weight.whole, weight.format
-    shape = alone_shape(whole.codes.shape[1], is_gated=False)
+    shape = alone_shape(whole.codes.shape[1], is_gated=False, has_exponents=format.has_exponents)
     out = x.new_empty((num_rows, size))
     _down_alone_quantized[(size, num_rows)](
         x, whole.codes, whole.scales, whole.zeros, bias, ids, weights, out, E=size, F=width, K=num_chosen,

@@ -1,7 +1,7 @@
 """Chooses the kernels of routed experts by their format and by the number of rows of the batch.
 
-The kernels and their shapes are in `experts.py` (matrices of 16 or 32 bits), `mxfp4_experts.py` and
-`quantized_experts.py`. `expert_calls` lists all that a model may use, for compilation in advance.
+The kernels and their shapes are in `experts.py` (matrices of 16 or 32 bits) and `quantized_experts.py` (the others).
+`expert_calls` lists all that a model may use, for compilation in advance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.backends.torch.kernels.experts import (
     weighted_sum,
 )
 from quire.backends.torch.kernels.linear import KINDS
-from quire.backends.torch.packed import Mxfp4Stack, PackedStack, Stack, multiplies_in_fp8
+from quire.backends.torch.packed import Stack, multiplies_in_fp8
 from quire.weights.spec import Activation
 
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
@@ -83,9 +83,7 @@ def experts_in_tiles(
 
 def _kernels(stack: Stack) -> Any:
     """Return the module with the kernels of a format: all have `gated_alone`, `down_alone` and `grouped_product`."""
-    if isinstance(stack, PackedStack):
-        return quantized_experts
-    return mxfp4_experts if isinstance(stack, Mxfp4Stack) else experts
+    return experts if isinstance(stack, Tensor) else quantized_experts
 
 
 def choose_tiling(down: Stack, num_rows: int, num_chosen: int) -> Tiling:
@@ -93,23 +91,22 @@ def choose_tiling(down: Stack, num_rows: int, num_chosen: int) -> Tiling:
     sizes = num_rows, len(down), num_chosen, down.dtype.itemsize
     if isinstance(down, Tensor) or is_expanded(down, num_rows, num_chosen):
         return experts.tiling(*sizes)
-    if isinstance(down, PackedStack):
-        return quantized_experts.quantized_tiling(*sizes, down.format)
-    return mxfp4_experts.mxfp4_tiling(*sizes)
+    return quantized_experts.quantized_tiling(*sizes, down.format)
 
 
 def is_expanded(stack: Stack, num_rows: int, num_chosen: int) -> bool:
     """Return whether to decode all experts before the products: with many rows, that costs less than in every tile."""
     if isinstance(stack, Tensor) or num_rows * num_chosen < EXPANDED_ROWS * len(stack):
         return False
-    return isinstance(stack, Mxfp4Stack) or not multiplies_in_fp8(stack.format)
+    return not multiplies_in_fp8(stack.format)
 
 
 def _expanded(stack: Stack) -> Tensor:
     """Return the decoded matrices [N, O, I] of all experts."""
-    if isinstance(stack, PackedStack):
-        return packed_products.expanded(stack.whole).view(stack.shape)
-    return mxfp4_experts.expanded(stack) if isinstance(stack, Mxfp4Stack) else stack
+    if isinstance(stack, Tensor):
+        return stack
+    expand = mxfp4_experts.expanded if stack.format.has_exponents else packed_products.expanded
+    return expand(stack.whole).view(stack.shape)
 
 
 # Compilation in advance
