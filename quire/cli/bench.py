@@ -41,9 +41,9 @@ from quire.bench.report import (
     SpeedupReport,
     unfair,
 )
-from quire.cli import options, terminal
+from quire.cli import options
 from quire.cli.chat import locate
-from quire.cli.terminal import echo
+from quire.cli.terminal import echo, progress_bar, show, table
 from quire.errors import InvalidRequest, MissingExtra
 from quire.version import __version__
 
@@ -149,7 +149,7 @@ def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> Be
     EngineConfig(max_num_seqs=config.max_num_seqs, **settings)  # refuses settings that cannot work
     path = locate(model)
     report = None
-    with terminal.progress_bar("", "passed") as update:
+    with progress_bar("", "passed") as update:
 
         def progress(what: str) -> None:
             update(description=what)
@@ -358,12 +358,12 @@ def _sections(report: BenchReport) -> Iterator[_Section]:
 
 def _print(report: BenchReport) -> None:
     """Print tables that fit 80 columns."""
-    terminal.show(_title(report), file_width=80)
+    show(_title(report), file_width=80)
     for section in _sections(report):
-        terminal.show(f"\n{section.title}\n")
+        show(f"\n{section.title}\n")
         if section.rows:
-            terminal.show(terminal.table(section.heads, section.rows, texts=LEFT_HEADS), "", file_width=80)
-        terminal.show(section.text, file_width=80)
+            show(table(section.heads, section.rows, texts=LEFT_HEADS), "", file_width=80)
+        show(section.text, file_width=80)
 
 
 def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -> str:

@@ -32,14 +32,6 @@ import typer
 from quire.backends import machine
 from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE, TYPICAL_CONTEXT, KVCosts, KVMemory, KVSpec, MemoryRequest
-from quire.backends.machine import (
-    available_bytes,
-    gpu_memory,
-    has_fp8,
-    has_metal,
-    has_nvidia,
-    total_bytes,
-)
 from quire.backends.native.packing import MEMORY_SHARE
 from quire.backends.support import (
     find_mlx_problem,
@@ -537,10 +529,6 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"weights     {memory_size(report['weight_bytes'])} of {memory_size(report['free_bytes'])} that are free"
     if report["is_mapped"]:
         yield "            larger than the memory: experts are mapped from a file, and steps wait for the disk"
-    yield from _context_lines(report)
-
-
-def _context_lines(report: dict[str, Any]) -> Iterator[str]:
     fits = report["cached_tokens"]
     yield (
         f"context     up to {report['max_model_len']:,} tokens; {memory_size(report['kv_bytes_per_token'])} of KV cache"
@@ -616,10 +604,6 @@ class Memory:
     has_metal: bool = False
     has_fp8: bool = True
 
-    @property
-    def best_device(self) -> str:
-        return "metal" if self.has_metal else "cuda" if self.gpu_total else "cpu"
-
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -657,10 +641,15 @@ class Weights:
 
 
 def read_memory() -> Memory:
-    gpus = gpu_memory() if has_nvidia() or has_metal() else []
+    gpus = machine.gpu_memory() if machine.has_nvidia() or machine.has_metal() else []
     gpu_total, gpu_free = max(gpus, default=(0, 0))
     return Memory(
-        total_bytes(), available_bytes(), gpu_total, gpu_free, has_metal(), has_fp8=not has_nvidia() or has_fp8()
+        machine.total_bytes(),
+        machine.available_bytes(),
+        gpu_total,
+        gpu_free,
+        machine.has_metal(),
+        has_fp8=not machine.has_nvidia() or machine.has_fp8(),
     )
 
 

@@ -494,7 +494,7 @@ def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
     try:
         server = ServerClient(url, keys[0] if keys else None, PATIENT, is_own=True)
         for number in (1, 2):
-            answer = server.post("/v1/chat/completions", body)
+            answer = server.fetch("/v1/chat/completions", body)
             text = printable(answer["choices"][0]["message"]["content"].strip())
             echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
             echo(f"  cache: {answer['cache']['message']}")

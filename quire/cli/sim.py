@@ -18,9 +18,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from typer import Argument, Option
 
-from quire.cli import options, terminal
-from quire.cli.options import option_name, options_named
-from quire.cli.terminal import echo
+from quire.cli import options
+from quire.cli.terminal import echo, progress_bar, show, table
 from quire.core.memory import ALL_PLACES, Place
 from quire.core.policy import POLICIES
 from quire.core.values import Priority
@@ -56,7 +55,7 @@ DEFAULT_PLACES = (",".join(Place), *Place, f"{EVERY}1024")
 WHOLE = "one machine"  # a single replica with the memory and the rows of all
 
 _named = partial(
-    options_named,
+    options.options_named,
     {
         "max_requests",
         "scenario",
@@ -294,7 +293,7 @@ def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | No
     for policy, settings in _POLICY_FIELDS.items():
         for field in settings:
             if getattr(base, field) is not None and policy not in names:
-                raise InvalidRequest(f"{option_name(field)} is for --scheduling-policy {policy} only")
+                raise InvalidRequest(f"{options.option_name(field)} is for --scheduling-policy {policy} only")
     unused: dict[str, dict[str, Any]] = {
         name: {field: None for policy, settings in _POLICY_FIELDS.items() if policy != name for field in settings}
         for name in names
@@ -363,7 +362,7 @@ def _trace(path: str | None, synthetic: options.Settings) -> list[TraceRequest]:
 def _run_all(trace: Sequence[TraceRequest], runs: Mapping[str, Callable[..., T]]) -> list[T]:
     """The reports of runs of a trace, by their names, with a progress bar."""
     reports: list[T] = []
-    with terminal.progress_bar("", "count", "left", total=len(runs) * len(trace)) as update:
+    with progress_bar("", "count", "left", total=len(runs) * len(trace)) as update:
         for name, run in runs.items():
 
             def advance(done: int, name: str = name) -> None:
@@ -466,13 +465,13 @@ def _print_tables(title: str, machine: Machine, reports: Sequence[SimReport]) ->
     if any(report.config.num_states for report in reports):
         states = ("\nplaces", "\nstates", "\nGB", "hit\ntokens", "\nreused", "computed\nagain", "\nevicted")
         rows = _state_rows(machine, reports)
-        table = terminal.table((*states, "TTFT\np50", "TTFT\np95"), rows, texts=("\nplaces",), gap=1)
+        shown = table((*states, "TTFT\np50", "TTFT\np95"), rows, texts=("\nplaces",), gap=1)
     else:
         heads = ("\npolicy", "\nblocks", "KV\nGiB", "out\ntok/s", "\nhits", "pre-\nempted", "\ntier", "re-\nquests")
         times = ("wait\np95", "TTFT\np50", "TTFT\np95", "ms/tok\np95")
         rows = _tier_rows(machine, reports)
-        table = terminal.table((*heads, *times), rows, texts=("\npolicy", "\ntier"), gap=1)
-    terminal.show(title, table, *(line for report in reports for line in _remarks(report)))
+        shown = table((*heads, *times), rows, texts=("\npolicy", "\ntier"), gap=1)
+    show(title, shown, *(line for report in reports for line in _remarks(report)))
 
 
 def _tier_rows(machine: Machine, reports: Sequence[SimReport]) -> Iterator[Sequence[str]]:
@@ -551,7 +550,7 @@ def _compare_routers(
         echo(json.dumps(document | {"config": asdict(config), "runs": runs}, indent=2))
         return
     heads = ("re-\nplicas", "\nrouter", "out\ntok/s", "hits of\none machine", "imbal-\nance", "TTFT\np50", "TTFT\np95")
-    terminal.show(title, terminal.table((*heads, "index\nMB"), _router_rows(runs), texts=("\nrouter",), gap=1))
+    show(title, table((*heads, "index\nMB"), _router_rows(runs), texts=("\nrouter",), gap=1))
 
 
 def _run_cluster(
