@@ -21,7 +21,7 @@ from typer import Argument, Option
 from quire.cli import options
 from quire.cli.terminal import echo, progress_bar, show, table
 from quire.core.memory import ALL_PLACES, Place
-from quire.core.policy import POLICIES
+from quire.core.policy import POLICIES, SETTINGS
 from quire.core.values import Priority
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sim.cluster import REPORT_S, ROUTERS, ClusterReport, simulate_cluster
@@ -42,7 +42,6 @@ from quire.version import __version__
 T = TypeVar("T")
 _DEFAULT = SimConfig()
 _SYNTHETIC = {"scenario": "mixed", "requests": 600, "rate": 20.0, "seed": 0}
-_POLICY_FIELDS = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # settings of one policy
 DEFAULT_BLOCKS = (512, 4096)
 STATES_BLOCKS = (65_536,)  # with states: prompts of agents are long
 REPLICAS_BLOCKS = (2_048,)
@@ -290,13 +289,11 @@ def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
     """A configuration for each policy and cache size."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
-    for policy, settings in _POLICY_FIELDS.items():
-        for field in settings:
-            if getattr(base, field) is not None and policy not in names:
-                raise InvalidRequest(f"{options.option_name(field)} is for --scheduling-policy {policy} only")
+    for setting, policy in SETTINGS.items():
+        if getattr(base, setting) is not None and policy not in names:
+            raise InvalidRequest(f"{options.option_name(setting)} is for --scheduling-policy {policy} only")
     unused: dict[str, dict[str, Any]] = {
-        name: {field: None for policy, settings in _POLICY_FIELDS.items() if policy != name for field in settings}
-        for name in names
+        name: {setting: None for setting, policy in SETTINGS.items() if policy != name} for name in names
     }
     return [
         replace(base, scheduling_policy=name, num_blocks=size, **unused[name]) for name, size in product(names, sizes)
