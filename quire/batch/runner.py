@@ -494,9 +494,6 @@ def _write_notes(notes: Path, lock: BinaryIO, source: Path | None, settings: Map
 READ_AHEAD_LINES = 64
 READ_AHEAD_BYTES = 4 << 20
 
-Send = Callable[[BatchRequest], Awaitable[Reply]]
-OnResult = Callable[[Result], None]
-
 
 class ConnectionLost(QuireError):
     """A request got no answer. It may be sent again."""
@@ -526,8 +523,8 @@ class BatchRunner:
     def __init__(
         self,
         lines: Iterator[BatchLine],
-        send: Send,
-        on_result: OnResult,
+        send: Callable[[BatchRequest], Awaitable[Reply]],
+        on_result: Callable[[Result], None],
         *,
         max_in_flight: int,
         retry: RetryPolicy | None = None,

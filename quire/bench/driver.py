@@ -79,17 +79,17 @@ LARGE_HIGH, LARGE_LOW = Shape(960, 2), Shape(640, 400)
 NUM_RESUMED = 3
 
 
+@dataclass(slots=True, eq=False)
 class Track:
     """Times and token counts of one request."""
 
-    def __init__(self, request_id: int) -> None:
-        self.request_id = request_id
-        self.arrived_s = time.perf_counter()
-        self.tokens: list[int] = []
-        self.token_times: list[float] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.num_cached_tokens = 0
-        self.is_finished = False
+    request_id: int
+    arrived_s: float = field(default_factory=time.perf_counter)
+    tokens: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    is_finished: bool = False
 
     @property
     def first_s(self) -> float:

@@ -194,7 +194,8 @@ def document_of(report: BenchReport, facts: dict[str, Any]) -> dict[str, Any]:
     """The report as plain values: ratios under `speedup`, the measurements behind them under `throughput`."""
     values = asdict(report)
     values["throughput"] = values["speedup"]
-    values["speedup"] = None if report.speedup is None else {str(k): v for k, v in report.speedup.ratios.items()}
+    if report.speedup is not None:
+        values["speedup"] = {str(level.clients): level.ratio for level in report.speedup.levels}
     return {**facts, **values, "not_held": list(report.not_held)}
 
 

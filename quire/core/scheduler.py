@@ -67,7 +67,7 @@ class Scheduler:
             max_mixed_tokens=max_mixed_tokens,
             observe=observe,
         )
-        self.loads = self.planner.loads
+        self.loads = self.planner.admission.loads
         self.in_flight: deque[StepPlan] = deque()  # plans that are not committed, the oldest first
         self._now_ns = 0
         self._num_arrived = 0
@@ -310,7 +310,6 @@ class Planner:
         self.admission = Admission(
             cache, policy, running, waiting, room=self._room, max_chunk_tokens=max_chunk_tokens, observe=observe
         )
-        self.loads = self.admission.loads
         self._num_steps = 0
         self._awaiting: Priority | None = None  # in the last step, a request of this tier needed memory of a spared one
 
@@ -320,7 +319,7 @@ class Planner:
         self._num_steps += 1
         self._room.forget_ended()
         self._waiting.unpark(self.admission.can_share)
-        self.loads.expire(now_ns)
+        self.admission.loads.expire(now_ns)
         self._begin(step)
         if any(step.wanting) or any(map(self._waiting.num_ready, TIERS)):  # else no turn gives anything
             for turn in self._ledger.turns():
