@@ -601,8 +601,11 @@ class LocalModel:
                 raise RequestFailed(delta.error)
         (output,) = outputs
         usage = output.usage
-        cache = self._cache_of(output)
-        yield Piece(usage=AnswerUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, cache))
+        yield Piece(
+            usage=AnswerUsage(
+                usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, cache=self._cache_of(output)
+            )
+        )
 
     def _cache_of(self, output: GenerationOutput) -> dict[str, Any] | None:
         """The explanation, with the text of the prompt where the match ended."""
@@ -668,9 +671,14 @@ def read_chunk(chunk: dict[str, Any]) -> Iterator[Piece]:
         yield _received(choice)
     if usage := chunk.get("usage"):
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        prompt_tokens, completion_tokens = _whole(usage["prompt_tokens"]), _whole(usage["completion_tokens"])
-        cache = _explanation(chunk.get("cache"))
-        yield Piece(usage=AnswerUsage(prompt_tokens, completion_tokens, _whole(cached), cache))
+        yield Piece(
+            usage=AnswerUsage(
+                prompt_tokens=_whole(usage["prompt_tokens"]),
+                completion_tokens=_whole(usage["completion_tokens"]),
+                cached_tokens=_whole(cached),
+                cache=_explanation(chunk.get("cache")),
+            )
+        )
 
 
 def _received(choice: dict[str, Any]) -> Piece:

@@ -174,11 +174,11 @@ def _torch() -> dict[str, Any]:
     except Exception as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         return {"works": False, "problem": "" if is_absent else f"{type(error).__name__}: {error}", "gpus": []}
-    gpus = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            facts = torch.cuda.get_device_properties(index)
-            gpus.append({"name": facts.name, "memory_bytes": facts.total_memory, "sm": f"{facts.major}{facts.minor}"})
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    gpus = [
+        {"name": facts.name, "memory_bytes": facts.total_memory, "sm": f"{facts.major}{facts.minor}"}
+        for facts in map(torch.cuda.get_device_properties, indices)
+    ]
     return {
         "works": True,
         "problem": "",
@@ -294,44 +294,63 @@ def _backend_problems(
     is_essential = not (native["works"] or torch["works"] or mlx["works"])
     yield from _mlx_problems(packages, mlx, is_essential=is_essential)
     if not native["works"]:
-        how = "make install   # in the folder of the source: builds the library with gcc or clang"
-        yield Problem(f"the native backend cannot be loaded: {native['problem'][:300]}", how, is_essential)
+        yield Problem(
+            f"the native backend cannot be loaded: {native['problem'][:300]}",
+            "make install   # in the folder of the source: builds the library with gcc or clang",
+            is_essential,
+        )
     if packages["torch"] is not None and not torch["works"]:
-        how = install_command("--force-reinstall torch")
-        what = f"torch is installed and cannot be imported: {torch['problem'][:300]}"
-        yield Problem(what, how, is_essential)
+        yield Problem(
+            f"torch is installed and cannot be imported: {torch['problem'][:300]}",
+            install_command("--force-reinstall torch"),
+            is_essential,
+        )
 
 
 def _mlx_problems(packages: dict[str, str | None], mlx: dict[str, Any], *, is_essential: bool) -> Iterator[Problem]:
     if mlx["problem"]:
-        how = install_command("--force-reinstall mlx mlx-lm")
-        yield Problem(f"MLX is installed and cannot be imported: {mlx['problem'][:300]}", how, is_essential)
+        yield Problem(
+            f"MLX is installed and cannot be imported: {mlx['problem'][:300]}",
+            install_command("--force-reinstall mlx mlx-lm"),
+            is_essential,
+        )
     elif not mlx["works"] and machine.is_apple_silicon():
         missing = [name for name in ("mlx", "mlx-lm") if packages[name] is None]
         what = f"this is Apple silicon, and quire needs {' and '.join(missing) or 'mlx'} to use its GPU"
         yield Problem(what, install_command("mlx mlx-lm"), is_essential)
     elif not mlx["gpus"] and machine.is_apple_silicon():
-        how = "system_profiler SPDisplaysDataType   # lists the GPUs; a virtual machine may have none"
-        yield Problem("this is Apple silicon, and MLX finds no GPU", how, False)
+        yield Problem(
+            "this is Apple silicon, and MLX finds no GPU",
+            "system_profiler SPDisplaysDataType   # lists the GPUs; a virtual machine may have none",
+            is_essential=False,
+        )
 
 
 def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Iterator[Problem]:
     if torch["gpus"] or not NVIDIA_DRIVER.exists():
         return
     if packages["torch"] is None:
-        what = "there is an NVIDIA GPU, and PyTorch, which quire needs to use it, is not installed"
-        yield Problem(what, install_command("torch"), False)
+        yield Problem(
+            "there is an NVIDIA GPU, and PyTorch, which quire needs to use it, is not installed",
+            install_command("torch"),
+            is_essential=False,
+        )
     elif torch["works"] and torch["cuda"] is None:
-        how = f"{install_command('--force-reinstall torch')}   # the default package has CUDA on Linux"
-        yield Problem("there is an NVIDIA GPU, and this PyTorch is built without CUDA", how, False)
+        yield Problem(
+            "there is an NVIDIA GPU, and this PyTorch is built without CUDA",
+            f"{install_command('--force-reinstall torch')}   # the default package has CUDA on Linux",
+            is_essential=False,
+        )
     elif torch["works"]:
-        how = "nvidia-smi   # shows the state of the driver; CUDA_VISIBLE_DEVICES may hide the GPU"
-        yield Problem(f"there is an NVIDIA GPU, and PyTorch (CUDA {torch['cuda']}) cannot use it", how, False)
+        yield Problem(
+            f"there is an NVIDIA GPU, and PyTorch (CUDA {torch['cuda']}) cannot use it",
+            "nvidia-smi   # shows the state of the driver; CUDA_VISIBLE_DEVICES may hide the GPU",
+            is_essential=False,
+        )
 
 
 def _model_problems(models: list[dict[str, Any]], disk: dict[str, Any]) -> Iterator[Problem]:
-    works = any(model["opens"] for model in models)
-    if not works:
+    if not any(model["opens"] for model in models):
         yield Problem("there is no model on this machine that can be opened", f"quire pull {DEFAULT_MODEL}", True)
     for model in models:
         if not model["opens"] and not model["problem"].endswith(" is not installed"):  # reported above

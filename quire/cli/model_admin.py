@@ -326,8 +326,7 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
     lines.append(_line(f"speed     {prefill:,.0f} prompt tok/s, {decode:,.0f} answer tok/s; TTFT p50 / p95 {ttft} s"))
     if num_drafted := engine.get("num_draft_tokens", 0):
         right = engine["num_draft_tokens_accepted"]
-        text = f"drafts    {right:,} of {num_drafted:,} guessed tokens right ({right / num_drafted:.0%})"
-        lines.append(_line(text))
+        lines.append(_line(f"drafts    {right:,} of {num_drafted:,} guessed tokens right ({right / num_drafted:.0%})"))
     lines.append(
         _line(
             f"cache     {engine['hit_rate']:.1%} hits, {engine['num_evictions']:,} evicted,"
@@ -390,9 +389,11 @@ def _tier(tier: dict[str, Any]) -> str:
 def _replica(title: str, one: dict[str, Any]) -> Text:
     hits = one["num_hit_tokens"] / one["num_queried_tokens"] if one["num_queried_tokens"] else 0.0
     held = 1 - one["num_free_blocks"] / one["num_blocks"] if one["num_blocks"] else 0.0
-    text = f"{printable(one['name'])}: {one['num_requests']:,} running or waiting, {one['num_routed']:,} so far,"
-    text += f" {hits:.1%} hits, {held:.0%} of its blocks held" + ("" if one["is_accepting"] else ", stopping")
-    return _line(f"{title:<10}{text}")
+    return _line(
+        f"{title:<10}{printable(one['name'])}: {one['num_requests']:,} running or waiting,"
+        f" {one['num_routed']:,} so far, {hits:.1%} hits, {held:.0%} of its blocks held"
+        f"{'' if one['is_accepting'] else ', stopping'}"
+    )
 
 
 def _num_requests(model: dict[str, Any]) -> int:

@@ -476,8 +476,14 @@ def _tier_rows(machine: Machine, reports: Sequence[SimReport]) -> Iterator[Seque
     for report in reports:
         config = report.config
         gib = config.num_blocks * config.block_size * machine.kv_bytes / 2**30
-        whole = [config.scheduling_policy, f"{config.num_blocks:,}", f"{gib:.3g}", f"{report.output_tokens_per_s:,.0f}"]
-        whole += [f"{report.cache.hit_rate:.0%}", f"{report.num_preemptions:,}"]
+        whole = [
+            config.scheduling_policy,
+            f"{config.num_blocks:,}",
+            f"{gib:.3g}",
+            f"{report.output_tokens_per_s:,.0f}",
+            f"{report.cache.hit_rate:.0%}",
+            f"{report.num_preemptions:,}",
+        ]
         figures = summary(report)
         for name, tier in (figures["tiers"] | figures["tenants"]).items():
             times = [tier[key] for key in ("wait_s_p95", "ttft_s_p50", "ttft_s_p95")]
@@ -563,8 +569,9 @@ def _run_cluster(
     whole = partial(simulate_cluster, trace, whole_config, machine.step_time, 1, "round-robin")
     runs: dict[str, Callable[..., ClusterReport]] = {f"{count} replicas, {WHOLE}": whole}
     for name in cluster.routers:
-        run = partial(simulate_cluster, trace, config, machine.step_time, count, name, report_s=cluster.report_s)
-        runs[f"{count} replicas, {name}"] = run
+        runs[f"{count} replicas, {name}"] = partial(
+            simulate_cluster, trace, config, machine.step_time, count, name, report_s=cluster.report_s
+        )
     reports = _run_all(trace, runs)
     reports[0] = replace(reports[0], router=WHOLE, num_replicas=count)
     hits = reports[0].hit_tokens

@@ -181,7 +181,7 @@ def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pyte
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '8192, 100\\n24576, 24000\\n'\n")
     program.chmod(0o755)
-    monkeypatch.setattr(fit_module, "has_nvidia", lambda: True)
+    monkeypatch.setattr(machine, "has_nvidia", lambda: True)
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(program),))
     found = fit_module.read_memory()
     assert (found.gpu_total, found.gpu_free) == (24576 << 20, 24000 << 20)

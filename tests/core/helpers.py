@@ -20,7 +20,6 @@ from quire.core.values import Priority, SamplingParams
 
 NS = 1_000_000_000
 VOCAB_SIZE = 1000
-MAX_WAIT_STEPS = 3  # see `wait_bound`
 _T = TypeVar("_T")
 
 
@@ -42,16 +41,16 @@ def wait_bound(planner: Planner, num_spared_tokens: int | None = None) -> int:
     those of a tier that is owed. `num_spared_tokens`: tokens that spared requests have yet to compute in that step;
     None: the most that the settings allow. They compute known tokens in chunks, and then a block of new ones; with
     guesses, a new token may take two steps. Steps whose tokens other requests use up, or in which others preempt, do
-    not count.
+    not count. Without spared requests, it is 3 steps.
     """
     cache = planner._cache
     if num_spared_tokens == 0:
-        return MAX_WAIT_STEPS
+        return 3
     if num_spared_tokens is None:  # NORMAL and LOW save this much at most
         num_spared_tokens = 2 * (planner.max_num_batched_tokens + 2 * (cache.max_model_len + cache.block_size))
     rate = min(planner.max_chunk_tokens, planner.max_num_batched_tokens - planner._running.max_num_seqs)
     rate = min(rate, planner.max_mixed_tokens or rate)
-    return -(-num_spared_tokens // max(rate, 1)) + 2 * cache.block_size + MAX_WAIT_STEPS
+    return -(-num_spared_tokens // max(rate, 1)) + 2 * cache.block_size + 3
 
 
 def free_ids(pool: BlockPool) -> list[int]:

@@ -10,7 +10,7 @@ from quire.core.policy import UNITS, Fair, Ledger, StepCost
 from quire.core.request import Request, RequestState
 from quire.core.step import StepPlan
 from quire.core.values import Priority
-from tests.core.helpers import MAX_WAIT_STEPS, Rig, pin_tokens, service_bound, wait_bound
+from tests.core.helpers import Rig, pin_tokens, service_bound, wait_bound
 
 HIGH, NORMAL, LOW = Priority
 
@@ -110,12 +110,11 @@ def test_running_requests_take_memory_strictly_by_tier() -> None:
 
 def test_the_bound_of_a_wait_is_a_function_of_the_settings() -> None:
     rig = Rig(num_blocks=65, block_size=32, max_num_seqs=16, max_num_batched_tokens=256, max_chunk_tokens=64)
-    planner = rig.scheduler.planner
-    assert wait_bound(planner, 0) == MAX_WAIT_STEPS
-    assert wait_bound(planner, 65) == 2 + 2 * 32 + MAX_WAIT_STEPS
-    assert wait_bound(planner) == -(-2 * (256 + 2 * (64 * 32 + 32)) // 64) + 2 * 32 + MAX_WAIT_STEPS
+    assert wait_bound(rig.scheduler.planner, 0) == 3
+    assert wait_bound(rig.scheduler.planner, 65) == 2 + 2 * 32 + 3
+    assert wait_bound(rig.scheduler.planner) == -(-2 * (256 + 2 * (64 * 32 + 32)) // 64) + 2 * 32 + 3
     rig = Rig(max_num_seqs=8, max_num_batched_tokens=8)
-    assert wait_bound(rig.scheduler.planner, 5) == 5 + 2 * 4 + MAX_WAIT_STEPS  # one token of a step
+    assert wait_bound(rig.scheduler.planner, 5) == 5 + 2 * 4 + 3  # one token of a step
 
 
 SQUEEZES = [
