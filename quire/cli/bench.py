@@ -234,8 +234,9 @@ def _speedup_rows(speedup: SpeedupReport) -> list[list[str]]:
         ratios = [f"{ratio:.2f}" for ratio in (level.ratio, level.ratio_min, level.ratio_max)]
         decode = "-" if level.decode_tokens_per_s is None else f"{level.decode_tokens_per_s:.1f}"
         decode_ratio = "-" if level.decode_ratio is None else f"{level.decode_ratio:.2f}"
-        row = [str(level.clients), f"{level.tokens_per_s:.1f}", *ratios, decode, decode_ratio, f"{level.ttft_ms:.0f}"]
-        rows.append(row)
+        rows.append(
+            [str(level.clients), f"{level.tokens_per_s:.1f}", *ratios, decode, decode_ratio, f"{level.ttft_ms:.0f}"]
+        )
     return rows
 
 

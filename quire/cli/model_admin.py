@@ -319,8 +319,12 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
     for field, words in (("windows", ("held", "cached")), ("states", ("held", "snapshots"))):
         if (found := engine.get(field)) is not None:
             size = f" in {reported_size(found['num_bytes'])}" if found["num_bytes"] else ""
-            text = f"{field:<10}{found['in_use']:,} {words[0]}, {found['cached']:,} {words[1]}, {found['free']:,} free"
-            lines.append(_line(f"{text}{size}; {found['num_evictions']:,} evicted"))
+            lines.append(
+                _line(
+                    f"{field:<10}{found['in_use']:,} {words[0]}, {found['cached']:,} {words[1]},"
+                    f" {found['free']:,} free{size}; {found['num_evictions']:,} evicted"
+                )
+            )
     ttft = f"{engine['ttft_s_p50']:.3f} / {engine['ttft_s_p95']:.3f}" if engine["num_ttft"] else "-"
     prefill, decode = engine["prefill_tokens_per_s"], engine["decode_tokens_per_s"]
     lines.append(_line(f"speed     {prefill:,.0f} prompt tok/s, {decode:,.0f} answer tok/s; TTFT p50 / p95 {ttft} s"))

@@ -247,11 +247,15 @@ def sim(
         save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
         echo(f"Wrote {save_trace}", err=True)
     span_s = todo[-1].arrival_s - todo[0].arrival_s
-    sizes = {"kv_bytes": device.kv_bytes, "state_bytes": device.state_bytes}
     document = {
         "quire": __version__,
         "trace": {"from": trace or "synthetic", "requests": len(todo), "span_s": span_s},
-        "machine": {"name": name, **asdict(device.step_time), **sizes},
+        "machine": {
+            "name": name,
+            **asdict(device.step_time),
+            "kv_bytes": device.kv_bytes,
+            "state_bytes": device.state_bytes,
+        },
     }
     title = f"{len(todo):,} requests over {span_s:,.1f} s on {name}. Times in seconds.\n"
     if cluster.replicas:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
@@ -23,34 +23,56 @@ from quire.core.values import Level, Priority
 from quire.errors import InvariantViolation
 
 
-@dataclass(slots=True, eq=False)
 class StepBuilder:
     """Budget, turns, admissions and slices of the step that the planner builds."""
 
-    now_ns: int
-    budget: int  # tokens left, not counting one reserved for every running request
-    has_in_flight: bool = field(kw_only=True)  # the previous step is not committed yet
-    closed_from: Priority | None = None  # this tier and those below it admit no more requests
-    rationed: Collection[Priority] = ()  # tiers whose running requests need a turn to be in the step
-    # Running requests of each tier that want a turn: for more than the reserved token, or for any token if rationed
-    wanting: tuple[list[Request], ...] = field(default_factory=lambda: ([], [], []))
-    # Request id -> tokens that a turn gave it. Without an entry: one token, or none if rationed
-    allotted: dict[int, int] = field(default_factory=dict)
-    decodes: dict[tuple[Priority, str], int] = field(default_factory=dict)  # tier, tenant -> tokens that no turn gave
-    left_out: list[Request] = field(default_factory=list)  # running requests that have work but got no token
-    short: set[Priority] = field(default_factory=set)  # tiers that wanted more than they got
-    num_drafts: int = 0
-    slices: list[SeqSlice] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    window_copies: list[BlockCopy] = field(default_factory=list)
-    admitted: set[int] = field(default_factory=set)  # ids of requests admitted in this step
-    victims: list[Request] = field(default_factory=list)  # preempted in this step
-    # Tokens of the first waiting request of a tier, with a block of new ones
-    needs: dict[Priority, int] = field(default_factory=dict)
-    saving: set[Priority] = field(default_factory=set)  # tiers with a request that was preempted and has not caught up
-    awaiting: Priority | None = None  # a request of this tier needs memory of one that is spared
-    # Block number -> chain key of a block that running requests compute next -> those requests
-    pending: dict[int, dict[bytes, list[Request]]] = field(default_factory=dict)
+    __slots__ = (
+        "admitted",
+        "allotted",
+        "awaiting",
+        "budget",
+        "closed_from",
+        "copies",
+        "decodes",
+        "has_in_flight",
+        "left_out",
+        "needs",
+        "now_ns",
+        "num_drafts",
+        "pending",
+        "rationed",
+        "saving",
+        "short",
+        "slices",
+        "victims",
+        "wanting",
+        "window_copies",
+    )
+
+    def __init__(self, now_ns: int, budget: int, *, has_in_flight: bool) -> None:
+        self.now_ns = now_ns
+        self.budget = budget  # tokens left, not counting one reserved for every running request
+        self.has_in_flight = has_in_flight  # the previous step is not committed yet
+        self.closed_from: Priority | None = None  # this tier and those below it admit no more requests
+        self.rationed: Collection[Priority] = ()  # tiers whose running requests need a turn to be in the step
+        # Running requests of each tier that want a turn: for more than the reserved token, or for any token if rationed
+        self.wanting: tuple[list[Request], list[Request], list[Request]] = ([], [], [])
+        # Request id -> tokens that a turn gave it. Without an entry: one token, or none if rationed
+        self.allotted: dict[int, int] = {}
+        self.decodes: dict[tuple[Priority, str], int] = {}  # tier and tenant -> tokens that no turn gave
+        self.left_out: list[Request] = []  # running requests that have work but got no token
+        self.short: set[Priority] = set()  # tiers that wanted more than they got
+        self.num_drafts = 0
+        self.slices: list[SeqSlice] = []
+        self.copies: list[BlockCopy] = []
+        self.window_copies: list[BlockCopy] = []
+        self.admitted: set[int] = set()  # ids of requests admitted in this step
+        self.victims: list[Request] = []  # preempted in this step
+        self.needs: dict[Priority, int] = {}  # tokens of the first waiting request of a tier, with a block of new ones
+        self.saving: set[Priority] = set()  # tiers with a request that was preempted and has not caught up
+        self.awaiting: Priority | None = None  # a request of this tier needs memory of one that is spared
+        # Block number -> chain key of a block that running requests compute next -> those requests
+        self.pending: dict[int, dict[bytes, list[Request]]] = {}
 
     def close(self, tiers: Collection[Priority]) -> None:
         """Stop admissions of these tiers and those below.
