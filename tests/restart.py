@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 from quire.bench.driver import Prompts
 from quire.core.cache import CacheExplanation
 from quire.core.levels import levels
-from quire.core.levels.lower_level import NS_PER_S
 from quire.core.step import TokenLogprobs
-from quire.core.values import SamplingParams
+from quire.core.values import NS_PER_S, SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
 from quire.engine.generation import GenerationRequest

@@ -95,12 +95,12 @@ def read_lines(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tupl
             yield number, data
 
 
+@dataclass(slots=True)
 class LineParser:
     """Turns the lines of one file into requests. Stores each custom_id, to refuse duplicates."""
 
-    def __init__(self, settings: LineSettings) -> None:
-        self._settings = settings
-        self._ids: set[bytes] = set()  # digests
+    settings: LineSettings
+    _ids: set[bytes] = field(default_factory=set)  # digests
 
     def parse_all(self, file: BinaryIO) -> Iterator[BatchLine]:
         for number, data in read_lines(file):
@@ -113,7 +113,7 @@ class LineParser:
             is_openai = isinstance(value, dict) and any(name in value for name in _OPENAI_FIELDS)
             if isinstance(value, dict) and (is_openai or "custom_id" in value):
                 custom_id = _custom_id(value)
-            if is_openai or not self._settings.allows_plain:
+            if is_openai or not self.settings.allows_plain:
                 url, body = _openai_request(value)
             else:
                 url, body = CHAT, self._plain_body(value)
@@ -145,12 +145,12 @@ class LineParser:
             messages = [{"role": "user", "content": prompt}]
         if not isinstance(messages, list) or not messages:
             raise _Wrong(f"messages = {messages!r:.80} is not a list of messages", "messages")
-        if self._settings.system is not None and not _has_system(messages):
-            messages = [{"role": "system", "content": self._settings.system}, *messages]
-        return {**self._settings.defaults, **body, "messages": messages}
+        if self.settings.system is not None and not _has_system(messages):
+            messages = [{"role": "system", "content": self.settings.system}, *messages]
+        return {**self.settings.defaults, **body, "messages": messages}
 
     def _check(self, url: str, body: dict[str, Any]) -> None:
-        wanted = self._settings.endpoint
+        wanted = self.settings.endpoint
         if url not in ENDPOINTS:
             raise _Wrong(f"url = {url!r:.80} is not one of {', '.join(ENDPOINTS)}", "url", "invalid_url")
         if wanted is not None and url != wanted:
@@ -159,7 +159,7 @@ class LineParser:
             raise _Wrong("body.stream = true is not supported: a batch returns whole answers", "body.stream")
 
     def _encode(self, body: dict[str, Any]) -> bytes:
-        forced = {"model": self._settings.model, "priority": self._settings.priority}
+        forced = {"model": self.settings.model, "priority": self.settings.priority}
         body = {**body, **{name: value for name, value in forced.items() if value is not None}}
         try:
             return json.dumps(body, separators=(",", ":")).encode()
@@ -322,9 +322,8 @@ class ResultScan:
         self.num_failed += not is_good
 
 
-def scan_results(path: Path, scan: ResultScan | None = None) -> ResultScan:
-    """Read the finished lines. Raises InvalidRequest if the file is not the output of a batch."""
-    found = ResultScan() if scan is None else scan
+def scan_results(path: Path, found: ResultScan) -> ResultScan:
+    """Read the finished lines into `found`. Raises InvalidRequest if the file is not the output of a batch."""
     found.num_bytes = 0
     with path.open("rb") as file:
         for at, data in enumerate(file, 1):
@@ -364,41 +363,33 @@ def _read_result(path: Path, at: int, data: bytes) -> tuple[int, bool]:
     return int(found[1]), is_good
 
 
+@dataclass(slots=True)
 class ResultFile:
-    """An output file that is appended to. A line is written by one call, so that only the last can be incomplete.
+    """An output file that is appended to. A line is written by one call, so that only the last can be incomplete."""
 
-    `scan`: what it holds. `lock`: released when it is closed.
-    """
-
-    def __init__(
-        self, file: BinaryIO, scan: ResultScan | None = None, batch_id: str = "", lock: BinaryIO | None = None
-    ) -> None:
-        self._file = file
-        self.scan = ResultScan() if scan is None else scan
-        self._batch_id = batch_id
-        self._lock = lock
+    file: BinaryIO
+    scan: ResultScan  # what it holds
+    batch_id: str = ""
+    lock: BinaryIO | None = None  # released when it is closed
 
     @classmethod
-    def append(
-        cls, path: Path, scan: ResultScan | None = None, batch_id: str = "", lock: BinaryIO | None = None
-    ) -> ResultFile:
+    def append(cls, path: Path, scan: ResultScan, batch_id: str = "", lock: BinaryIO | None = None) -> ResultFile:
         """Append to a file after its complete lines, which are added to `scan`; the rest is truncated."""
-        scan = ResultScan() if scan is None else scan
         num_bytes = scan_results(path, scan).num_bytes if path.exists() else 0
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.ftruncate(descriptor, num_bytes)
         return cls(os.fdopen(descriptor, "ab"), scan, batch_id, lock)
 
     def write(self, result: Result) -> None:
-        self._file.write(result_line(result, self._batch_id))
-        self._file.flush()
+        self.file.write(result_line(result, self.batch_id))
+        self.file.flush()
         self.scan.add(result.line.number, result.is_good)
 
     def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if self._lock is not None:
-            self._lock.close()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 CHUNK_BYTES = 1 << 20
@@ -440,7 +431,7 @@ def open_output(
             _check_same(path, notes, source, settings)
             if is_retrying:
                 drop_failed(path)
-        file = ResultFile.append(path, lock=lock)
+        file = ResultFile.append(path, ResultScan(), lock=lock)
         _write_notes(notes, lock, source, settings)
         return file
     except BaseException:
@@ -494,9 +485,6 @@ def _write_notes(notes: Path, lock: BinaryIO, source: Path | None, settings: Map
 READ_AHEAD_LINES = 64
 READ_AHEAD_BYTES = 4 << 20
 
-Send = Callable[[BatchRequest], Awaitable[Reply]]
-OnResult = Callable[[Result], None]
-
 
 class ConnectionLost(QuireError):
     """A request got no answer. It may be sent again."""
@@ -520,29 +508,21 @@ class RetryPolicy:
         return (wait_s if retry_after_s is None else retry_after_s) * random.uniform(1.0, 1.25)
 
 
+@dataclass(slots=True)
 class BatchRunner:
     """One pass over the lines of a batch. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        lines: Iterator[BatchLine],
-        send: Send,
-        on_result: OnResult,
-        *,
-        max_in_flight: int,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        self._lines = lines
-        self._send = send
-        self._on_result = on_result
-        self._max_in_flight = max_in_flight
-        self._retry = retry or RetryPolicy()
-        self._ahead: deque[BatchLine] = deque()  # lines that were read and not yet taken
-        self._reading = asyncio.Lock()
+    lines: Iterator[BatchLine]
+    send: Callable[[BatchRequest], Awaitable[Reply]]
+    on_result: Callable[[Result], None]
+    max_in_flight: int = field(kw_only=True)
+    retry: RetryPolicy = field(default_factory=RetryPolicy, kw_only=True)
+    _ahead: deque[BatchLine] = field(default_factory=deque)  # lines that were read and not yet taken
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> None:
         """Run until every line has a result. Raises GaveUp or the first error of `send`, and cancels the rest."""
-        tasks = [asyncio.create_task(self._work()) for _ in range(self._max_in_flight)]
+        tasks = [asyncio.create_task(self._work()) for _ in range(self.max_in_flight)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -555,12 +535,12 @@ class BatchRunner:
     async def _work(self) -> None:
         while (line := await self._take()) is not None:
             reply = await self._ask(line) if isinstance(line, BatchRequest) else None
-            self._on_result(Result(line, reply))
+            self.on_result(Result(line, reply))
 
     async def _take(self) -> BatchLine | None:
         async with self._reading:
             if not self._ahead:
-                self._ahead.extend(await asyncio.to_thread(_read_ahead, self._lines))
+                self._ahead.extend(await asyncio.to_thread(_read_ahead, self.lines))
             return self._ahead.popleft() if self._ahead else None
 
     async def _ask(self, request: BatchRequest) -> Reply:
@@ -569,16 +549,16 @@ class BatchRunner:
             num_tries += 1
             retry_after_s: float | None = None
             try:
-                reply = await self._send(request)
+                reply = await self.send(request)
             except ConnectionLost as error:
                 problem = str(error)
             else:
                 if not reply.may_retry:
                     return reply
                 problem, retry_after_s = f"HTTP {reply.status}", reply.retry_after_s
-            if self._retry.max_tries is not None and num_tries >= self._retry.max_tries:
+            if self.retry.max_tries is not None and num_tries >= self.retry.max_tries:
                 raise GaveUp(f"line {request.number} was sent {num_tries} times without an answer: {problem}")
-            await asyncio.sleep(self._retry.wait_s(num_tries, retry_after_s))
+            await asyncio.sleep(self.retry.wait_s(num_tries, retry_after_s))
 
 
 def _read_ahead(lines: Iterator[BatchLine]) -> list[BatchLine]:

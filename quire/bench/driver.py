@@ -79,17 +79,17 @@ LARGE_HIGH, LARGE_LOW = Shape(960, 2), Shape(640, 400)
 NUM_RESUMED = 3
 
 
+@dataclass(slots=True, eq=False)
 class Track:
     """Times and token counts of one request."""
 
-    def __init__(self, request_id: int) -> None:
-        self.request_id = request_id
-        self.arrived_s = time.perf_counter()
-        self.tokens: list[int] = []
-        self.token_times: list[float] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.num_cached_tokens = 0
-        self.is_finished = False
+    request_id: int
+    arrived_s: float = field(default_factory=time.perf_counter)
+    tokens: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    is_finished: bool = False
 
     @property
     def first_s(self) -> float:
@@ -100,18 +100,18 @@ class Track:
         return self.first_s - self.arrived_s
 
 
+@dataclass(slots=True)
 class Session:
     """Requests that run on an engine, with counters read from its plans."""
 
-    def __init__(self, engine: Engine, next_id: Callable[[], int], estimator: StepEstimator | None = None) -> None:
-        self.engine = engine
-        self.tracks: dict[int, Track] = {}
-        self.plan: StepPlan | None = None  # the last one
-        self.num_steps = 0
-        self.num_copies = 0
-        self.num_prefill_tokens = 0
-        self._next_id = next_id
-        self._estimator = estimator
+    engine: Engine
+    next_id: Callable[[], int]
+    estimator: StepEstimator | None = None
+    tracks: dict[int, Track] = field(default_factory=dict)
+    plan: StepPlan | None = None  # the last one
+    num_steps: int = 0
+    num_copies: int = 0
+    num_prefill_tokens: int = 0
 
     def add(
         self,
@@ -123,7 +123,7 @@ class Session:
         matcher: Matcher | None = None,
     ) -> Track:
         """Add a request. A number of tokens for parameters: greedy, and exactly so many, as it has no stop tokens."""
-        track = Track(self._next_id())
+        track = Track(self.next_id())
         if isinstance(sampling, int):
             sampling = SamplingParams(temperature=0.0, max_tokens=sampling)
         request = GenerationRequest.of(prompt, sampling, salt=salt, priority=priority)
@@ -136,9 +136,9 @@ class Session:
         start_s = time.perf_counter()
         outputs = self.engine.step()
         now_s = time.perf_counter()
-        if self._estimator is not None and self.engine.capacity.has_costly_rows and self.plan is not None:
-            self._estimator.learn(work_of(self.plan), now_s - start_s)
-            self.engine.scheduler.policy.ledger.cost = self._estimator.cost()
+        if self.estimator is not None and self.engine.capacity.has_costly_rows and self.plan is not None:
+            self.estimator.learn(work_of(self.plan), now_s - start_s)
+            self.engine.scheduler.policy.ledger.cost = self.estimator.cost()
         for output in outputs:
             track = self.tracks[output.request_id]
             if output.error is not None:

@@ -112,10 +112,6 @@ class SpeedupReport:
     measurements: tuple[Measurement, ...]
     num_cached_tokens: int  # must be 0: the cache must not help
 
-    @property
-    def ratios(self) -> dict[int, float]:
-        return {level.clients: level.ratio for level in self.levels}
-
 
 @dataclass(frozen=True, slots=True)
 class SiblingReport:

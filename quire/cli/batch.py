@@ -103,7 +103,7 @@ def batch(
         **{options.option_name(name): value for name, value in defaults.items()},
     }
     with ExitStack() as stack:
-        results = ResultFile(sys.stdout.buffer)
+        results = ResultFile(sys.stdout.buffer, ResultScan())
         if to_file is not None:  # locked for this process
             results = open_output(to_file, from_file, noted, is_overwriting=overwrite, is_retrying=retry_failed)
             stack.callback(results.close)
@@ -259,8 +259,10 @@ class _Progress:
         text = f"{scan.num_finished:,} lines: {scan.num_good:,} answered, {scan.num_failed:,} failed"
         if self.num_done:
             rate = self.num_done / max(self.elapsed_s, 1e-9)
-            text += f"; this run: {self.num_done:,} in {self.elapsed_s:.1f} s,"
-            text += f" {rate:.1f} lines/s, {self.tokens_per_s:.0f} tokens/s"
+            text += (
+                f"; this run: {self.num_done:,} in {self.elapsed_s:.1f} s,"
+                f" {rate:.1f} lines/s, {self.tokens_per_s:.0f} tokens/s"
+            )
         return text
 
 

@@ -41,9 +41,9 @@ from quire.bench.report import (
     SpeedupReport,
     unfair,
 )
-from quire.cli import options, terminal
+from quire.cli import options
 from quire.cli.chat import locate
-from quire.cli.terminal import echo
+from quire.cli.terminal import echo, progress_bar, show, table
 from quire.errors import InvalidRequest, MissingExtra
 from quire.version import __version__
 
@@ -149,7 +149,7 @@ def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> Be
     EngineConfig(max_num_seqs=config.max_num_seqs, **settings)  # refuses settings that cannot work
     path = locate(model)
     report = None
-    with terminal.progress_bar("", "passed") as update:
+    with progress_bar("", "passed") as update:
 
         def progress(what: str) -> None:
             update(description=what)
@@ -194,7 +194,8 @@ def document_of(report: BenchReport, facts: dict[str, Any]) -> dict[str, Any]:
     """The report as plain values: ratios under `speedup`, the measurements behind them under `throughput`."""
     values = asdict(report)
     values["throughput"] = values["speedup"]
-    values["speedup"] = None if report.speedup is None else {str(k): v for k, v in report.speedup.ratios.items()}
+    if report.speedup is not None:
+        values["speedup"] = {str(level.clients): level.ratio for level in report.speedup.levels}
     return {**facts, **values, "not_held": list(report.not_held)}
 
 
@@ -233,8 +234,9 @@ def _speedup_rows(speedup: SpeedupReport) -> list[list[str]]:
         ratios = [f"{ratio:.2f}" for ratio in (level.ratio, level.ratio_min, level.ratio_max)]
         decode = "-" if level.decode_tokens_per_s is None else f"{level.decode_tokens_per_s:.1f}"
         decode_ratio = "-" if level.decode_ratio is None else f"{level.decode_ratio:.2f}"
-        row = [str(level.clients), f"{level.tokens_per_s:.1f}", *ratios, decode, decode_ratio, f"{level.ttft_ms:.0f}"]
-        rows.append(row)
+        rows.append(
+            [str(level.clients), f"{level.tokens_per_s:.1f}", *ratios, decode, decode_ratio, f"{level.ttft_ms:.0f}"]
+        )
     return rows
 
 
@@ -358,12 +360,12 @@ def _sections(report: BenchReport) -> Iterator[_Section]:
 
 def _print(report: BenchReport) -> None:
     """Print tables that fit 80 columns."""
-    terminal.show(_title(report), file_width=80)
+    show(_title(report), file_width=80)
     for section in _sections(report):
-        terminal.show(f"\n{section.title}\n")
+        show(f"\n{section.title}\n")
         if section.rows:
-            terminal.show(terminal.table(section.heads, section.rows, texts=LEFT_HEADS), "", file_width=80)
-        terminal.show(section.text, file_width=80)
+            show(table(section.heads, section.rows, texts=LEFT_HEADS), "", file_width=80)
+        show(section.text, file_width=80)
 
 
 def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -> str:

@@ -17,10 +17,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from quire.cli import terminal
 from quire.cli.http_stream import printable
 from quire.cli.options import takes
-from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path
+from quire.cli.terminal import confirm_deletion, echo, progress_bar, short_path, show, table
 from quire.core.step import MemoryKind
 from quire.core.values import TOKEN_BYTES
 from quire.engine.levels.block_file import FAULT_WORDS, DamagedBlock, Fault, check_block, read_header
@@ -38,7 +37,6 @@ from quire.engine.levels.disk_store import (
 from quire.errors import CacheFolderError, InvalidRequest
 from quire.sizes import file_size
 from quire.weights import hub
-from quire.weights.hub import cached_folders
 
 T = TypeVar("T")
 MAX_THREADS = 4
@@ -113,7 +111,7 @@ def ls(*, root: Path, as_json: JsonOption = False) -> None:
             for one in spaces
         ]
         texts = ("model", "backend", "dtype")
-        terminal.show(terminal.table((*texts, "files", "size", "tokens", "last use"), rows, texts=texts))
+        show(table((*texts, "files", "size", "tokens", "last use"), rows, texts=texts))
     _warn_of_unreadable(spaces)
 
 
@@ -301,7 +299,7 @@ def _served_names(spaces: Iterable[_Listed]) -> dict[str, str]:
     """Names that a server shows, for spaces that are named by another name of the model: a file or a revision."""
     names = {Path(known.file_name).stem: known.name for known in hub.KNOWN_MODELS.values()}
     if any(re.fullmatch(r"[0-9a-f]{40}", one.name) for one in spaces):  # the import of the hub takes time
-        names |= {folder.name: name for name, folder in cached_folders()}
+        names |= {folder.name: name for name, folder in hub.cached_folders()}
     return names
 
 
@@ -410,7 +408,7 @@ def _print_stats(root: Path, document: dict[str, Any], used_ns: int) -> None:
     rows = [
         (kind, f"{counts['num_files']:,}", file_size(counts["num_bytes"])) for kind, counts in document["kinds"].items()
     ]
-    terminal.show(terminal.table(("kind", "files", "size"), rows, texts=("kind",)))
+    show(table(("kind", "files", "size"), rows, texts=("kind",)))
     for field, text in (("num_temporary", "files being written"), ("num_foreign", "foreign files")):
         if document[field]:
             echo(f"{text}: {document[field]:,}")

@@ -22,7 +22,6 @@ import typer
 
 from quire.cli import options
 from quire.cli.http_stream import ServerNotFound, malformed, printable
-from quire.cli.options import FIELDS, Settings, option_name, options_named
 from quire.cli.server_client import PATIENT, QUICK, Address, ServerClient, choose_address, chosen_key, note
 from quire.cli.terminal import AnswerWriter, bytes_bar, download_bar, echo
 from quire.engine.generation import GenerationParams
@@ -88,7 +87,6 @@ class Repl:
         self._writer = AnswerWriter()
         self._files: set[Path] = set()  # saved or loaded in this chat: these may be overwritten
         self._last: Answer | None = None
-        self._is_over = False
 
     def run(self) -> None:
         if sys.stdin.isatty():
@@ -97,8 +95,6 @@ class Repl:
             echo(f"{self.model.name}, {self.model.max_model_len} tokens of context. /help for help.", err=True)
         for text in read_messages():
             self._handle(text)
-            if self._is_over:
-                return
 
     def _handle(self, text: str) -> None:
         try:
@@ -123,28 +119,19 @@ class Repl:
         return head + self.messages
 
     def _take_turn(self, text: str) -> None:
-        """Answer a message. A turn without an answer is removed from the conversation, so that roles alternate."""
-        self.messages.append({"role": "user", "content": text})
-        answer = ""
-        try:
-            answer = self._answer()
-        finally:
-            if answer:
-                self.messages.append({"role": "assistant", "content": answer})
-            else:
-                self.messages.pop()
-
-    def _answer(self) -> str:
+        """Answer a message. A turn without an answer is not in the conversation, so that roles alternate."""
+        message = {"role": "user", "content": text}
         self._last = answer = Answer()
         try:
-            receive(answer, self.model.answer(self.conversation, self.params), self._writer)
+            receive(answer, self.model.answer([*self.conversation, message], self.params), self._writer)
         except KeyboardInterrupt:  # the request is cancelled
             _remark("stopped")
-            return answer.text
         except RequestFailed as error:
             raise RequestFailed(f"the answer failed: {error}") from None
-        self._print_ending(answer, "" if answer.text else " before it began to answer")
-        return answer.text
+        else:
+            self._print_ending(answer, "" if answer.text else " before it began to answer")
+        if answer.text:
+            self.messages += [message, {"role": "assistant", "content": answer.text}]
 
     def _print_ending(self, answer: Answer, when: str) -> None:
         """Print why an answer ended, if the model did not end it, and what it contained besides text."""
@@ -222,7 +209,7 @@ class Repl:
         self.params = changed
 
     def leave(self, _rest: str) -> None:
-        self._is_over = True
+        raise typer.Exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -614,8 +601,11 @@ class LocalModel:
                 raise RequestFailed(delta.error)
         (output,) = outputs
         usage = output.usage
-        cache = self._cache_of(output)
-        yield Piece(usage=AnswerUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, cache))
+        yield Piece(
+            usage=AnswerUsage(
+                usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, cache=self._cache_of(output)
+            )
+        )
 
     def _cache_of(self, output: GenerationOutput) -> dict[str, Any] | None:
         """The explanation, with the text of the prompt where the match ended."""
@@ -681,9 +671,14 @@ def read_chunk(chunk: dict[str, Any]) -> Iterator[Piece]:
         yield _received(choice)
     if usage := chunk.get("usage"):
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        prompt_tokens, completion_tokens = _whole(usage["prompt_tokens"]), _whole(usage["completion_tokens"])
-        cache = _explanation(chunk.get("cache"))
-        yield Piece(usage=AnswerUsage(prompt_tokens, completion_tokens, _whole(cached), cache))
+        yield Piece(
+            usage=AnswerUsage(
+                prompt_tokens=_whole(usage["prompt_tokens"]),
+                completion_tokens=_whole(usage["completion_tokens"]),
+                cached_tokens=_whole(cached),
+                cache=_explanation(chunk.get("cache")),
+            )
+        )
 
 
 def _received(choice: dict[str, Any]) -> Piece:
@@ -737,10 +732,10 @@ ChatModel = LocalModel | RemoteModel
 
 
 def open_chat_model(
-    model: str | None, settings: Settings, *, server: str | None, api_key: str | None, is_local: bool
+    model: str | None, settings: options.Settings, *, server: str | None, api_key: str | None, is_local: bool
 ) -> ChatModel:
     """The model on a running server that has it, else in this process. Engine settings select this process."""
-    address = choose_address(server, is_local=is_local, engine_options=[option_name(name) for name in settings])
+    address = choose_address(server, is_local=is_local, engine_options=[options.option_name(name) for name in settings])
     remote = None if address is None else find_server(address, model, chosen_key(api_key))
     return remote or LocalModel(open_llm(model, settings), model or DEFAULT_MODEL)
 
@@ -764,13 +759,13 @@ def find_server(address: Address, model: str | None, api_key: str | None) -> Rem
     return RemoteModel(server, name, max_model_len)
 
 
-def open_llm(model: str | None, settings: Settings) -> LLM:
+def open_llm(model: str | None, settings: options.Settings) -> LLM:
     """Load a model, with a progress bar on a terminal. A known model that is not here is downloaded first."""
     from quire.engine.llm import LLM
 
     path, name = locate(model), model or DEFAULT_MODEL
     try:
-        with options_named(FIELDS), bytes_bar(f"loading {name}") as progress:
+        with options.options_named(options.FIELDS), bytes_bar(f"loading {name}") as progress:
             return LLM(path, progress=progress, **settings)
     except (MemoryError, RuntimeError) as error:  # on a CPU, PyTorch raises RuntimeError for a lack of memory
         if not isinstance(error, MemoryError) and not re.search(r"alloc|out of memory", str(error)):

@@ -32,14 +32,6 @@ import typer
 from quire.backends import machine
 from quire.backends.base import DEFAULT_MAX_CHUNK, DEFAULT_MAX_SEQS, BackendOptions
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE, TYPICAL_CONTEXT, KVCosts, KVMemory, KVSpec, MemoryRequest
-from quire.backends.machine import (
-    available_bytes,
-    gpu_memory,
-    has_fp8,
-    has_metal,
-    has_nvidia,
-    total_bytes,
-)
 from quire.backends.native.packing import MEMORY_SHARE
 from quire.backends.support import (
     find_mlx_problem,
@@ -182,11 +174,11 @@ def _torch() -> dict[str, Any]:
     except Exception as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         return {"works": False, "problem": "" if is_absent else f"{type(error).__name__}: {error}", "gpus": []}
-    gpus = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            facts = torch.cuda.get_device_properties(index)
-            gpus.append({"name": facts.name, "memory_bytes": facts.total_memory, "sm": f"{facts.major}{facts.minor}"})
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    gpus = [
+        {"name": facts.name, "memory_bytes": facts.total_memory, "sm": f"{facts.major}{facts.minor}"}
+        for facts in map(torch.cuda.get_device_properties, indices)
+    ]
     return {
         "works": True,
         "problem": "",
@@ -302,44 +294,63 @@ def _backend_problems(
     is_essential = not (native["works"] or torch["works"] or mlx["works"])
     yield from _mlx_problems(packages, mlx, is_essential=is_essential)
     if not native["works"]:
-        how = "make install   # in the folder of the source: builds the library with gcc or clang"
-        yield Problem(f"the native backend cannot be loaded: {native['problem'][:300]}", how, is_essential)
+        yield Problem(
+            f"the native backend cannot be loaded: {native['problem'][:300]}",
+            "make install   # in the folder of the source: builds the library with gcc or clang",
+            is_essential,
+        )
     if packages["torch"] is not None and not torch["works"]:
-        how = install_command("--force-reinstall torch")
-        what = f"torch is installed and cannot be imported: {torch['problem'][:300]}"
-        yield Problem(what, how, is_essential)
+        yield Problem(
+            f"torch is installed and cannot be imported: {torch['problem'][:300]}",
+            install_command("--force-reinstall torch"),
+            is_essential,
+        )
 
 
 def _mlx_problems(packages: dict[str, str | None], mlx: dict[str, Any], *, is_essential: bool) -> Iterator[Problem]:
     if mlx["problem"]:
-        how = install_command("--force-reinstall mlx mlx-lm")
-        yield Problem(f"MLX is installed and cannot be imported: {mlx['problem'][:300]}", how, is_essential)
+        yield Problem(
+            f"MLX is installed and cannot be imported: {mlx['problem'][:300]}",
+            install_command("--force-reinstall mlx mlx-lm"),
+            is_essential,
+        )
     elif not mlx["works"] and machine.is_apple_silicon():
         missing = [name for name in ("mlx", "mlx-lm") if packages[name] is None]
         what = f"this is Apple silicon, and quire needs {' and '.join(missing) or 'mlx'} to use its GPU"
         yield Problem(what, install_command("mlx mlx-lm"), is_essential)
     elif not mlx["gpus"] and machine.is_apple_silicon():
-        how = "system_profiler SPDisplaysDataType   # lists the GPUs; a virtual machine may have none"
-        yield Problem("this is Apple silicon, and MLX finds no GPU", how, False)
+        yield Problem(
+            "this is Apple silicon, and MLX finds no GPU",
+            "system_profiler SPDisplaysDataType   # lists the GPUs; a virtual machine may have none",
+            is_essential=False,
+        )
 
 
 def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Iterator[Problem]:
     if torch["gpus"] or not NVIDIA_DRIVER.exists():
         return
     if packages["torch"] is None:
-        what = "there is an NVIDIA GPU, and PyTorch, which quire needs to use it, is not installed"
-        yield Problem(what, install_command("torch"), False)
+        yield Problem(
+            "there is an NVIDIA GPU, and PyTorch, which quire needs to use it, is not installed",
+            install_command("torch"),
+            is_essential=False,
+        )
     elif torch["works"] and torch["cuda"] is None:
-        how = f"{install_command('--force-reinstall torch')}   # the default package has CUDA on Linux"
-        yield Problem("there is an NVIDIA GPU, and this PyTorch is built without CUDA", how, False)
+        yield Problem(
+            "there is an NVIDIA GPU, and this PyTorch is built without CUDA",
+            f"{install_command('--force-reinstall torch')}   # the default package has CUDA on Linux",
+            is_essential=False,
+        )
     elif torch["works"]:
-        how = "nvidia-smi   # shows the state of the driver; CUDA_VISIBLE_DEVICES may hide the GPU"
-        yield Problem(f"there is an NVIDIA GPU, and PyTorch (CUDA {torch['cuda']}) cannot use it", how, False)
+        yield Problem(
+            f"there is an NVIDIA GPU, and PyTorch (CUDA {torch['cuda']}) cannot use it",
+            "nvidia-smi   # shows the state of the driver; CUDA_VISIBLE_DEVICES may hide the GPU",
+            is_essential=False,
+        )
 
 
 def _model_problems(models: list[dict[str, Any]], disk: dict[str, Any]) -> Iterator[Problem]:
-    works = any(model["opens"] for model in models)
-    if not works:
+    if not any(model["opens"] for model in models):
         yield Problem("there is no model on this machine that can be opened", f"quire pull {DEFAULT_MODEL}", True)
     for model in models:
         if not model["opens"] and not model["problem"].endswith(" is not installed"):  # reported above
@@ -537,10 +548,6 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"weights     {memory_size(report['weight_bytes'])} of {memory_size(report['free_bytes'])} that are free"
     if report["is_mapped"]:
         yield "            larger than the memory: experts are mapped from a file, and steps wait for the disk"
-    yield from _context_lines(report)
-
-
-def _context_lines(report: dict[str, Any]) -> Iterator[str]:
     fits = report["cached_tokens"]
     yield (
         f"context     up to {report['max_model_len']:,} tokens; {memory_size(report['kv_bytes_per_token'])} of KV cache"
@@ -616,10 +623,6 @@ class Memory:
     has_metal: bool = False
     has_fp8: bool = True
 
-    @property
-    def best_device(self) -> str:
-        return "metal" if self.has_metal else "cuda" if self.gpu_total else "cpu"
-
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -657,10 +660,15 @@ class Weights:
 
 
 def read_memory() -> Memory:
-    gpus = gpu_memory() if has_nvidia() or has_metal() else []
+    gpus = machine.gpu_memory() if machine.has_nvidia() or machine.has_metal() else []
     gpu_total, gpu_free = max(gpus, default=(0, 0))
     return Memory(
-        total_bytes(), available_bytes(), gpu_total, gpu_free, has_metal(), has_fp8=not has_nvidia() or has_fp8()
+        machine.total_bytes(),
+        machine.available_bytes(),
+        gpu_total,
+        gpu_free,
+        machine.has_metal(),
+        has_fp8=not machine.has_nvidia() or machine.has_fp8(),
     )
 
 

@@ -20,9 +20,8 @@ import typer
 from rich.text import Text
 
 from quire.cli import options
-from quire.cli.http_stream import malformed, printable
-from quire.cli.options import takes
-from quire.cli.server_client import PATIENT, ServerClient, chosen_key, reach_server, require_address
+from quire.cli.http_stream import ServerNotFound, malformed, printable
+from quire.cli.server_client import PATIENT, ServerClient, choose_address, chosen_key
 from quire.cli.terminal import echo, show, table
 from quire.errors import InvalidRequest, QuireError
 from quire.sizes import reported_size
@@ -35,11 +34,25 @@ Name = Annotated[str, typer.Argument(metavar="MODEL", help="A name or an alias t
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="The id of a request that `quire ps` lists.")]
 
 
+def _named(server: options.ServerOption = None, api_key: options.KeyOption = None) -> ServerClient:
+    """The server in --server or QUIRE_SERVER, or that at the default address."""
+    address = choose_address(server, is_local=False, engine_options=())
+    if address is None:
+        raise InvalidRequest("this command needs a server, and QUIRE_SERVER is none: name one with --server URL")
+    return ServerClient(address.url, chosen_key(api_key), PATIENT)
+
+
 def _remote(server: options.ServerOption = None, api_key: options.KeyOption = None) -> ServerClient:
-    return reach_server(server, api_key)
+    """The same server, once it is ready."""
+    found = _named(server, api_key)
+    try:
+        found.wait_until_ready()
+    except ServerNotFound as error:
+        raise ServerNotFound(f"{error}; `quire serve` starts a server, --server URL names another") from None
+    return found
 
 
-@takes(remote=_remote)
+@options.takes(remote=_remote)
 def ps(
     *,
     remote: ServerClient,
@@ -62,23 +75,23 @@ def ps(
         echo("no request is running")
 
 
-@takes(remote=_remote)
+@options.takes(remote=_remote)
 def cancel(name: RequestId, *, remote: ServerClient) -> None:
     """Cancel a waiting or running request. An admin key cancels any request, another key its own."""
-    found = remote.post(f"/v1/requests/{quote(name, safe='')}/cancel", {})
+    found = remote.fetch(f"/v1/requests/{quote(name, safe='')}/cancel", {})
     if not isinstance(found, dict) or type(found.get("cancelled")) is not int:
         raise malformed(remote.url, "no number of cancelled requests", found)
     count = found["cancelled"]
     echo(f"{printable(name)} is cancelled{f' ({count} requests)' if count > 1 else ''}")
 
 
-@takes(remote=_remote)
+@options.takes(remote=_remote)
 def load(name: Name, *, remote: ServerClient) -> None:
     """Load a model into a server and wait until it is ready. Other models are unloaded if memory is short."""
     _order(remote, "load", model=name)
 
 
-@takes(remote=_remote)
+@options.takes(remote=_remote)
 def unload(
     name: Name,
     *,
@@ -89,13 +102,13 @@ def unload(
     _order(remote, "unload", model=name, force=force)
 
 
-@takes(remote=_remote)
+@options.takes(remote=_remote)
 def pin(name: Name, *, remote: ServerClient) -> None:
     """Keep a model in memory once it is loaded, even if other models need the memory."""
     _order(remote, "pin", model=name)
 
 
-@takes(remote=_remote)
+@options.takes(remote=_remote)
 def unpin(name: Name, *, remote: ServerClient) -> None:
     """Allow the server to unload a model when memory is short."""
     _order(remote, "unpin", model=name)
@@ -103,7 +116,7 @@ def unpin(name: Name, *, remote: ServerClient) -> None:
 
 def _order(remote: ServerClient, verb: str, **body: Any) -> None:
     """Give the server an order about a model and print the state that the model has then."""
-    found = remote.post(f"/v1/models/{verb}", body)
+    found = remote.fetch(f"/v1/models/{verb}", body)
     if not isinstance(found, dict) or not isinstance(found.get("state"), str):
         raise malformed(remote.url, "no model state", found)
     pinned = ", pinned" if found.get("is_pinned") is True else ""
@@ -177,9 +190,10 @@ COLUMNS = (  # of requests: title, field, width
 Snapshot = dict[str, Any]  # `WatchSnapshot` of quire/server/watch.py, not validated
 
 
+@options.takes(remote=_named)
 def top(
-    server: options.ServerOption = None,
-    api_key: options.KeyOption = None,
+    *,
+    remote: ServerClient,
     interval: Annotated[
         float, typer.Option(min=0.1, max=60, metavar="SECONDS", help="Seconds between two updates.")
     ] = 0.5,
@@ -187,17 +201,15 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print snapshots as JSON, one per line.")] = False,
 ) -> None:
     """Show the activity of a server: models, memory, blocks, queue, requests, speed. Ctrl-C ends it."""
-    address = require_address(server)
     if not (once or as_json or sys.stdout.isatty()):
         raise InvalidRequest("stdout is not a terminal: --once prints one frame, --json prints snapshots")
-    source = ServerClient(address.url, chosen_key(api_key), PATIENT)
     interval_s = None if once else interval
     with suppress(KeyboardInterrupt, BrokenPipeError):
         if as_json:
-            for snapshot in snapshots(source, interval_s):
+            for snapshot in snapshots(remote, interval_s):
                 echo(json.dumps(snapshot))
         else:
-            _draw(source, interval_s)
+            _draw(remote, interval_s)
 
 
 # Snapshots
@@ -206,7 +218,7 @@ def top(
 def snapshots(server: ServerClient, interval_s: float | None) -> Iterator[Snapshot]:
     """Snapshots as they arrive; one if there is no interval. Raises when the stream ends."""
     if interval_s is None:
-        yield _checked(server, server.get("/v1/watch?once=true"))
+        yield _checked(server, server.fetch("/v1/watch?once=true"))
         return
     with server.sent(f"/v1/watch?interval_ms={round(interval_s * 1000)}") as stream:
         for found in stream.events():
@@ -307,15 +319,18 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
     for field, words in (("windows", ("held", "cached")), ("states", ("held", "snapshots"))):
         if (found := engine.get(field)) is not None:
             size = f" in {reported_size(found['num_bytes'])}" if found["num_bytes"] else ""
-            text = f"{field:<10}{found['in_use']:,} {words[0]}, {found['cached']:,} {words[1]}, {found['free']:,} free"
-            lines.append(_line(f"{text}{size}; {found['num_evictions']:,} evicted"))
+            lines.append(
+                _line(
+                    f"{field:<10}{found['in_use']:,} {words[0]}, {found['cached']:,} {words[1]},"
+                    f" {found['free']:,} free{size}; {found['num_evictions']:,} evicted"
+                )
+            )
     ttft = f"{engine['ttft_s_p50']:.3f} / {engine['ttft_s_p95']:.3f}" if engine["num_ttft"] else "-"
     prefill, decode = engine["prefill_tokens_per_s"], engine["decode_tokens_per_s"]
     lines.append(_line(f"speed     {prefill:,.0f} prompt tok/s, {decode:,.0f} answer tok/s; TTFT p50 / p95 {ttft} s"))
     if num_drafted := engine.get("num_draft_tokens", 0):
         right = engine["num_draft_tokens_accepted"]
-        text = f"drafts    {right:,} of {num_drafted:,} guessed tokens right ({right / num_drafted:.0%})"
-        lines.append(_line(text))
+        lines.append(_line(f"drafts    {right:,} of {num_drafted:,} guessed tokens right ({right / num_drafted:.0%})"))
     lines.append(
         _line(
             f"cache     {engine['hit_rate']:.1%} hits, {engine['num_evictions']:,} evicted,"
@@ -378,9 +393,11 @@ def _tier(tier: dict[str, Any]) -> str:
 def _replica(title: str, one: dict[str, Any]) -> Text:
     hits = one["num_hit_tokens"] / one["num_queried_tokens"] if one["num_queried_tokens"] else 0.0
     held = 1 - one["num_free_blocks"] / one["num_blocks"] if one["num_blocks"] else 0.0
-    text = f"{printable(one['name'])}: {one['num_requests']:,} running or waiting, {one['num_routed']:,} so far,"
-    text += f" {hits:.1%} hits, {held:.0%} of its blocks held" + ("" if one["is_accepting"] else ", stopping")
-    return _line(f"{title:<10}{text}")
+    return _line(
+        f"{title:<10}{printable(one['name'])}: {one['num_requests']:,} running or waiting,"
+        f" {one['num_routed']:,} so far, {hits:.1%} hits, {held:.0%} of its blocks held"
+        f"{'' if one['is_accepting'] else ', stopping'}"
+    )
 
 
 def _num_requests(model: dict[str, Any]) -> int:

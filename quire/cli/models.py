@@ -230,7 +230,7 @@ def suggest(memory: Memory, local_names: set[str]) -> list[tuple[Suggestion, Fit
 
     With an NVIDIA GPU: folders in 16 bits. On Apple silicon: folders in MLX's 4 bits. On other machines: GGUF files.
     """
-    device = memory.best_device
+    device = "metal" if memory.has_metal else "cuda" if memory.gpu_total else "cpu"
     local_repos = {name.partition(":")[0] for name in local_names}
     absent = [one for one in SUGGESTIONS if one.name.partition(":")[0] not in local_repos]
     places = [(one, fit(one.weights, memory)) for one in absent if one.type in KINDS[device]]

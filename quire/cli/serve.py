@@ -70,10 +70,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     for name, value in values.items():
         if isinstance(value, bool) and not getattr(known[name], "is_flag", False):
             raise InvalidRequest(f"--config {str(path)!r}: {name} = {value} is yes or no, and the option needs a value")
-        if isinstance(value, str) and getattr(known[name], "multiple", False):
+        if isinstance(value, str) and (name == "model" or getattr(known[name], "multiple", False)):
             values[name] = [value]
-    if isinstance(values.get("model"), str):
-        values["model"] = [values["model"]]
     context.default_map = {**(context.default_map or {}), **values}
     return path
 
@@ -252,8 +250,8 @@ def serve(
     from quire.server.launcher import run, setup_logging
 
     with options_named():
-        own = {"model": models, "config": config, "threads": threads}
-        settings = make_config({**own, **access, **engine, **compute, **limits, **web})
+        given = {"model": models, "config": config, "threads": threads}
+        settings = make_config(given | access | engine | compute | limits | web)
     setup_logging(settings.log_level, as_json=settings.log_format == "json")
 
     def on_ready(startup: Startup) -> None:
@@ -494,7 +492,7 @@ def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
     try:
         server = ServerClient(url, keys[0] if keys else None, PATIENT, is_own=True)
         for number in (1, 2):
-            answer = server.post("/v1/chat/completions", body)
+            answer = server.fetch("/v1/chat/completions", body)
             text = printable(answer["choices"][0]["message"]["content"].strip())
             echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
             echo(f"  cache: {answer['cache']['message']}")
@@ -529,12 +527,13 @@ def read_file(path: Path, *, is_deployed: bool = False) -> dict[str, Any]:
     values = _read_values(path)
     entries = values.get("models")
     for settings in (values, *(entries if isinstance(entries, list) else ())):
-        for name in DEPLOY_FIELDS if isinstance(settings, dict) else ():
-            if name not in settings:
-                continue
-            if not is_deployed:
-                raise InvalidRequest(f"--config {str(path)!r}: {name} is a setting of `quire deploy`, not of a server")
-            del settings[name]
+        for name in DEPLOY_FIELDS:
+            if isinstance(settings, dict) and name in settings:
+                if not is_deployed:
+                    raise InvalidRequest(
+                        f"--config {str(path)!r}: {name} is a setting of `quire deploy`, not of a server"
+                    )
+                del settings[name]
     return values
 
 
@@ -808,7 +807,6 @@ def read_deployment(path: Path) -> DeployConfig:
     app.command(context_settings=SERVE_CONTEXT)(serve)
     context = get_command(app).make_context("deploy", ["--config", str(path)], obj={"is_deployed": True})
     options: dict[str, Any] = {**context.params, "is_deployed": True}
-    options.pop("model_option", None)
     for name in DEPLOY_PATHS:  # typer makes them paths when it calls the command, which does not happen here
         options[name] = None if options[name] is None else Path(options[name])
     for name in ("kv_events", "kv_events_replay", "kv_events_topic", "memory", "idle_unload", "models_dir"):
@@ -829,12 +827,15 @@ def _announce_deployed(url: str, config: DeployConfig) -> None:
         f"{model.names[0]}: {one.replicas if one.autoscale is None else f'{one.autoscale.min} to {one.autoscale.max}'}"
         for model, one in zip(server.models, config.deployments, strict=True)
     ]
-    echo(f"quire serves at {url}")
-    echo(f"  replicas   {', '.join(models)}")
-    echo(f"  export OPENAI_BASE_URL={url}/v1")
-    echo(f"  export OPENAI_API_KEY={key}")
-    echo(f"  export ANTHROPIC_BASE_URL={url}")
-    echo(f"  page: {url}/    metrics: {url}/metrics    `quire deploy status`, `quire deploy stop`")
+    lines = [
+        f"quire serves at {url}",
+        f"  replicas   {', '.join(models)}",
+        f"  export OPENAI_BASE_URL={url}/v1",
+        f"  export OPENAI_API_KEY={key}",
+        f"  export ANTHROPIC_BASE_URL={url}",
+        f"  page: {url}/    metrics: {url}/metrics    `quire deploy status`, `quire deploy stop`",
+    ]
+    echo("\n".join(lines))
 
 
 def _show_deployed(found: dict[str, Any] | None, as_json: bool) -> None:

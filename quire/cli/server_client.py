@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from quire.cli.http_stream import (
@@ -37,9 +37,6 @@ from quire.cli.terminal import echo
 from quire.errors import ContextTooLong, InvalidRequest, MissingExtra, QueueFull, QuireError
 from quire.version import __version__
 from quire.weights.hub import find_known
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 WAIT_S = 60.0  # for a server that is still loading
@@ -89,24 +86,6 @@ def parse_url(source: str, text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1').rstrip('/')}"
 
 
-def reach_server(server: str | None, api_key: str | None) -> ServerClient:
-    """A client of a server that is ready, for commands that need one."""
-    address = require_address(server)
-    found = ServerClient(address.url, chosen_key(api_key), PATIENT)
-    try:
-        found.wait_until_ready()
-    except ServerNotFound as error:
-        raise ServerNotFound(f"{error}; `quire serve` starts a server, --server URL names another") from None
-    return found
-
-
-def require_address(server: str | None) -> Address:
-    address = choose_address(server, is_local=False, engine_options=())
-    if address is None:
-        raise InvalidRequest("this command needs a server, and QUIRE_SERVER is none: name one with --server URL")
-    return address
-
-
 def chosen_key(api_key: str | None) -> str | None:
     keys = [api_key] if api_key else os.environ.get("QUIRE_API_KEY", "").split()  # `quire serve` may have several
     return keys[0] if keys else None
@@ -147,7 +126,7 @@ class ServerClient:
 
     def entries(self, path: str, what: str) -> list[dict[str, Any]]:
         """The entries of a list, such as /v1/models."""
-        found = self.get(path)
+        found = self.fetch(path)
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise malformed(self.url, f"a malformed list of {what}", found)
@@ -171,13 +150,8 @@ class ServerClient:
                 return name, models[name]
         raise InvalidRequest(f"{self.url} has no model {wanted!r}, only {printable(', '.join(models))}")
 
-    def get(self, path: str) -> Any:
-        """The JSON document at a path."""
-        with self.sent(path) as stream:
-            return parse(self.url, stream.read())
-
-    def post(self, path: str, body: Any) -> Any:
-        """Send JSON and return the JSON document of the response."""
+    def fetch(self, path: str, body: Any = None) -> Any:
+        """The JSON document of the response to a request, with a body a POST."""
         with self.sent(path, body) as stream:
             return parse(self.url, stream.read())
 
@@ -268,8 +242,9 @@ def serving(model: str, options: Sequence[str], variables: Mapping[str, str] | N
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("QUIRE_") or name in KEPT_VARIABLES
     } | dict(variables or {})
-    with TemporaryFile("a+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
+    with (
+        TemporaryFile("a+", encoding="utf-8", errors="replace") as log,
+        subprocess.Popen(
             command,
             stdin=subprocess.PIPE,  # ends with this process, even if it is killed
             stdout=subprocess.PIPE,
@@ -277,7 +252,8 @@ def serving(model: str, options: Sequence[str], variables: Mapping[str, str] | N
             encoding="utf-8",
             errors="replace",
             env=environment,
-        )
+        ) as process,
+    ):
         try:
             yield _wait_ready(process)
         except QuireError as error:
@@ -326,7 +302,3 @@ def _stop(process: subprocess.Popen[str]) -> None:
         pass
     finally:  # also after a second Ctrl-C
         process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()

@@ -18,11 +18,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from typer import Argument, Option
 
-from quire.cli import options, terminal
-from quire.cli.options import option_name, options_named
-from quire.cli.terminal import echo
+from quire.cli import options
+from quire.cli.terminal import echo, progress_bar, show, table
 from quire.core.memory import ALL_PLACES, Place
-from quire.core.policy import POLICIES
+from quire.core.policy import POLICIES, SETTINGS
 from quire.core.values import Priority
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sim.cluster import REPORT_S, ROUTERS, ClusterReport, simulate_cluster
@@ -43,7 +42,6 @@ from quire.version import __version__
 T = TypeVar("T")
 _DEFAULT = SimConfig()
 _SYNTHETIC = {"scenario": "mixed", "requests": 600, "rate": 20.0, "seed": 0}
-_POLICY_FIELDS = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # settings of one policy
 DEFAULT_BLOCKS = (512, 4096)
 STATES_BLOCKS = (65_536,)  # with states: prompts of agents are long
 REPLICAS_BLOCKS = (2_048,)
@@ -56,7 +54,7 @@ DEFAULT_PLACES = (",".join(Place), *Place, f"{EVERY}1024")
 WHOLE = "one machine"  # a single replica with the memory and the rows of all
 
 _named = partial(
-    options_named,
+    options.options_named,
     {
         "max_requests",
         "scenario",
@@ -249,11 +247,15 @@ def sim(
         save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
         echo(f"Wrote {save_trace}", err=True)
     span_s = todo[-1].arrival_s - todo[0].arrival_s
-    sizes = {"kv_bytes": device.kv_bytes, "state_bytes": device.state_bytes}
     document = {
         "quire": __version__,
         "trace": {"from": trace or "synthetic", "requests": len(todo), "span_s": span_s},
-        "machine": {"name": name, **asdict(device.step_time), **sizes},
+        "machine": {
+            "name": name,
+            **asdict(device.step_time),
+            "kv_bytes": device.kv_bytes,
+            "state_bytes": device.state_bytes,
+        },
     }
     title = f"{len(todo):,} requests over {span_s:,.1f} s on {name}. Times in seconds.\n"
     if cluster.replicas:
@@ -291,13 +293,11 @@ def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
     """A configuration for each policy and cache size."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
-    for policy, settings in _POLICY_FIELDS.items():
-        for field in settings:
-            if getattr(base, field) is not None and policy not in names:
-                raise InvalidRequest(f"{option_name(field)} is for --scheduling-policy {policy} only")
+    for setting, policy in SETTINGS.items():
+        if getattr(base, setting) is not None and policy not in names:
+            raise InvalidRequest(f"{options.option_name(setting)} is for --scheduling-policy {policy} only")
     unused: dict[str, dict[str, Any]] = {
-        name: {field: None for policy, settings in _POLICY_FIELDS.items() if policy != name for field in settings}
-        for name in names
+        name: {setting: None for setting, policy in SETTINGS.items() if policy != name} for name in names
     }
     return [
         replace(base, scheduling_policy=name, num_blocks=size, **unused[name]) for name, size in product(names, sizes)
@@ -363,7 +363,7 @@ def _trace(path: str | None, synthetic: options.Settings) -> list[TraceRequest]:
 def _run_all(trace: Sequence[TraceRequest], runs: Mapping[str, Callable[..., T]]) -> list[T]:
     """The reports of runs of a trace, by their names, with a progress bar."""
     reports: list[T] = []
-    with terminal.progress_bar("", "count", "left", total=len(runs) * len(trace)) as update:
+    with progress_bar("", "count", "left", total=len(runs) * len(trace)) as update:
         for name, run in runs.items():
 
             def advance(done: int, name: str = name) -> None:
@@ -466,13 +466,13 @@ def _print_tables(title: str, machine: Machine, reports: Sequence[SimReport]) ->
     if any(report.config.num_states for report in reports):
         states = ("\nplaces", "\nstates", "\nGB", "hit\ntokens", "\nreused", "computed\nagain", "\nevicted")
         rows = _state_rows(machine, reports)
-        table = terminal.table((*states, "TTFT\np50", "TTFT\np95"), rows, texts=("\nplaces",), gap=1)
+        shown = table((*states, "TTFT\np50", "TTFT\np95"), rows, texts=("\nplaces",), gap=1)
     else:
         heads = ("\npolicy", "\nblocks", "KV\nGiB", "out\ntok/s", "\nhits", "pre-\nempted", "\ntier", "re-\nquests")
         times = ("wait\np95", "TTFT\np50", "TTFT\np95", "ms/tok\np95")
         rows = _tier_rows(machine, reports)
-        table = terminal.table((*heads, *times), rows, texts=("\npolicy", "\ntier"), gap=1)
-    terminal.show(title, table, *(line for report in reports for line in _remarks(report)))
+        shown = table((*heads, *times), rows, texts=("\npolicy", "\ntier"), gap=1)
+    show(title, shown, *(line for report in reports for line in _remarks(report)))
 
 
 def _tier_rows(machine: Machine, reports: Sequence[SimReport]) -> Iterator[Sequence[str]]:
@@ -480,8 +480,14 @@ def _tier_rows(machine: Machine, reports: Sequence[SimReport]) -> Iterator[Seque
     for report in reports:
         config = report.config
         gib = config.num_blocks * config.block_size * machine.kv_bytes / 2**30
-        whole = [config.scheduling_policy, f"{config.num_blocks:,}", f"{gib:.3g}", f"{report.output_tokens_per_s:,.0f}"]
-        whole += [f"{report.cache.hit_rate:.0%}", f"{report.num_preemptions:,}"]
+        whole = [
+            config.scheduling_policy,
+            f"{config.num_blocks:,}",
+            f"{gib:.3g}",
+            f"{report.output_tokens_per_s:,.0f}",
+            f"{report.cache.hit_rate:.0%}",
+            f"{report.num_preemptions:,}",
+        ]
         figures = summary(report)
         for name, tier in (figures["tiers"] | figures["tenants"]).items():
             times = [tier[key] for key in ("wait_s_p95", "ttft_s_p50", "ttft_s_p95")]
@@ -551,7 +557,7 @@ def _compare_routers(
         echo(json.dumps(document | {"config": asdict(config), "runs": runs}, indent=2))
         return
     heads = ("re-\nplicas", "\nrouter", "out\ntok/s", "hits of\none machine", "imbal-\nance", "TTFT\np50", "TTFT\np95")
-    terminal.show(title, terminal.table((*heads, "index\nMB"), _router_rows(runs), texts=("\nrouter",), gap=1))
+    show(title, table((*heads, "index\nMB"), _router_rows(runs), texts=("\nrouter",), gap=1))
 
 
 def _run_cluster(
@@ -567,8 +573,9 @@ def _run_cluster(
     whole = partial(simulate_cluster, trace, whole_config, machine.step_time, 1, "round-robin")
     runs: dict[str, Callable[..., ClusterReport]] = {f"{count} replicas, {WHOLE}": whole}
     for name in cluster.routers:
-        run = partial(simulate_cluster, trace, config, machine.step_time, count, name, report_s=cluster.report_s)
-        runs[f"{count} replicas, {name}"] = run
+        runs[f"{count} replicas, {name}"] = partial(
+            simulate_cluster, trace, config, machine.step_time, count, name, report_s=cluster.report_s
+        )
     reports = _run_all(trace, runs)
     reports[0] = replace(reports[0], router=WHOLE, num_replicas=count)
     hits = reports[0].hit_tokens

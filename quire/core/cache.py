@@ -285,12 +285,10 @@ class TokenChain:
         return chain.from_iterable(self._batches(count))
 
     def _batches(self, count: int) -> Iterator[list[bytes]]:
-        start = 0
-        while start < count:
+        for start in range(0, count, BLOCKS_PER_BATCH):
             end = min(count, start + BLOCKS_PER_BATCH)
             self.block(end - 1)
             yield self._blocks[start:end]
-            start = end
 
     def learn(self, keys: Sequence[bytes]) -> None:
         """Take the keys of the first blocks from cached blocks with the same content: they are not computed."""

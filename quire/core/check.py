@@ -43,8 +43,8 @@ _state = attrgetter(
 )
 _tokens, _request_id = attrgetter("tokens"), attrgetter("request_id")
 _block_id, _block_table = attrgetter("block_id"), attrgetter("block_table")
-_IDLE: tuple[object, ...]  # `_state` of a waiting request
-_IDLE = (RequestState.WAITING, None, [], 0, 0, 0, 0, [], (), [], None)
+# `_state` of a waiting request
+_IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0, [], (), [], None)
 
 
 def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None) -> None:

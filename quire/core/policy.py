@@ -33,7 +33,7 @@ from typing import Generic, NamedTuple, TypeVar
 from quire.core.cache import KeyedHeap
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request, RequestState
-from quire.core.values import TIERS, Priority
+from quire.core.values import NS_PER_S, TIERS, Priority
 from quire.errors import InvalidRequest, QueueFull
 
 Key = tuple[int, int]  # the policy's key, then order of arrival
@@ -483,18 +483,6 @@ class Ledger:
     def is_owed(self, priority: Priority) -> bool:
         return self.credits.get(priority, 0) > 0
 
-    def service_bound(
-        self, priority: Priority, tokens_ahead: int, drain_tokens: int, max_num_batched_tokens: int
-    ) -> int:
-        """Starvation bound: the number of tokens computed for all tiers before a waiting request starts.
-
-        `tokens_ahead`: tokens that its own tier computes before it, including its own. `drain_tokens`: other requests
-        may hold all batch rows and blocks when its turn comes; this is the number of tokens that they may compute
-        before they release them. The debt of a tier is at most one step.
-        """
-        share = self.shares.get(priority, UNITS - sum(self.shares.values()))
-        return -(-(tokens_ahead + 2 * max_num_batched_tokens) * UNITS // share) + drain_tokens
-
     # One step
 
     def arrive(self, request: Request) -> None:
@@ -706,7 +694,6 @@ class Ledger:
         self._spare_ns = max(0, min(spare_ns, max(self._deferred_ns, cost.token_ns) + single_ns - 1))
 
 
-NS_PER_S = 1_000_000_000
 PATIENCE_S = 10.0
 
 
@@ -814,12 +801,13 @@ class Aging(Policy):
     request, which is why `Fair` is the default.
     """
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        if type(patience_s) not in (int, float) or not 0 <= patience_s <= 1e6:
-            raise InvalidRequest(f"patience = {patience_s!r} is not a number from 0 to 1e6 seconds")
+    def __init__(self, patience: float = PATIENCE_S) -> None:
+        """`patience`: in seconds."""
+        if type(patience) not in (int, float) or not 0 <= patience <= 1e6:
+            raise InvalidRequest(f"{patience = } is not a number from 0 to 1e6 seconds")
         super().__init__()
-        self.patience_s = patience_s
-        self._patience_ns = round(patience_s * NS_PER_S)
+        self.patience_s = patience
+        self._patience_ns = round(patience * NS_PER_S)
 
     def key(self, request: Request) -> int:
         return request.enqueued_ns - request.earlier_waits_ns + request.priority * self._patience_ns
@@ -837,7 +825,7 @@ class Aging(Policy):
 
 
 def make_policy(
-    name: str, patience_s: float | None = None, normal_share: float | None = None, low_share: float | None = None
+    name: str, patience: float | None = None, normal_share: float | None = None, low_share: float | None = None
 ) -> Policy:
     """Create a policy by name.
 
@@ -845,20 +833,17 @@ def make_policy(
     """
     if name not in POLICIES:
         raise InvalidRequest(f"scheduling_policy = {name!r} is not one of {', '.join(POLICIES)}")
-    if patience_s is not None and name != "aging":
-        raise InvalidRequest(f"patience = {patience_s!r} applies only to the policy aging, not to {name}")
-    shares = {"normal_share": normal_share, "low_share": low_share}
-    given = {key: value for key, value in shares.items() if value is not None}
-    if given and name != "fair":
-        field, value = next(iter(given.items()))
-        raise InvalidRequest(f"{field} = {value!r} applies only to the policy fair, not to {name}")
-    if patience_s is not None:
-        return Aging(patience_s)
-    return Fair(**given) if given else POLICIES[name]()
+    settings = {"patience": patience, "normal_share": normal_share, "low_share": low_share}
+    given = {setting: value for setting, value in settings.items() if value is not None}
+    for setting, value in given.items():
+        if (owner := SETTINGS[setting]) != name:
+            raise InvalidRequest(f"{setting} = {value!r} applies only to the policy {owner}, not to {name}")
+    return POLICIES[name](**given)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[..., Policy]] = {
     "fair": Fair,
     "aging": Aging,
     "fcfs": Policy,
 }
+SETTINGS = {"patience": "aging", "normal_share": "fair", "low_share": "fair"}  # setting -> the policy that has it

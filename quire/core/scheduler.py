@@ -24,7 +24,6 @@ from quire.errors import Draining, InvalidRequest, InvariantViolation
 
 MAX_IN_FLIGHT = 2  # uncommitted plans: one on the device, one just made
 MIXED_ANSWERS = 64  # for every so many answers, a step may hold `max_mixed_tokens` prompt tokens
-MAX_WAIT_STEPS = 3  # see `Planner.wait_bound`
 TurnKey = tuple[int, int, int]  # order within a turn: the policy's key, step of the last service, order of arrival
 
 
@@ -68,7 +67,7 @@ class Scheduler:
             max_mixed_tokens=max_mixed_tokens,
             observe=observe,
         )
-        self.loads = self.planner.loads
+        self.loads = self.planner.admission.loads
         self.in_flight: deque[StepPlan] = deque()  # plans that are not committed, the oldest first
         self._now_ns = 0
         self._num_arrived = 0
@@ -311,7 +310,6 @@ class Planner:
         self.admission = Admission(
             cache, policy, running, waiting, room=self._room, max_chunk_tokens=max_chunk_tokens, observe=observe
         )
-        self.loads = self.admission.loads
         self._num_steps = 0
         self._awaiting: Priority | None = None  # in the last step, a request of this tier needed memory of a spared one
 
@@ -321,7 +319,7 @@ class Planner:
         self._num_steps += 1
         self._room.forget_ended()
         self._waiting.unpark(self.admission.can_share)
-        self.loads.expire(now_ns)
+        self.admission.loads.expire(now_ns)
         self._begin(step)
         if any(step.wanting) or any(map(self._waiting.num_ready, TIERS)):  # else no turn gives anything
             for turn in self._ledger.turns():
@@ -331,25 +329,6 @@ class Planner:
             self._plan_left_out(step)
         self._end(step)
         return step
-
-    def wait_bound(self, num_spared_tokens: int | None = None) -> int:
-        """Most steps that the first waiting request of the highest tier waits for memory of lower tiers.
-
-        It is counted from the step on in which the request would fit if all requests of lower tiers were preempted,
-        except those of a tier that is owed. `num_spared_tokens`: tokens that spared requests have yet to compute in
-        that step; None: the most that the settings allow. They compute known tokens in chunks, and then a block of new
-        ones; with guesses, a new token may take two steps. Steps whose tokens other requests use up, or in which others
-        preempt, do not count.
-        """
-        if num_spared_tokens == 0:
-            return MAX_WAIT_STEPS
-        if num_spared_tokens is None:
-            longest = self._cache.max_model_len + self._cache.block_size
-            num_spared_tokens = 2 * (self.max_num_batched_tokens + 2 * longest)  # NORMAL and LOW save this much at most
-        rate = min(self.max_chunk_tokens, self.max_num_batched_tokens - self._running.max_num_seqs)
-        if self.max_mixed_tokens is not None:
-            rate = min(rate, self.max_mixed_tokens)
-        return -(-num_spared_tokens // max(rate, 1)) + 2 * self._cache.block_size + MAX_WAIT_STEPS
 
     def _begin(self, step: StepBuilder) -> None:
         """Pass the work of every tier to the ledger, and record which prefixes are in flight."""

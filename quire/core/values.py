@@ -14,6 +14,7 @@ from operator import countOf
 
 from quire.errors import InvalidRequest
 
+NS_PER_S = 1_000_000_000
 TOKEN_BYTES = 4  # of a packed token
 MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
 MAX_SALT = 256

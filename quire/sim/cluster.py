@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from quire.core.cache import BLOCK_SIZE, TokenChain, hash_block_tokens, root_key
-from quire.core.policy import NS_PER_S
+from quire.core.values import NS_PER_S
 from quire.engine.worker.kv_events import CacheReporter
 from quire.scale.routing import DEFAULT_MAX_BLOCKS, PrefixRouter, Prompt, ReplicaLoad
 from quire.sim.simulator import Progress, RunReport, SimConfig, SimReplica, StepTime, make_records, to_ns

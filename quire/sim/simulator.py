@@ -18,11 +18,11 @@ from quire.core.cache import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import CacheStats, KVCacheManager
 from quire.core.memory import Place, choose_boundaries
-from quire.core.policy import NS_PER_S, StepCost, make_policy
+from quire.core.policy import StepCost, make_policy
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenUpdate
-from quire.core.values import Priority, SamplingParams
+from quire.core.values import NS_PER_S, Priority, SamplingParams
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull
 from quire.sim.traces import TraceRequest
 
@@ -383,8 +383,6 @@ class SimReplica:
                 record = self.records[event.request_id]
                 if not record.num_kv_tokens:  # its first admission
                     record.num_hit_tokens, record.num_kv_tokens = event.num_tokens, event.num_kv_tokens
-            case _:
-                pass
 
     def _sample(self) -> None:
         scheduler = self.scheduler

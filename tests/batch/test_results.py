@@ -15,6 +15,7 @@ from quire.batch.runner import (
     Reply,
     Result,
     ResultFile,
+    ResultScan,
     drop_failed,
     num_completion_tokens,
     open_output,
@@ -62,7 +63,7 @@ def write(path: Path, *results: Result, torn: bytes = b"") -> None:
 def test_finished_lines_are_found_again(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write(path, result(7), result(2, 400), torn=result_line(result(5))[:-20])
-    file = ResultFile.append(path)
+    file = ResultFile.append(path, ResultScan())
     assert [number for number in range(10) if number in file.scan.finished] == [2, 7]
     assert (file.scan.num_good, file.scan.num_failed, file.scan.num_finished) == (1, 1, 2)
     file.write(result(5))
@@ -76,7 +77,7 @@ def test_finished_lines_are_found_again(tmp_path: Path) -> None:
 def test_the_number_of_a_line_is_found_in_any_id(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(result_line(result(12), "0123ab"))
-    assert 12 in scan_results(path).finished
+    assert 12 in scan_results(path, ResultScan()).finished
 
 
 @pytest.mark.parametrize(
@@ -86,14 +87,14 @@ def test_another_file_is_not_taken_for_results(tmp_path: Path, text: str) -> Non
     path = tmp_path / "out.jsonl"
     path.write_text(text)
     with pytest.raises(InvalidRequest, match="line 1 is not a result"):
-        scan_results(path)
+        scan_results(path, ResultScan())
 
 
 def test_failed_results_are_dropped_to_run_again(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write(path, result(1), result(2, 500), result(3), torn=b'{"id"')
     drop_failed(path)
-    scan = scan_results(path)
+    scan = scan_results(path, ResultScan())
     assert [number for number in range(5) if number in scan.finished] == [1, 3]
     assert [one.name for one in tmp_path.iterdir()] == ["out.jsonl"]
 

@@ -160,10 +160,9 @@ def test_where_a_model_fits_as_text() -> None:
 
 
 def test_memory_of_a_mac_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (machine, fit_module):
-        monkeypatch.setattr(module, "has_metal", lambda: True)
-        monkeypatch.setattr(module, "total_bytes", lambda: 64 << 30)
-        monkeypatch.setattr(module, "available_bytes", lambda: 60 << 30)
+    monkeypatch.setattr(machine, "has_metal", lambda: True)
+    monkeypatch.setattr(machine, "total_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 60 << 30)
     monkeypatch.setattr(machine, "SYSCTL", ("false",))
     assert fit_module.read_memory() == Memory(64 << 30, 60 << 30, 48 << 30, 48 << 30, has_metal=True)
 
@@ -182,7 +181,7 @@ def test_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pyte
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '8192, 100\\n24576, 24000\\n'\n")
     program.chmod(0o755)
-    monkeypatch.setattr(fit_module, "has_nvidia", lambda: True)
+    monkeypatch.setattr(machine, "has_nvidia", lambda: True)
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(program),))
     found = fit_module.read_memory()
     assert (found.gpu_total, found.gpu_free) == (24576 << 20, 24000 << 20)

@@ -27,7 +27,7 @@ def test_a_server_runs_until_it_is_no_longer_needed(tiny_model: Path) -> None:
     with serving(str(tiny_model), FAKE) as process:
         server = ServerClient(process.url, None, PATIENT)
         server.wait_until_ready()
-        assert server.get("/version")["scheduling"]["max_num_seqs"] == 2
+        assert server.fetch("/version")["scheduling"]["max_num_seqs"] == 2
         workers = children(process.pid)
         assert workers
         assert process.pid in children(os.getpid())
@@ -54,7 +54,7 @@ def test_options_of_the_environment_do_not_reach_the_server(tiny_model: Path, mo
     monkeypatch.setenv("QUIRE_API_KEY", "sk-somebody-elses-secret")
     monkeypatch.setenv("QUIRE_LOW_SHARE", "0.5")
     with serving(str(tiny_model), FAKE) as process:
-        version = ServerClient(process.url, None, PATIENT).get("/version")  # no key
+        version = ServerClient(process.url, None, PATIENT).fetch("/version")  # no key
     assert version["scheduling"]["low_share"] is None
 
 

@@ -12,15 +12,45 @@ from quire.core.cache import NO_HIT, BlockPool, KVCacheBlock
 from quire.core.check import audit_cache
 from quire.core.events import Event
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import Fair, Policy
+from quire.core.policy import UNITS, Fair, Ledger, Policy
 from quire.core.request import Request
-from quire.core.scheduler import Scheduler
+from quire.core.scheduler import Planner, Scheduler
 from quire.core.step import StepPlan, StepResult, TokenUpdate
 from quire.core.values import Priority, SamplingParams
 
 NS = 1_000_000_000
 VOCAB_SIZE = 1000
 _T = TypeVar("_T")
+
+
+def service_bound(ledger: Ledger, priority: Priority, tokens_ahead: int, drain_tokens: int, step_tokens: int) -> int:
+    """Starvation bound: the number of tokens computed for all tiers before a waiting request starts.
+
+    `tokens_ahead`: tokens that its own tier computes before it, including its own. `drain_tokens`: other requests may
+    hold all batch rows and blocks when its turn comes; this is the number of tokens that they may compute before they
+    release them. `step_tokens`: most tokens of a step; the debt of a tier is at most one step.
+    """
+    share = ledger.shares.get(priority, UNITS - sum(ledger.shares.values()))
+    return -(-(tokens_ahead + 2 * step_tokens) * UNITS // share) + drain_tokens
+
+
+def wait_bound(planner: Planner, num_spared_tokens: int | None = None) -> int:
+    """Most steps that the first waiting request of the highest tier waits for memory of lower tiers.
+
+    It is counted from the step on in which the request would fit if all requests of lower tiers were preempted, except
+    those of a tier that is owed. `num_spared_tokens`: tokens that spared requests have yet to compute in that step;
+    None: the most that the settings allow. They compute known tokens in chunks, and then a block of new ones; with
+    guesses, a new token may take two steps. Steps whose tokens other requests use up, or in which others preempt, do
+    not count. Without spared requests, it is 3 steps.
+    """
+    cache = planner._cache
+    if num_spared_tokens == 0:
+        return 3
+    if num_spared_tokens is None:  # NORMAL and LOW save this much at most
+        num_spared_tokens = 2 * (planner.max_num_batched_tokens + 2 * (cache.max_model_len + cache.block_size))
+    rate = min(planner.max_chunk_tokens, planner.max_num_batched_tokens - planner._running.max_num_seqs)
+    rate = min(rate, planner.max_mixed_tokens or rate)
+    return -(-num_spared_tokens // max(rate, 1)) + 2 * cache.block_size + 3
 
 
 def free_ids(pool: BlockPool) -> list[int]:

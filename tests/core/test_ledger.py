@@ -10,6 +10,7 @@ from quire.core.policy import UNITS, Fair, Ledger, StepCost, TierWork, Turn
 from quire.core.request import Request
 from quire.core.values import Priority
 from quire.errors import InvalidRequest
+from tests.core.helpers import service_bound
 
 HIGH, NORMAL, LOW = Priority
 IDLE = TierWork(0, 0, 0)
@@ -255,9 +256,9 @@ def test_a_higher_tier_limits_lower_ones_only_once_it_runs() -> None:
 
 def test_service_bound() -> None:
     ledger = Fair().ledger
-    assert ledger.service_bound(LOW, 100, 0, 50) == 8 * 200
-    assert ledger.service_bound(NORMAL, 100, 7, 50) == 4 * 200 + 7
-    assert ledger.service_bound(HIGH, 100, 7, 50) == 200 * 8 // 5 + 7
+    assert service_bound(ledger, LOW, 100, 0, 50) == 8 * 200
+    assert service_bound(ledger, NORMAL, 100, 7, 50) == 4 * 200 + 7
+    assert service_bound(ledger, HIGH, 100, 7, 50) == 200 * 8 // 5 + 7
 
 
 @pytest.mark.parametrize(

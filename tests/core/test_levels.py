@@ -337,7 +337,7 @@ def test_a_load_leaves_room_for_a_request_of_a_higher_tier() -> None:
     rig = with_disk(num_blocks=9)
     request = rig.arrive(PROMPT)
     high = rig.arrive(range(500, 520), max_tokens=2, priority=Priority.HIGH)  # five of the eight blocks
-    loads = rig.scheduler.planner.loads
+    loads = rig.scheduler.loads
     assert not loads.park(request, rig.cache.match(request), 0)
     rig.scheduler.cancel(high.request_id)
     assert loads.park(request, rig.cache.match(request), 0)

@@ -21,7 +21,7 @@ def waiting(priority: Priority, enqueued_s: float, waited_s: float = 0.0) -> Req
 
 
 def test_a_tier_is_worth_one_patience_of_waiting() -> None:
-    policy = Aging(patience_s=10)
+    policy = Aging(patience=10)
     low = policy.key(waiting(Priority.LOW, 0))
     assert policy.key(waiting(Priority.HIGH, 19.999)) < low
     assert policy.key(waiting(Priority.HIGH, 20.001)) > low
@@ -30,14 +30,14 @@ def test_a_tier_is_worth_one_patience_of_waiting() -> None:
 
 
 def test_earlier_waits_count_and_time_spent_running_does_not() -> None:
-    policy = Aging(patience_s=10)
+    policy = Aging(patience=10)
     fresh = policy.key(waiting(Priority.LOW, 100))
     requeued = policy.key(waiting(Priority.LOW, 100, waited_s=7))
     assert fresh - requeued == 7 * NS
 
 
 def test_urgency_rises_by_a_tier_for_each_patience_waited_and_is_constant_while_running() -> None:
-    policy = Aging(patience_s=10)
+    policy = Aging(patience=10)
     low = waiting(Priority.LOW, 0)
     assert [policy.urgency(low, now_s * NS) for now_s in (0, 9, 10, 19, 20, 35)] == [2, 2, 1, 1, 0, -1]
     low.waited_ns = 12 * NS
@@ -46,14 +46,14 @@ def test_urgency_rises_by_a_tier_for_each_patience_waited_and_is_constant_while_
 
 
 def test_only_a_request_of_a_higher_tier_and_urgency_may_preempt() -> None:
-    policy = Aging(patience_s=10)
+    policy = Aging(patience=10)
     running = waiting(Priority.LOW, 0)
     for waited_tiers, may in ((0, True), (1, True), (2, False)):
         running.urgency = Priority.LOW - waited_tiers
         assert policy.may_preempt(waiting(Priority.HIGH, 100), running, 100 * NS) == may
     running.urgency = 2
     assert not policy.may_preempt(waiting(Priority.LOW, 0), running, 100 * NS)  # aged, but of the same tier
-    assert Aging(patience_s=0).urgency(waiting(Priority.LOW, 0), NS) == 0
+    assert Aging(patience=0).urgency(waiting(Priority.LOW, 0), NS) == 0
 
 
 def test_fcfs_orders_by_arrival() -> None:

@@ -8,10 +8,9 @@ from quire.core.admission import StepBuilder
 from quire.core.events import Preempted
 from quire.core.policy import UNITS, Fair, Ledger, StepCost
 from quire.core.request import Request, RequestState
-from quire.core.scheduler import MAX_WAIT_STEPS
 from quire.core.step import StepPlan
 from quire.core.values import Priority
-from tests.core.helpers import Rig, pin_tokens
+from tests.core.helpers import Rig, pin_tokens, service_bound, wait_bound
 
 HIGH, NORMAL, LOW = Priority
 
@@ -73,7 +72,7 @@ def test_a_resumed_request_is_spared_if_credit_covers_a_block_of_new_tokens(num_
     while 3 not in ids(rig.step()):
         num_steps += 1
     assert low.num_preempted_at == 25 + 4  # a block of new tokens
-    assert num_steps <= rig.scheduler.planner.wait_bound(25 + 4)
+    assert num_steps <= wait_bound(rig.scheduler.planner, 25 + 4)
     assert fair.ledger.prepaid[LOW] == 0
 
 
@@ -90,7 +89,7 @@ def test_tiers_below_a_request_that_waits_for_a_spared_one_admit_nobody() -> Non
     while low.num_computed + 4 < low.num_caught_up_at:
         assert ids(rig.step()) == [1], "a request of the tier below was admitted"
     fair.ledger.credits[LOW] = 0
-    for _ in range(rig.scheduler.planner.wait_bound(4)):
+    for _ in range(wait_bound(rig.scheduler.planner, 4)):
         rig.step()
     assert high.finish_reason is not None or high in rig.scheduler.running.requests
 
@@ -111,12 +110,11 @@ def test_running_requests_take_memory_strictly_by_tier() -> None:
 
 def test_the_bound_of_a_wait_is_a_function_of_the_settings() -> None:
     rig = Rig(num_blocks=65, block_size=32, max_num_seqs=16, max_num_batched_tokens=256, max_chunk_tokens=64)
-    planner = rig.scheduler.planner
-    assert planner.wait_bound(0) == MAX_WAIT_STEPS
-    assert planner.wait_bound(65) == 2 + 2 * 32 + MAX_WAIT_STEPS
-    assert planner.wait_bound() == -(-2 * (256 + 2 * (64 * 32 + 32)) // 64) + 2 * 32 + MAX_WAIT_STEPS
+    assert wait_bound(rig.scheduler.planner, 0) == 3
+    assert wait_bound(rig.scheduler.planner, 65) == 2 + 2 * 32 + 3
+    assert wait_bound(rig.scheduler.planner) == -(-2 * (256 + 2 * (64 * 32 + 32)) // 64) + 2 * 32 + 3
     rig = Rig(max_num_seqs=8, max_num_batched_tokens=8)
-    assert rig.scheduler.planner.wait_bound(5) == 5 + 2 * 4 + MAX_WAIT_STEPS  # one token of a step
+    assert wait_bound(rig.scheduler.planner, 5) == 5 + 2 * 4 + 3  # one token of a step
 
 
 SQUEEZES = [
@@ -156,7 +154,7 @@ def test_a_spared_request_is_not_preempted_in_a_pool_that_a_few_requests_fill(
         done = max(low.num_preempted_at, low.num_computed) // 4
         if done > num_blocks_done or not bound:
             drain = num_seqs * (num_high + num_answer)  # until there is room for it beside the others
-            bound = num_tokens + fair.ledger.service_bound(LOW, 4 * (done + 2), drain, batched)
+            bound = num_tokens + service_bound(fair.ledger, LOW, 4 * (done + 2), drain, batched)
             num_blocks_done = done
         assert num_tokens <= bound, f"{low!r} makes no progress"
     lost = [event for event in rig.happened(Preempted) if event.request_id == 1]

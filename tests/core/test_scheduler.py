@@ -58,7 +58,7 @@ def test_prompts_beside_answers_are_bounded() -> None:
 
 
 def test_waiting_and_running_requests_are_merged_by_key() -> None:
-    rig = Rig(max_num_batched_tokens=9, max_chunk_tokens=9, max_num_seqs=4, policy=Aging(patience_s=10))
+    rig = Rig(max_num_batched_tokens=9, max_chunk_tokens=9, max_num_seqs=4, policy=Aging(patience=10))
     rig.add(1, range(100, 130), priority=Priority.LOW)
     rig.step()
     rig.add(2, range(200, 220), priority=Priority.HIGH)

@@ -20,8 +20,6 @@ from typing import Any
 from tests.server.rig import ONE_THREAD, PATIENCE, Server, command_line
 from tests.waiting import HANG_S, eventually
 
-FAKE_MODEL: dict[str, Any] = {"backend": "fake", "num_blocks": 400}
-
 
 @dataclass
 class Cluster(Server):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -106,10 +105,6 @@ class Browser:
 
     def _command(self, name: str, params: object) -> Any:
         return self._ask("POST", "/goog/cdp/execute", {"cmd": name, "params": params})
-
-    def screenshot(self, path: Path) -> None:
-        """Write a PNG of the window."""
-        path.write_bytes(base64.b64decode(self._command("Page.captureScreenshot", {"format": "png"})["data"]))
 
     def complaints(self) -> list[str]:
         """Warnings and errors of the console since the last call."""

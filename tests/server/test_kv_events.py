@@ -27,7 +27,6 @@ from tests.waiting import HANG_S, eventually, is_asleep
 CACHING_PAGE = Path(__file__).parents[2] / "docs" / "caching.md"
 ANY = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
-SECRET = "A secret. " + LONG
 Prompt = str | tuple[int, ...]
 
 

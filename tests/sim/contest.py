@@ -13,11 +13,12 @@ from random import Random
 from quire.core.check import check_scheduler
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import NS_PER_S, UNITS, Aging, Fair, StepCost
+from quire.core.policy import UNITS, Aging, Fair, StepCost
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
-from quire.core.values import Priority, SamplingParams
+from quire.core.values import NS_PER_S, Priority, SamplingParams
+from tests.core.helpers import service_bound
 from tests.sim.world import overtake_window
 
 MAX_PROMPT, MAX_ANSWER = 40, 12
@@ -125,7 +126,7 @@ class Contest:
         waits += [(one.request, total - one.total, own - one.own) for one in self.arrivals.values()]
         ledger, drain_tokens, step_tokens = self.fair.ledger, self.drain_tokens, self.max_num_batched_tokens
         return [
-            waited / ledger.service_bound(priority, ahead + len(request.tokens), drain_tokens, step_tokens)
+            waited / service_bound(ledger, priority, ahead + len(request.tokens), drain_tokens, step_tokens)
             for request, waited, ahead in waits
             if request.priority is priority
         ]

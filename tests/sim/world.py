@@ -20,12 +20,13 @@ from quire.core.events import Admitted, Event, Preempted, PrefixHitFound
 from quire.core.kv_cache import KVCacheManager
 from quire.core.levels.levels import MIN_TIMEOUT_NS, ReadState, SaveLimits
 from quire.core.levels.lower_level import LevelSpeed, LowerLevel
-from quire.core.policy import NS_PER_S, Aging, Fair, Policy, StepCost
+from quire.core.policy import Aging, Fair, Policy, StepCost
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.core.step import Load, MemoryKind, SeqSlice, StepPlan, TokenUpdate
-from quire.core.values import FinishReason, Level, Priority, SamplingParams
+from quire.core.values import NS_PER_S, FinishReason, Level, Priority, SamplingParams
 from quire.errors import ContextTooLong, QueueFull
+from tests.core.helpers import wait_bound
 from tests.sim.lower_store import COPY_STEPS, LowerStore
 
 SALTS = ("", "tenant-a", "tenant-b")
@@ -1200,8 +1201,8 @@ class World:
         if self._high_wait is None or self._high_wait[0] != request.request_id:
             num_spared = sum(self._num_spared(one) for one in self.scheduler.running)
             planner = self.scheduler.planner
-            bound = planner.wait_bound(num_spared)
-            self._require(bound <= planner.wait_bound(), "more tokens are spared than the settings allow")
+            bound = wait_bound(planner, num_spared)
+            self._require(bound <= wait_bound(planner), "more tokens are spared than the settings allow")
             self._high_wait = request.request_id, 0, bound
         request_id, num_steps, bound = self._high_wait
         self._high_wait = request_id, num_steps + 1, bound

@@ -13,9 +13,6 @@ from quire.errors import InvalidRequest
 from quire.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 from tests.text.vocabularies import byte_level_gguf, library_tokenizer, sentencepiece_gguf
 
-_TOKENIZER = Tokenizer.from_gguf(byte_level_gguf())
-
-
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)
 
 

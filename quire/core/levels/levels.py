@@ -23,11 +23,11 @@ from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 from quire.core.cache import KVCacheBlock, Linked, Pool, PrefixHit, StateSlot, TokenChain, WindowBlock
-from quire.core.levels.lower_level import NS_PER_S, LowerLevel, PieceCounts, Reach, Search, Stored, content_of
+from quire.core.levels.lower_level import LowerLevel, PieceCounts, Reach, Search, Stored, content_of
 from quire.core.memory import Held, Memory
 from quire.core.request import Request, RequestState
 from quire.core.step import NO_TRANSFERS, Content, Load, MemoryKind, MemoryRef, Read, Save, Transfers
-from quire.core.values import TOKEN_BYTES, Level
+from quire.core.values import NS_PER_S, TOKEN_BYTES, Level
 
 PARTS = 4  # a read takes at most this part of the buffers, so that others are read while it is copied
 READY_NS = 1_000_000_000  # content that was read is dropped after this, if it could not be copied to the device

@@ -21,9 +21,8 @@ from quire.core.cache import (
 from quire.core.memory import Held, Memory
 from quire.core.request import Context
 from quire.core.step import Content, MemoryKind
-from quire.core.values import TOKEN_BYTES, Level
+from quire.core.values import NS_PER_S, TOKEN_BYTES, Level
 
-NS_PER_S = 1_000_000_000
 PieceSizes = tuple[int, int, int]  # bytes of a block, of a window block and of a state
 PieceCounts = tuple[int, int, int]  # numbers of them
 

@@ -12,8 +12,7 @@ import pytest
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
-from quire.core.levels.lower_level import NS_PER_S
-from quire.core.values import Level, SamplingParams
+from quire.core.values import NS_PER_S, Level, SamplingParams
 from quire.engine.composition import EngineConfig, OpenedLevels, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.generation import GenerationRequest

@@ -13,7 +13,6 @@ import pytest
 from quire.core.levels.levels import LevelStats
 from quire.core.values import Level
 from quire.engine.engine import Engine
-from quire.engine.levels.disk_store import DiskStore
 from quire.engine.model_text import ModelText
 from tests.engine.levels.contents import all_files
 from tests.restart import Answer, Case, answer_again, answer_in_batches, compare, make_cases, open_engine
@@ -34,12 +33,6 @@ def disk_stats(engine: Engine) -> LevelStats:
     (found,) = engine.scheduler.cache.stats().levels
     assert found.level == Level.DISK
     return found
-
-
-def store_of(engine: Engine) -> DiskStore:
-    assert engine.transfers is not None
-    assert engine.transfers.disk is not None
-    return engine.transfers.disk
 
 
 @pytest.fixture(scope="module")
