@@ -273,8 +273,8 @@ async def watch(context: RequestContext) -> Response:
     query = context.query(WatchQuery)
     if context.request.method == "HEAD":
         return Response(None, 200, context.headers, SERVER_SENT_EVENTS)
-    watcher = context.watch.enter(query.interval_ms / 1000, context.key)
-    context.on_finish.callback(context.watch.leave, watcher)
+    watcher = context.served.watch.enter(query.interval_ms / 1000, context.key)
+    context.on_finish.callback(context.served.watch.leave, watcher)
     if query.once:
         return Response(await watcher.once(context.key), 200, context.headers, "application/json")
     return context.streaming(snapshots(watcher, context.key), SERVER_SENT_EVENTS)

@@ -33,7 +33,6 @@ from quire.errors import InvalidRequest
 from quire.server.batches.service import BatchService
 from quire.server.config import ServeConfig
 from quire.server.errors import ApiError, Dialect, Kind, api_error
-from quire.server.http import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, Key
 from quire.server.metrics import MAX_VALUE_CHARS, log_refusal
 from quire.server.models import ActiveRequest, Caller, ClientGone, InferenceRequest, Model, Models, ModelService
@@ -100,9 +99,8 @@ class Served:
 class RequestContext:
     def __init__(self, scope: Scope, receive: Receive, send: Send, served: Served) -> None:
         self.request = Request(scope, receive, send)
+        self.served = served
         self.models = served.models
-        self.watch = served.watch
-        self.batches = served.batches
         self.arrived_s = time.monotonic()
         self.endpoint = str(scope["path"])
         self.dialect: Dialect
@@ -120,7 +118,6 @@ class RequestContext:
         self.fields: frozenset[str] = frozenset()  # field names of the body
         self._is_slow = False  # the body takes long to decode and to parse
         self._receive = receive
-        self._config = served.config
         length = self.request.headers.get("content-length", "0")
         self.has_body = "transfer-encoding" in self.request.headers or length != "0"  # an unread body
         self._gone: asyncio.Task[None] | None = None
@@ -176,7 +173,7 @@ class RequestContext:
 
     async def _read(self, take: Callable[[int], None]) -> bytes:
         data = bytearray()  # not a list: a body that arrives in pieces of two bytes would take twenty times its size
-        async for chunk in self.chunks(self._config.max_body_size, MIB):
+        async for chunk in self.chunks(self.served.config.max_body_size, MIB):
             take(len(chunk))
             data += chunk
         return bytes(data)
@@ -194,10 +191,10 @@ class RequestContext:
         stream = aiter(self.request.stream())
         while True:
             try:
-                async with asyncio.timeout(self._config.body_timeout):
+                async with asyncio.timeout(self.served.config.body_timeout):
                     chunk = await anext(stream, None)
             except TimeoutError:
-                text = f"no bytes of the body arrived for {self._config.body_timeout:g} s, after {size} bytes"
+                text = f"no bytes of the body arrived for {self.served.config.body_timeout:g} s, after {size} bytes"
                 raise ApiError(Kind.TIMEOUT, text) from None
             except ClientDisconnect:
                 raise ClientGone from None
@@ -207,7 +204,7 @@ class RequestContext:
             size += len(chunk)
             if size > max_bytes:
                 raise ApiError(Kind.TOO_LARGE, f"the body exceeds the limit of {max_bytes} bytes")
-            if time.monotonic() - began_s > self._config.body_timeout + size / min_rate:
+            if time.monotonic() - began_s > self.served.config.body_timeout + size / min_rate:
                 raise ApiError(Kind.TIMEOUT, f"the body arrived at less than {min_rate} bytes per second")
             yield chunk
 
@@ -294,12 +291,6 @@ class RequestContext:
         if gone.done():
             raise ClientGone
         task.result()
-
-    async def stream(self, active: ActiveRequest, encoder: EventEncoder) -> Response:
-        """Return a streaming response. An error before the first event becomes an ordinary error response."""
-        stream = EventStream(active, encoder, self.headers, self.dialect, self._config.keep_alive_interval)
-        await stream.begin()
-        return stream
 
     def streaming(self, parts: AsyncIterator[bytes], media_type: str) -> Response:
         """A stream that is not a generation: it ends with its parts, or when the client disconnects."""

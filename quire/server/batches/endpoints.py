@@ -244,10 +244,10 @@ FORM_BYTES = 64 << 10  # of a form, in addition to its file
 
 
 async def _open(context: RequestContext) -> BatchService:
-    if context.batches is None:
+    if context.served.batches is None:
         raise ApiError(Kind.NOT_FOUND, "this server stores no files: it was started with --state-dir none")
-    await context.batches.open()
-    return context.batches
+    await context.served.batches.open()
+    return context.served.batches
 
 
 # Files

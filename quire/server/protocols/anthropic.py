@@ -526,13 +526,14 @@ def conversation(body: CountTokensRequest) -> Conversation:
     configs = [body.output_config, *(message.output_config for message in body.messages)]
     effort = next((config.effort for config in reversed(configs) if config is not None and config.effort), None)
     tools, choice, ignored = _tools(body, turns.references)
+    thinking = body.thinking
     chat = ChatRequest(
         messages,
         add_generation_prompt=not is_prefill,
         continue_last=is_prefill,
         tools=tools,
         tool_choice=choice,
-        wants_thought=_wants_thought(body),
+        wants_thought=None if thinking is None else _THINKING[one_of("thinking.type", thinking.type, _THINKING)],
         reasoning_effort=effort,
     )
     return Conversation(chat, tuple(turns.breakpoints), (*ignored, *ignored_edits(body)))
@@ -549,10 +550,6 @@ def _without_billing(system: str | list[Block] | None) -> str | list[Block] | No
 def shows_thoughts(body: CountTokensRequest) -> bool:
     """Whether the response includes the reasoning: only if it was requested."""
     return body.thinking is not None and body.thinking.type != "disabled" and body.thinking.display != "omitted"
-
-
-def _wants_thought(body: CountTokensRequest) -> bool | None:
-    return None if body.thinking is None else _THINKING[one_of("thinking.type", body.thinking.type, _THINKING)]
 
 
 def _tools(
@@ -721,19 +718,15 @@ _TYPES = {
 
 
 def _body(error: ApiError, request_id: str) -> bytes:
-    detail = {"type": _TYPES[error.kind], "message": _message(error)}
+    text = message_with_field(error)  # Anthropic's errors have no other member for the field
+    if error.kind is Kind.TOO_LONG:
+        text = f"prompt is too long: {text}"  # clients look for this text and shorten the conversation
+    detail = {"type": _TYPES[error.kind], "message": text}
     return encode_json({"type": "error", "error": detail, "request_id": request_id})
 
 
 def _event(error: ApiError, request_id: str) -> bytes:
     return b"event: error\ndata: " + _body(error, request_id) + b"\n\n"
-
-
-def _message(error: ApiError) -> str:
-    text = message_with_field(error)  # Anthropic's errors have no other member for the field
-    if error.kind is Kind.TOO_LONG:
-        text = f"prompt is too long: {text}"  # clients look for this text and shorten the conversation
-    return text
 
 
 ANTHROPIC = Dialect("anthropic", _body, _event, overloaded=529, lost=500)
@@ -836,7 +829,14 @@ class Reply(AnswerEncoder):
         return [{"type": "content_block_start", "index": item.number, "content_block": _block(item)}]
 
     def grow(self, item: Item, text: str) -> list[Event]:
-        return [{"type": "content_block_delta", "index": item.number, "delta": _delta(item, text)}]
+        event = {"type": "content_block_delta", "index": item.number}
+        match item.first:
+            case Words():
+                return [event | {"delta": {"type": "text_delta", "text": text}}]
+            case Thought():
+                return [event | {"delta": {"type": "thinking_delta", "thinking": text}}]
+            case CallStart():
+                return [event | {"delta": {"type": "input_json_delta", "partial_json": text}}]
 
     def end(self, item: Item) -> list[Event]:
         return [{"type": "content_block_stop", "index": item.number}]
@@ -892,16 +892,6 @@ class Reply(AnswerEncoder):
         else:
             reason = "tool_use" if self.sample().calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
-
-
-def _delta(item: Item, text: str) -> Event:
-    match item.first:
-        case Words():
-            return {"type": "text_delta", "text": text}
-        case Thought():
-            return {"type": "thinking_delta", "thinking": text}
-        case CallStart():
-            return {"type": "input_json_delta", "partial_json": text}
 
 
 def _block(item: Item) -> AnswerBlock:
