@@ -341,7 +341,7 @@ def closed_request() -> weakref.ref[ActiveRequest]:
     active.service = cast(Any, SimpleNamespace(client=SimpleNamespace(system_fingerprint="f")))
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
     request = GenerationRequest.of((1,), SamplingParams())
-    generation = Generation(request, tokenizer, (1,), updated=active.updated, on_start=lambda _: active.start(0.0))
+    generation = Generation(request, tokenizer, (1,), updated=active.updated, on_start=active.start)
     generation.on_cancel = lambda _: None
     writer = cast(BodyWriter, SimpleNamespace(flow=None, write_frame=None))
     generation.sink = TokenWriter(0, active, completions(active), writer)
@@ -512,7 +512,8 @@ def test_the_order_of_eviction() -> None:
     connections = OpenConnections(clock=lambda: now_s)
     evicted: list[str] = []
     half, idle, first, second, late, newcomer = (
-        Waiting(partial(evicted.append, name)) for name in ("half", "idle", "first", "second", "late", "newcomer")
+        cast(HttpProtocol, Waiting(partial(evicted.append, name)))
+        for name in ("half", "idle", "first", "second", "late", "newcomer")
     )
     connections.sends(half)
     connections.waits(idle, was_served=True)

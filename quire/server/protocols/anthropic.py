@@ -478,20 +478,21 @@ def to_inference_request(body: MessagesRequest) -> InferenceRequest:
     check_fields(body)
     chat, breakpoints, ignored = conversation(body)
     has_budget = body.thinking is not None and body.thinking.budget_tokens is not None
-    request = InferenceRequest(
-        model=body.model,
-        prompts=(chat,),
-        params=_params(body),
-        is_streaming=bool(body.stream),
-        priority=priority_of(body.priority),
-        cache_salt=body.cache_salt or "",
-        breakpoints=breakpoints,
-        wants_cache=bool(body.cache),
-        ignored=(*ignored, "thinking.budget_tokens") if has_budget else ignored,
-        thinking_fields=_thinking_fields(body, chat),
-        format_field=_format(body)[0],
+    return with_unenforced(
+        InferenceRequest(
+            model=body.model,
+            prompts=(chat,),
+            params=_params(body),
+            is_streaming=bool(body.stream),
+            priority=priority_of(body.priority),
+            cache_salt=body.cache_salt or "",
+            breakpoints=breakpoints,
+            wants_cache=bool(body.cache),
+            ignored=(*ignored, "thinking.budget_tokens") if has_budget else ignored,
+            thinking_fields=_thinking_fields(body, chat),
+            format_field=_format(body)[0],
+        )
     )
-    return with_unenforced(request)
 
 
 def _thinking_fields(body: MessagesRequest, chat: ChatRequest) -> tuple[ThinkingField, ...]:
@@ -545,11 +546,6 @@ def _without_billing(system: str | list[Block] | None) -> str | list[Block] | No
     if not isinstance(system, list):
         return system
     return [block for block in system if not (block.text or "").startswith(BILLING)]
-
-
-def shows_thoughts(body: CountTokensRequest) -> bool:
-    """Whether the response includes the reasoning: only if it was requested."""
-    return body.thinking is not None and body.thinking.type != "disabled" and body.thinking.display != "omitted"
 
 
 def _tools(
@@ -785,7 +781,8 @@ class Reply(AnswerEncoder):
     def __init__(self, active: ActiveRequest, body: MessagesRequest, edited: Edited) -> None:
         super().__init__(active)
         self._max_tokens = body.max_tokens
-        self._shows_thoughts = shows_thoughts(body)
+        thinking = body.thinking  # the response includes the reasoning only if it was requested
+        self._shows_thoughts = thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
         self._edits: AppliedEdits | UnsetType = (
             UNSET if body.context_management is None else AppliedEdits(edited.applied)
         )

@@ -836,24 +836,25 @@ def make_request(
     options = body.prompt_cache_options or PromptCacheOptions()
     _choose("prompt_cache_options.mode", options.mode, {"implicit": None, "explicit": None}, None)
     by_tier = _choose("service_tier", body.service_tier, SERVICE_TIERS, None)
-    request = InferenceRequest(
-        model=body.model,
-        prompts=prompts,
-        params=found,
-        is_unbounded=_first_of(body, _LIMITS)[1] == NO_LIMIT,
-        is_streaming=bool(body.stream),
-        priority=by_tier if body.priority is None else priority_of(body.priority),
-        cache_salt=body.cache_salt or "",
-        cache_key=None if options.mode == "explicit" else body.prompt_cache_key,
-        cache_ttl_s=cache_ttl_s(body),
-        breakpoints=tuple(breakpoints[-MAX_BREAKPOINTS:]),  # a conversation keeps its old ones; the last ones count
-        wants_cache=bool(body.cache),
-        ignored=(*_ignored(body), *ignored),
-        thinking_fields=thinking,
-        unenforced=unenforced,
-        format_field=None if shape is None else shape[0],
+    return with_unenforced(
+        InferenceRequest(
+            model=body.model,
+            prompts=prompts,
+            params=found,
+            is_unbounded=_first_of(body, _LIMITS)[1] == NO_LIMIT,
+            is_streaming=bool(body.stream),
+            priority=by_tier if body.priority is None else priority_of(body.priority),
+            cache_salt=body.cache_salt or "",
+            cache_key=None if options.mode == "explicit" else body.prompt_cache_key,
+            cache_ttl_s=cache_ttl_s(body),
+            breakpoints=tuple(breakpoints[-MAX_BREAKPOINTS:]),  # a conversation keeps its old ones; the last ones count
+            wants_cache=bool(body.cache),
+            ignored=(*_ignored(body), *ignored),
+            thinking_fields=thinking,
+            unenforced=unenforced,
+            format_field=None if shape is None else shape[0],
+        )
     )
-    return with_unenforced(request)
 
 
 def _ignored(body: GenerationBody) -> Iterator[str]:
@@ -1100,7 +1101,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
         )
 
 
-def conversation_of(body: ChatCompletionRequest, turns: ChatTurns | None = None) -> tuple[ChatRequest, tuple[str, ...]]:
+def conversation_of(body: ChatCompletionRequest, turns: ChatTurns) -> tuple[ChatRequest, tuple[str, ...]]:
     """Return the conversation, and the names of the tools that are left out of it."""
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -1207,9 +1208,8 @@ class ChatTurns(PartTurns):
         turn.calls += [_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
 
 
-def parse_messages(messages: Sequence[ChatMessage], turns: ChatTurns | None = None) -> tuple[Message, ...]:
+def parse_messages(messages: Sequence[ChatMessage], turns: ChatTurns) -> tuple[Message, ...]:
     check_messages(messages)
-    turns = ChatTurns() if turns is None else turns
     for i, message in enumerate(messages):
         turns.add_message(message, f"messages[{i}]")
     return turns.messages()

@@ -398,7 +398,7 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
         prompt_tokens=prompt_tokens,
         stopped_at=None if is_complete else explanation.stopped_at,
         reason=explanation.reason.value,
-        message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text) + ".",
+        message=_sentence(explanation, prompt_tokens, stopped_text),
         stopped_text=stopped_text,
         kv_tokens=explanation.num_kv_tokens or None,
         source=None if explanation.source is None else explanation.source.value,
@@ -406,13 +406,7 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
     )
 
 
-def _quote(reason: StopReason, text: Excerpt | None) -> str:
-    if text is None or reason is not StopReason.DIVERGED:
-        return ""
-    return f', between "{text.before}" and "{text.after}"'
-
-
-def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
+def _sentence(explanation: CacheExplanation, prompt_tokens: int, text: Excerpt | None) -> str:
     """One sentence that fits both a request and a dry run."""
     how_many = f"{explanation.num_tokens:,}" if explanation.num_tokens else "None"
     unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
@@ -421,7 +415,9 @@ def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
     loaded = ""
     if explanation.num_loaded_tokens and explanation.source is not None:
         loaded = f", {explanation.num_loaded_tokens:,} of them {_LOADED[explanation.source]}"
-    return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{loaded}{why}"
+    if text is not None and explanation.reason is StopReason.DIVERGED:
+        why += f', between "{text.before}" and "{text.after}"'
+    return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{loaded}{why}."
 
 
 # Answers
@@ -750,11 +746,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         """`RequestContext` receives the disconnect."""
-        self._send = send
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         last = b""
         try:
-            await self._write_all(scope.pop(BODY_WRITER, None))
+            await self._write_all(scope.pop(BODY_WRITER, None), send)
             last = self._encoder.finish()
         except Exception as error:
             self._active.close(error)
@@ -763,7 +758,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
         self._active.close()  # after the last bytes: a shutdown cuts connections without open requests
 
-    async def _write_all(self, writer: BodyWriter | None) -> None:
+    async def _write_all(self, writer: BodyWriter | None, send: Send) -> None:
         self._last_s = time.monotonic()
         if writer is not None and writer.is_usable:
             for number, generation in enumerate(self._active.generations):
@@ -772,7 +767,8 @@ class EventStream(Response):
         chunk = self._first
         while chunk is not None:
             if chunk:
-                await self._write(chunk)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._last_s = time.monotonic()
             chunk = await self._next_before_silence()
             if chunk == b"" and self._silence_s >= self._keep_alive_s:
                 chunk = self._dialect.keep_alive
@@ -809,10 +805,6 @@ class EventStream(Response):
         error = api_error(problem, self._active.request_id)
         data = self._encoder.fail(error) if self._has_begun else None
         return self._dialect.event(error, self._active.request_id) if data is None else data
-
-    async def _write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._last_s = time.monotonic()
 
 
 async def respond(
