@@ -16,7 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import httptools
 import uvicorn
@@ -31,12 +32,6 @@ MAX_SHARED_BYTES = 64 << 20
 GRACE_S = 0.5  # a connection is not evicted in this time: its request may have arrived and not been read yet
 
 
-class Waiter(Protocol):
-    """A connection without a complete request."""
-
-    def evict(self) -> None: ...
-
-
 class OpenConnections:
     """The connections that wait for a request, and the bytes that all connections hold."""
 
@@ -45,24 +40,24 @@ class OpenConnections:
         self._clock = clock
         self.num_bytes = 0  # those of each connection beyond FREE_BYTES
         # Connections before their first request, between requests, and in a body: evicted in this order, oldest first.
-        self._silent: dict[Waiter, float] = {}
-        self._idle: dict[Waiter, float] = {}
-        self._sending: dict[Waiter, float] = {}
+        self._silent: dict[HttpProtocol, float] = {}
+        self._idle: dict[HttpProtocol, float] = {}
+        self._sending: dict[HttpProtocol, float] = {}
 
-    def waits(self, connection: Waiter, *, was_served: bool) -> None:
+    def waits(self, connection: HttpProtocol, *, was_served: bool) -> None:
         self.waits_no_more(connection)
         (self._idle if was_served else self._silent)[connection] = self._clock()
 
-    def sends(self, connection: Waiter) -> None:
+    def sends(self, connection: HttpProtocol) -> None:
         """Note that the headers of a request are complete and its body is not."""
         self.waits_no_more(connection)
         self._sending[connection] = self._clock()
 
-    def waits_no_more(self, connection: Waiter) -> None:
+    def waits_no_more(self, connection: HttpProtocol) -> None:
         for waiting in (self._silent, self._idle, self._sending):
             waiting.pop(connection, None)
 
-    def evict_oldest(self, newcomer: Waiter) -> bool:
+    def evict_oldest(self, newcomer: HttpProtocol) -> bool:
         """Close the connection that has waited longest for a request. False: each has a request, or is new."""
         latest_s = self._clock() - GRACE_S
         for waiting in (self._silent, self._idle, self._sending):
@@ -368,21 +363,17 @@ class HttpProtocol(HttpToolsProtocol):
             self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
 
+@lru_cache(maxsize=1)
+def _headers_at(now_s: int) -> list[tuple[bytes, bytes]]:
+    return [(b"date", formatdate(now_s, usegmt=True).encode()), (b"server", b"quire")]
+
+
 class _State(ServerState):
     """Makes the Date header when it is needed, so that no timer has to run."""
 
-    def __init__(self) -> None:
-        self._at_s = 0
-        self._headers: list[tuple[bytes, bytes]] = []
-        super().__init__()
-
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
-        now_s = int(time.time())
-        if now_s != self._at_s:
-            self._at_s = now_s
-            self._headers = [(b"date", formatdate(now_s, usegmt=True).encode()), (b"server", b"quire")]
-        return self._headers
+        return _headers_at(int(time.time()))
 
     @default_headers.setter
     def default_headers(self, value: list[tuple[bytes, bytes]]) -> None:
@@ -416,16 +407,14 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        if not self._handles_signals:
-            yield
-            return
+        numbers = (signal.SIGTERM, signal.SIGINT) if self._handles_signals else ()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # already stopping: further signals have no effect
 
