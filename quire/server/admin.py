@@ -70,16 +70,11 @@ async def unload(context: RequestContext) -> Response:
     return context.json(model_status(model))
 
 
-async def pin(context: RequestContext) -> Response:
-    """Pin a model: it is not unloaded when another needs memory. Loads nothing."""
+async def pin(context: RequestContext, *, is_pinned: bool = True) -> Response:
+    """Pin a model: it is not unloaded when another needs memory. Loads nothing. Or unpin it."""
     model = context.models.find((await context.body(PinRequest)).model)
-    context.models.manager.pin(model)
-    return context.json(model_status(model))
-
-
-async def unpin(context: RequestContext) -> Response:
-    model = context.models.find((await context.body(PinRequest)).model)
-    context.models.manager.unpin(model)
+    change = context.models.manager.pin if is_pinned else context.models.manager.unpin
+    change(model)
     return context.json(model_status(model))
 
 
@@ -244,7 +239,7 @@ async def metrics(context: RequestContext) -> Response:
     await asyncio.gather(*(_take_metrics(model) for model in context.models))
     async with context.models.rendering.turn(context.key.name):
         began_s = time.monotonic()
-        body = generate_latest(context.models.exposition)
+        body = generate_latest(context.models.shared.exposition)
         await asyncio.sleep(RENDERING_REST * (time.monotonic() - began_s))
     return Response(body, 200, {**context.headers, "content-type": CONTENT_TYPE})
 
@@ -273,8 +268,8 @@ async def watch(context: RequestContext) -> Response:
     query = context.query(WatchQuery)
     if context.request.method == "HEAD":
         return Response(None, 200, context.headers, SERVER_SENT_EVENTS)
-    watcher = context.watch.enter(query.interval_ms / 1000, context.key)
-    context.on_finish.callback(context.watch.leave, watcher)
+    watcher = context.served.watch.enter(query.interval_ms / 1000, context.key)
+    context.on_finish.callback(context.served.watch.leave, watcher)
     if query.once:
         return Response(await watcher.once(context.key), 200, context.headers, "application/json")
     return context.streaming(snapshots(watcher, context.key), SERVER_SENT_EVENTS)

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from ipaddress import ip_address
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -21,7 +20,7 @@ from quire.server import tokenization as tokens
 from quire.server.batches import endpoints as batches
 from quire.server.batches import service as stored
 from quire.server.errors import ApiError, Dialect, Kind
-from quire.server.limits import KeyRing, is_loopback, presented
+from quire.server.limits import KeyRing, address_of, is_loopback, presented
 from quire.server.protocols import anthropic, ollama, openai, responses
 from quire.server.protocols.anthropic import ANTHROPIC
 from quire.server.protocols.ollama import OLLAMA
@@ -81,7 +80,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         admin.PinRequest, admin.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/unpin", admin.unpin, "Allow a model to be unloaded when another needs memory.",
+        "POST", "/v1/models/unpin", partial(admin.pin, is_pinned=False),
+        "Allow a model to be unloaded when another needs memory.",
         admin.PinRequest, admin.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
@@ -209,7 +209,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET", "/v1/watch/held", admin.watch_held, "List the blocks that a request holds.",
         answer=HeldAnswer, query=admin.HeldQuery,
     ),
-    Endpoint("GET", "/", web.page, "The web page.", access=Access.PUBLIC),
+    Endpoint("GET", "/", web.page_file, "The web page.", access=Access.PUBLIC),
     Endpoint("GET", "/page/{name}", web.page_file, "A file of the web page.", access=Access.PUBLIC),
 )  # fmt: skip
 
@@ -272,13 +272,8 @@ def _is_private(name: str) -> bool:
     Other names are refused because of DNS rebinding: the owner of a public name can make it resolve to a server behind
     a visitor's firewall, and a web page of that name can then send requests to the server.
     """
-    if "." not in name.rstrip(".") or name.endswith(PRIVATE_DOMAINS) or name == socket.gethostname().lower():
-        return True
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
+    is_own = name == socket.gethostname().lower()
+    return is_own or "." not in name.rstrip(".") or name.endswith(PRIVATE_DOMAINS) or address_of(name) is not None
 
 
 class Path:

@@ -22,7 +22,7 @@ from quire.engine.generation import GenerationParams
 from quire.errors import CacheFolderError, ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.models import InferenceRequest, ModelService, Prompt, not_loaded
-from quire.server.protocols.openai import ChatMessage, parse_messages
+from quire.server.protocols.openai import ChatMessage, ChatTurns, parse_messages
 from quire.server.protocols.support import CacheView, view
 from quire.server.request_context import RequestContext
 from quire.text.messages import ChatRequest
@@ -138,15 +138,16 @@ async def stats(context: RequestContext) -> Response:
         raise not_loaded(service.served.name)
     figures = dataclasses.asdict(found.cache)
     figures["levels"] = tuple(LowerTierView(**level) for level in figures["levels"])
-    answer = CacheStatsView(
-        model=service.served.name,
-        block_size=_capacity(service).block_size,
-        hit_rate=found.cache.hit_rate,
-        num_running=found.num_running,
-        num_waiting=found.num_waiting,
-        **figures,
+    return context.json(
+        CacheStatsView(
+            model=service.served.name,
+            block_size=_capacity(service).block_size,
+            hit_rate=found.cache.hit_rate,
+            num_running=found.num_running,
+            num_waiting=found.num_waiting,
+            **figures,
+        )
     )
-    return context.json(answer)
 
 
 async def clear(context: RequestContext) -> Response:
@@ -173,8 +174,10 @@ async def _prompt(context: RequestContext, service: ModelService, body: ExplainR
     """Return the token ids and the cache salt, checked as for a request to generate."""
     request = await context.parse(to_inference_request, body)
     tokens = await service.encode(request.prompts[0], context.key.name)
-    if len(tokens) > service.max_model_len:
-        raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the context of {service.max_model_len}")
+    if len(tokens) > service.client.max_model_len:
+        raise ContextTooLong(
+            f"prompt has {len(tokens)} tokens, more than the context of {service.client.max_model_len}"
+        )
     if not tokens:
         raise InvalidRequest("prompt has no tokens: at least one is needed")
     check_tokens("prompt", tokens)
@@ -188,7 +191,7 @@ def to_inference_request(body: ExplainRequest) -> InferenceRequest:
     if body.messages is not None and body.prompt is not None:
         raise InvalidRequest("messages and prompt exclude each other")
     if body.messages is not None:
-        prompt = ChatRequest(parse_messages(body.messages))
+        prompt = ChatRequest(parse_messages(body.messages, ChatTurns()))
     elif body.prompt is not None:
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
     else:

@@ -13,9 +13,8 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,10 +70,6 @@ class ModelFacts:
     defaults: GenerationDefaults = NO_DEFAULTS
     num_parameters: int = 0  # 0: not known
 
-    @property
-    def can_think(self) -> bool:
-        return find_reasoning(self.template) is not None
-
 
 async def facts_of(model: Model) -> ModelFacts:
     """Return the metadata, cached until the files change."""
@@ -93,22 +88,15 @@ def _size_and_mtime(path: Path) -> tuple[int, float]:
 def _read(path: Path, load_format: str, num_bytes: int, modified_s: float) -> ModelFacts:
     is_gguf = path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists())
     digest = hashlib.sha256(f"{path.name} {num_bytes} {modified_s}".encode()).hexdigest()
-    form = "gguf" if is_gguf else "safetensors"
-    try:
-        checkpoint = open_checkpoint(path, load_format)
-    except QuireError:
-        return ModelFacts(form, num_bytes, modified_s, digest)
-    try:
+    facts = ModelFacts("gguf" if is_gguf else "safetensors", num_bytes, modified_s, digest)
+    with suppress(QuireError), closing(open_checkpoint(path, load_format)) as checkpoint:
+        facts = replace(facts, spec=checkpoint.spec)
         template = checkpoint.tokenizer_files().chat_template
         defaults = checkpoint.generation
         if defaults == NO_DEFAULTS:  # same fallback as `ModelText.open`
             defaults = known_generation(path)
-        num_parameters = _count_parameters(checkpoint)
-        return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec, template, defaults, num_parameters)
-    except QuireError:
-        return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec)
-    finally:
-        checkpoint.close()
+        facts = replace(facts, template=template, defaults=defaults, num_parameters=_count_parameters(checkpoint))
+    return facts
 
 
 def _count_parameters(checkpoint: Checkpoint) -> int:
@@ -157,7 +145,7 @@ async def model_entries(model: Model) -> list[openai.Model]:
             num_bytes=model.size_bytes,
             is_pinned=model.is_pinned,
             display_name=name,
-            created_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+            created_at=rfc3339(model.created, "seconds"),
         )
         for name in model.names
     ]
@@ -278,7 +266,7 @@ def _capabilities(facts: ModelFacts) -> list[str]:
     found = ["completion"]
     if facts.template is not None:
         found.append("tools")
-    if facts.can_think:
+    if find_reasoning(facts.template) is not None:
         found.append("thinking")
     return found
 

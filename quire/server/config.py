@@ -119,14 +119,16 @@ class ServeConfig:
             *("slow_client_timeout", "keep_alive_interval", "hang_limit"),
         ):
             _check_seconds(name, getattr(self, name), low_s=0 if name == "drain" else 0.01)
-        for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
-            if getattr(self, name) not in allowed:
-                raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        if self.metrics_compat is not None and self.metrics_compat not in COMPAT:
-            raise InvalidRequest(f"metrics_compat = {self.metrics_compat!r} is not one of {', '.join(COMPAT)}")
+        for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS), ("metrics_compat", COMPAT)):
+            if (value := getattr(self, name)) not in allowed and (name, value) != ("metrics_compat", None):
+                raise InvalidRequest(f"{name} = {value!r} is not one of {', '.join(allowed)}")
         self._check_models()
         self._check_tls()
-        self._check_exposure()
+        if not self.is_local and not self.has_keys and not self.insecure:
+            raise InvalidRequest(
+                f"host = {self.host!r} accepts requests of other machines, and no API key is set: set --api-key (or"
+                " QUIRE_API_KEY, or --api-keys-file), or --insecure to serve without a key"
+            )
         self._check_events()
 
     @property
@@ -213,10 +215,3 @@ class ServeConfig:
                 raise InvalidRequest(f"ssl_certfile = {str(self.ssl_certfile)!r} {text}") from None
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise InvalidRequest(f"root_path = {self.root_path!r} does not begin with / or ends with /")
-
-    def _check_exposure(self) -> None:
-        if not self.is_local and not self.has_keys and not self.insecure:
-            raise InvalidRequest(
-                f"host = {self.host!r} accepts requests of other machines, and no API key is set: set --api-key (or"
-                " QUIRE_API_KEY, or --api-keys-file), or --insecure to serve without a key"
-            )

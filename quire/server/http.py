@@ -1,19 +1,8 @@
-"""Connections and event streams.
+"""Connections.
 
 `HttpProtocol` extends uvicorn: timeouts and limits for headers, and aborts of stalled readers. It answers one request
 at a time: a connection that sends another one meanwhile is closed after the answer. `HttpServer` has a main loop
 without a timer, and signals that drain. All connections share limits of their number, and of the bytes of headers.
-
-`EventStream` is a response with keep-alives during silence. Two ways lead to the client:
-
-- A new token is encoded and written to the transport in the call that received it from the worker. This is
-  the path of nearly all tokens: see `TokenWriter`.
-- Everything else (the start, the end, errors, text that arrives while the client does not read) is queued as deltas.
-  The task of the response takes them and sends them with ASGI. While it is not waiting for deltas, tokens are queued
-  too, so the order is kept.
-
-The engine never waits for a reader: while the client does not read fast enough, tokens are queued, so a slow reader
-gets fewer and longer writes. The connection of a reader that does not read is aborted by `HttpProtocol`.
 """
 
 from __future__ import annotations
@@ -24,34 +13,23 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import httptools
-import msgspec
 import uvicorn
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire.engine.generation import Delta
 from quire.errors import InvalidRequest
 from quire.server.config import ServeConfig
-from quire.server.errors import ApiError, Dialect, api_error
-from quire.server.models import ActiveRequest, ClientGone
 
 FREE_BYTES = 8 << 10  # of each connection, not counted: small requests are served although others use up the budget
 MAX_SHARED_BYTES = 64 << 20
 GRACE_S = 0.5  # a connection is not evicted in this time: its request may have arrived and not been read yet
-
-
-class Waiter(Protocol):
-    """A connection without a complete request."""
-
-    def evict(self) -> None: ...
 
 
 class OpenConnections:
@@ -62,24 +40,24 @@ class OpenConnections:
         self._clock = clock
         self.num_bytes = 0  # those of each connection beyond FREE_BYTES
         # Connections before their first request, between requests, and in a body: evicted in this order, oldest first.
-        self._silent: dict[Waiter, float] = {}
-        self._idle: dict[Waiter, float] = {}
-        self._sending: dict[Waiter, float] = {}
+        self._silent: dict[HttpProtocol, float] = {}
+        self._idle: dict[HttpProtocol, float] = {}
+        self._sending: dict[HttpProtocol, float] = {}
 
-    def waits(self, connection: Waiter, *, was_served: bool) -> None:
+    def waits(self, connection: HttpProtocol, *, was_served: bool) -> None:
         self.waits_no_more(connection)
         (self._idle if was_served else self._silent)[connection] = self._clock()
 
-    def sends(self, connection: Waiter) -> None:
+    def sends(self, connection: HttpProtocol) -> None:
         """Note that the headers of a request are complete and its body is not."""
         self.waits_no_more(connection)
         self._sending[connection] = self._clock()
 
-    def waits_no_more(self, connection: Waiter) -> None:
+    def waits_no_more(self, connection: HttpProtocol) -> None:
         for waiting in (self._silent, self._idle, self._sending):
             waiting.pop(connection, None)
 
-    def evict_oldest(self, newcomer: Waiter) -> bool:
+    def evict_oldest(self, newcomer: HttpProtocol) -> bool:
         """Close the connection that has waited longest for a request. False: each has a request, or is new."""
         latest_s = self._clock() - GRACE_S
         for waiting in (self._silent, self._idle, self._sending):
@@ -385,21 +363,17 @@ class HttpProtocol(HttpToolsProtocol):
             self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
 
+@lru_cache(maxsize=1)
+def _headers_at(now_s: int) -> list[tuple[bytes, bytes]]:
+    return [(b"date", formatdate(now_s, usegmt=True).encode()), (b"server", b"quire")]
+
+
 class _State(ServerState):
     """Makes the Date header when it is needed, so that no timer has to run."""
 
-    def __init__(self) -> None:
-        self._at_s = 0
-        self._headers: list[tuple[bytes, bytes]] = []
-        super().__init__()
-
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
-        now_s = int(time.time())
-        if now_s != self._at_s:
-            self._at_s = now_s
-            self._headers = [(b"date", formatdate(now_s, usegmt=True).encode()), (b"server", b"quire")]
-        return self._headers
+        return _headers_at(int(time.time()))
 
     @default_headers.setter
     def default_headers(self, value: list[tuple[bytes, bytes]]) -> None:
@@ -433,16 +407,14 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        if not self._handles_signals:
-            yield
-            return
+        numbers = (signal.SIGTERM, signal.SIGINT) if self._handles_signals else ()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # already stopping: further signals have no effect
 
@@ -516,213 +488,3 @@ def make_config(app: Any, config: ServeConfig) -> uvicorn.Config:
         root_path=config.root_path,
         backlog=2048,
     )
-
-
-_encode = msgspec.json.Encoder().encode
-
-
-class EventEncoder(Protocol):
-    """Makes the bytes of one stream: `begin`, then `feed` and `text_event` in any order, then `finish`."""
-
-    waits_for_start: bool = (
-        False  # the first events need the cache explanation of the prompt, which is known when it starts
-    )
-
-    def begin(self) -> bytes:
-        """Events before the first delta, possibly none."""
-        return b""
-
-    def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        """Events of deltas, each with its prompt's number. Empty: there is nothing to send yet."""
-
-    def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
-        """The event of a token that is plain text, in sample `index`. None: it must be passed to `feed`."""
-
-    def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
-        """The bytes around the text in the events of all further tokens of plain text. The text is a JSON string.
-
-        None: they are not constant, or not yet; `text_event` is used.
-        """
-
-    def finish(self) -> bytes:
-        """Events after the last delta."""
-
-    def fail(self, error: ApiError) -> bytes | None:
-        """The event of a failure after `begin`. None: that of the dialect."""
-        del error
-        return None
-
-
-class TokenWriter:
-    """Writes the tokens of one prompt at once, if the task of the response is waiting and the client keeps up.
-
-    `take_token` runs for every token of every stream, in the call that received the step from the worker: no task is
-    woken, and nothing is allocated but the bytes that are written.
-    """
-
-    __slots__ = (
-        "_active", "_after", "_before", "_encoder", "_flow", "_frames", "_index", "_number", "_size", "_write",
-        "_writer", "last_s",
-    )  # fmt: skip
-
-    def __init__(self, number: int, active: ActiveRequest, encoder: EventEncoder, writer: BodyWriter) -> None:
-        self._number = number  # of the prompt
-        self._active = active
-        self._encoder = encoder
-        self._writer = writer
-        self._write = writer.write_frame
-        self._flow = writer.flow
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  # by sample, once they are constant
-        # The frame of the sample that was written last. Kept here because a dictionary is in other cache lines: with
-        # hundreds of streams, most of the time of a token is waiting for memory.
-        self._index: int | None = None
-        self._before = self._after = b""
-        self._size = 0  # of an event without its text
-        self.last_s = 0.0  # time of the last write
-
-    def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
-        if not self._active.is_waiting or self._flow.write_paused:
-            return False
-        if index != self._index and not self._select(index):
-            return self._take_other(index, token_id, text)
-        string = _encode(text)
-        try:
-            self._write(b"".join((CHUNK_SIZES[self._size + len(string)], self._before, string, self._after)))
-        except RuntimeError:
-            return True  # the client has disconnected: `RequestContext` is about to end the request
-        self.last_s = now_s
-        return True
-
-    def _select(self, index: int) -> bool:
-        """Use the frame of another sample. False: there is none."""
-        if (frame := self._frames.get(index)) is None:
-            return False
-        self._index, (self._before, after) = index, frame
-        self._after = after + b"\r\n"
-        self._size = len(self._before) + len(after)
-        return True
-
-    def _take_other(self, index: int, token_id: int, text: str) -> bool:
-        """Take a token whose event does not have constant bytes around the text."""
-        try:
-            data = self._encoder.text_event(self._number, index, text)
-            if data is None:
-                data = self._encoder.feed([(self._number, Delta(index, text, (token_id,), (), None, None))])
-            if data:
-                self._writer.write(data)
-                self.last_s = time.monotonic()
-            if (found := self._encoder.text_frame(self._number, index)) is not None:
-                self._frames[index] = found
-        except Exception as error:  # must not affect the other requests of the step
-            self._active.fail(error)
-        return True
-
-    def take_delta(self, delta: Delta) -> bool:
-        if not self._active.is_waiting or self._flow.write_paused:
-            return False
-        try:
-            if data := self._encoder.feed([(self._number, delta)]):
-                self._writer.write(data)
-                self.last_s = time.monotonic()
-        except Exception as error:
-            self._active.fail(error)
-        return True
-
-
-class EventStream(Response):
-    """A response whose body is written as tokens arrive."""
-
-    def __init__(
-        self,
-        active: ActiveRequest,
-        encoder: EventEncoder,
-        headers: Mapping[str, str],
-        dialect: Dialect,
-        keep_alive_s: float,
-    ) -> None:
-        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, 200, headers, dialect.stream_type)
-        del self.headers["content-length"]
-        self._dialect = dialect
-        self._active = active
-        self._encoder = encoder
-        self._token_writers: list[TokenWriter] = []
-        self._keep_alive_s = keep_alive_s  # longest silence, and longest delay of the response headers
-        self._first: bytes | None = b""
-        self._has_begun = False  # `encoder.begin` was called
-        self._last_s = 0.0  # time of the last write
-
-    async def begin(self) -> None:
-        """Wait for the first event, at most `keep_alive_s`: an error before it gets its own HTTP status."""
-        self._last_s = time.monotonic()
-        try:
-            self._first = await self._next_before_silence()
-        except Exception as error:
-            self._active.close(error)
-            raise
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del receive  # `RequestContext` watches for the disconnect
-        self._send = send
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last = b""
-        try:
-            await self._write_all(scope.pop(BODY_WRITER, None))
-            last = self._encoder.finish()
-        except Exception as error:
-            self._active.close(error)
-            if not isinstance(error, ClientGone):
-                last = self._error_event(error)
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-        self._active.close()  # after the last bytes: a shutdown cuts connections without open requests
-
-    async def _write_all(self, writer: BodyWriter | None) -> None:
-        self._last_s = time.monotonic()
-        if writer is not None and writer.is_usable:
-            for number, generation in enumerate(self._active.generations):
-                generation.sink = TokenWriter(number, self._active, self._encoder, writer)
-                self._token_writers.append(generation.sink)
-        chunk = self._first
-        while chunk is not None:
-            if chunk:
-                await self._write(chunk)
-            chunk = await self._next_before_silence()
-            if chunk == b"" and self._silence_s >= self._keep_alive_s:
-                chunk = self._dialect.keep_alive
-
-    @property
-    def _silence_s(self) -> float:
-        """Time since the last write, which may be that of a token."""
-        last_s = max(self._last_s, *(one.last_s for one in self._token_writers), 0.0)
-        return time.monotonic() - last_s
-
-    async def _next_before_silence(self) -> bytes | None:
-        """Wait for the next events, until nothing was written for `keep_alive_s`. b"": there are none yet."""
-        limit = asyncio.timeout(max(self._keep_alive_s - self._silence_s, 0.0))
-        try:
-            async with limit:
-                return await self._next()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return b""
-
-    async def _next(self) -> bytes | None:
-        """Wait for the next events, possibly none (b""). None: the answers have ended."""
-        if not self._has_begun:
-            if self._encoder.waits_for_start:
-                await self._active.wait_start()
-            self._has_begun = True
-            if data := self._encoder.begin():
-                return data
-        batch = await self._active.next_batch()
-        return self._encoder.feed(batch) if batch else None
-
-    def _error_event(self, problem: Exception) -> bytes:
-        error = api_error(problem, self._active.request_id)
-        data = self._encoder.fail(error) if self._has_begun else None
-        return self._dialect.event(error, self._active.request_id) if data is None else data
-
-    async def _write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._last_s = time.monotonic()

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,12 +112,18 @@ class KeyRing:
         return next((key for key in keys if key.owner == owner), None)
 
 
+def address_of(name: str) -> IPv4Address | IPv6Address | None:
+    """The IP address that a host is given as. None: it is a name."""
+    try:
+        return ip_address(name)
+    except ValueError:
+        return None
+
+
 def is_loopback(name: str) -> bool:
     """Whether a host name or address is that of this machine."""
-    try:
-        return name == "localhost" or ip_address(name).is_loopback
-    except ValueError:
-        return False
+    address = address_of(name)
+    return name == "localhost" or (address is not None and address.is_loopback)
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:

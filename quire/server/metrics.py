@@ -37,13 +37,18 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:@+{}-]+")
 _request_log = logging.getLogger("quire.request")
 
 
-class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has ended. Contains no text."""
+class RequestSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request came from."""
 
     id: Annotated[str, Meta(description="The x-request-id of its response.")]
     key: Annotated[str, Meta(description="The name of its API key.")]
     endpoint: str
     tier: str
+
+
+class FinishedRequest(RequestSource, frozen=True, kw_only=True):
+    """A request that has ended. Contains no text."""
+
     num_samples: int
     finished_at: Annotated[float, Meta(description="Seconds since 1970.")]
     prompt_tokens: int

@@ -14,7 +14,6 @@ import ctypes
 import gc
 import hashlib
 import logging
-import math
 import os
 import re
 import time
@@ -82,7 +81,6 @@ log = logging.getLogger(__name__)
 MAX_PROMPTS = 64
 MAX_SAMPLES_IN_ALL = 128
 MAX_BREAKPOINTS = 4
-MAX_TTL_S = 86_400.0
 MAX_NAME_CHARS = 256
 _SALT = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -95,11 +93,7 @@ class Breakpoint:
 
     message: int
     part: int
-    ttl_s: float
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.ttl_s) or not 0 < self.ttl_s <= MAX_TTL_S:
-            raise InvalidRequest(f"cache_control.ttl = {self.ttl_s!r} s is not above 0 and at most {MAX_TTL_S:g} s")
+    ttl_s: float  # a value of the protocol's table
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +169,10 @@ class ClientGone(Exception):
 class _IgnoringSink:
     """The sink for readers of the complete answer: they are not woken at each token."""
 
-    def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
-        del index, token_id, text, now_s
+    def take_token(self, _index: int, _token_id: int, _text: str, _now_s: float) -> bool:
         return True
 
-    def take_delta(self, delta: Delta) -> bool:
-        del delta
+    def take_delta(self, _delta: Delta) -> bool:
         return True
 
 
@@ -309,10 +301,6 @@ class ActiveRequest:
         return min((one.first_s for one in self.generations if one.first_s is not None), default=None)
 
     @property
-    def _last_at_s(self) -> float | None:
-        return max((one.last_s for one in self.generations if one.last_s is not None), default=None)
-
-    @property
     def prefill_s(self) -> float | None:
         """From the start of the first prompt to the first token; None before that."""
         first_s = self._first_at_s
@@ -321,19 +309,17 @@ class ActiveRequest:
     @property
     def decode_s(self) -> float | None:
         """From the first token to the last so far; None before the first."""
-        first_s, last_s = self._first_at_s, self._last_at_s
-        return None if first_s is None or last_s is None else last_s - first_s
+        if (first_s := self._first_at_s) is None:
+            return None
+        return max(one.last_s for one in self.generations if one.last_s is not None) - first_s
 
-    def add(self, generation: Generation) -> None:
-        self.generations.append(generation)
-        if self.error is not None:  # it failed while it was being submitted
-            generation.cancel()
-
-    def start(self, queued_s: float) -> None:
-        """Record that the engine has started the first prompt."""
-        self._queued_s = queued_s
-        self._started_at_s = time.monotonic()
-        self.ticket.start()
+    def start(self, generation: Generation) -> None:
+        """Record that the engine has started a prompt. The first one counts."""
+        if self._started_at_s is None:
+            self._queued_s = generation.queued_s or 0.0
+            self._started_at_s = time.monotonic()
+            self.ticket.start()
+            self.served_by.metrics.started(self.priority, self._queued_s)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error: its blocks are freed before the next step, and readers raise the error."""
@@ -492,17 +478,12 @@ class ModelService:
         self._supervising = asyncio.create_task(self.client.supervise(), name=f"supervise {served.name}")
         # Ended requests, the newest last. More are kept than shown, because a key sees only its own.
         self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
-        self._queue_timeout_s = shared.queue_timeout_s
         self._is_cut = False
         self.active_requests: set[ActiveRequest] = set()  # that have passed all limits and have not ended
         num_encoders = min(MAX_ENCODERS, os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(num_encoders, "quire-encode")
         self._encoder_slots = FairSlots(num_encoders)
         self.questions = FairSlots(1)  # to the worker, for reports that take time between two steps
-
-    @property
-    def max_model_len(self) -> int:
-        return self.client.max_model_len
 
     def salt_for(self, key: Key, cache_salt: str) -> str:
         """Return the salt of the chain keys. Different keys or salts share no cached blocks."""
@@ -528,15 +509,17 @@ class ModelService:
         active.on_close.callback(quota.leave)
         active.is_accepted = True
         self.active_requests.add(active)
-        limit_s = max(self._queue_timeout_s - active.load_s, MIN_WAIT_S)
+        limit_s = max(self.served.shared.queue_timeout_s - active.load_s, MIN_WAIT_S)
         timer = asyncio.get_running_loop().call_later(limit_s, self._time_out, active)
         active.on_close.callback(timer.cancel)
         for request in active.requests:
             parser = self.text.turn_parser(active.chat, request.prompt.tokens)
             generation = await self.client.submit(
-                request, new_parser=parser, updated=active.updated, on_start=partial(self._begin, active)
+                request, new_parser=parser, updated=active.updated, on_start=active.start
             )
-            active.add(generation)
+            active.generations.append(generation)
+            if active.error is not None:  # it failed while it was being submitted
+                generation.cancel()
 
     def close_request(self, active: ActiveRequest, record: RequestRecord) -> None:
         """Called once by an accepted request when it ends."""
@@ -549,16 +532,11 @@ class ModelService:
     def _time_out(self, active: ActiveRequest) -> None:
         if active.is_started:
             return
-        limit = f"{self._queue_timeout_s:g} s"
+        limit = f"{self.served.shared.queue_timeout_s:g} s"
         what = f"waited {limit} in the queue" if active.opening is None else "the model is still loading"
         retry_s = self.served.queues[active.priority].retry_after_s()
         text = f"{what}: the limit is {limit}"
         active.fail(ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout"))
-
-    def _begin(self, active: ActiveRequest, generation: Generation) -> None:
-        if not active.is_started:
-            active.start(generation.queued_s or 0.0)
-            self.served.metrics.started(active.priority, generation.queued_s or 0.0)
 
     # Text
 
@@ -577,8 +555,8 @@ class ModelService:
         if isinstance(prompt, tuple):
             return prompt
         if isinstance(prompt, str):
-            return self.text.encode(prompt, self.max_model_len, add_special=add_special)
-        return self.text.encode_chat(prompt, self.max_model_len)
+            return self.text.encode(prompt, self.client.max_model_len, add_special=add_special)
+        return self.text.encode_chat(prompt, self.client.max_model_len)
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
         """Run work on text in a thread, when it is the turn of this key."""
@@ -593,8 +571,10 @@ class ModelService:
 
         def build() -> tuple[tuple[int, ...], GenerationRequest]:
             tokens = self._encode_now(prompt)
-            if len(tokens) >= self.max_model_len:
-                limit = f"this model's maximum context length is {self.max_model_len} tokens, the answer included"
+            if len(tokens) >= self.client.max_model_len:
+                limit = (
+                    f"this model's maximum context length is {self.client.max_model_len} tokens, the answer included"
+                )
                 raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
             return tokens, self.text.request(tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)
 
@@ -660,9 +640,7 @@ class ModelService:
 
     async def close(self) -> None:
         self._supervising.cancel()
-        await asyncio.wait({self._supervising})
-        if not self._supervising.cancelled():
-            self._supervising.exception()  # already raised where the worker was awaited
+        await asyncio.gather(self._supervising, return_exceptions=True)  # raised where the worker was awaited
         self.cut()
         await self.client.close()
         self._encoders.shutdown(wait=False, cancel_futures=True)
@@ -800,16 +778,7 @@ class Model(ManagedModel):
         service = ModelService(self, text, engine)
         self.metrics.forget_worker()
         await self._start(service)
-        self._log_events(service.client.facts)
         return self._take_facts(service.client.facts)
-
-    def _log_events(self, ready: Ready | None) -> None:
-        if ready is None or (events := ready.kv_events) is None:
-            return
-        replay = "" if events.replay_endpoint is None else f", replay at {events.replay_endpoint}"
-        log.info("%s: KV events at %s%s, topic %r", self.name, events.endpoint, replay, events.topic)
-        if events.silent_because is not None:
-            log.warning("%s: no KV events are sent, because %s", self.name, events.silent_because)
 
     async def _start(self, service: ModelService) -> None:
         self.progress = 0.0
@@ -827,9 +796,14 @@ class Model(ManagedModel):
         self.service = service
 
     def _take_facts(self, ready: Ready | None) -> int:
-        """Store the worker's report. Returns the bytes it holds; 0: not reported."""
+        """Store and log the worker's report. Returns the bytes it holds; 0: not reported."""
         if ready is None:
             return 0
+        if (events := ready.kv_events) is not None:
+            replay = "" if events.replay_endpoint is None else f", replay at {events.replay_endpoint}"
+            log.info("%s: KV events at %s%s, topic %r", self.name, events.endpoint, replay, events.topic)
+            if events.silent_because is not None:
+                log.warning("%s: no KV events are sent, because %s", self.name, events.silent_because)
         self.max_model_len = ready.max_model_len
         if self.full_context is not None and self.max_model_len < self.full_context:
             log.warning(
@@ -860,7 +834,9 @@ class Model(ManagedModel):
             self.metrics.take(stats, service.client)
         await service.close()
         del service
-        release_heap()
+        gc.collect()  # the cycles of its tokenizer
+        with suppress(OSError, AttributeError):  # only glibc returns free heap pages to the system
+            ctypes.CDLL(None).malloc_trim(0)
 
     def cut(self) -> None:
         if self.service is not None:
@@ -882,14 +858,12 @@ class Models:
         self._models = [Model(config, shared) for config in configs]
         self._by_name = {name: model for model in self._models for name in model.names}
         self.manager = ModelManager(self._models, budget_bytes, kv_cap_bytes)
-        self.exposition = shared.exposition
-        self._shared = shared
+        self.shared = shared
         self.body_bytes = BodyBytes()
         self.parsing = FairSlots(NUM_PARSERS)
         self.rendering = FairSlots(1)  # of metrics
         self.is_draining = False
         self.has_started = False  # the first model has been loaded
-        self.num_open = 0  # open requests, including those that wait for a model to load
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: set[ActiveRequest] = set()  # of all models, that have not ended
 
@@ -920,6 +894,11 @@ class Models:
             raise ApiError(Kind.NO_MODEL, text, param="model")
         return model
 
+    @property
+    def num_open(self) -> int:
+        """Open requests, including those that wait for a model to load."""
+        return sum(model.num_leases + len(model.waiters) for model in self._models)
+
     # Requests
 
     def check_open(self, key: Key) -> None:
@@ -947,7 +926,7 @@ class Models:
         active.opening = task = asyncio.current_task()
         try:
             await self.hold(active.served_by)
-            active.on_close.callback(self.release, active.served_by)
+            active.on_close.callback(self.manager.release, active.served_by)
             active.load_s = time.monotonic() - began_s
             active.service = active.served_by.loaded
             await active.service.open(active)
@@ -962,22 +941,14 @@ class Models:
             raise
 
     async def hold(self, model: Model) -> None:
-        """Load the model and keep it loaded until `release`."""
-        self.num_open += 1
+        """Load the model and keep it loaded until it is released at the manager."""
         try:
             if model.state is not ModelState.READY:
                 self._log_wait(model)
-            async with asyncio.timeout(self._shared.queue_timeout_s):
+            async with asyncio.timeout(self.shared.queue_timeout_s):
                 await self.manager.hold(model)
-        except BaseException as error:
-            self.num_open -= 1
-            if isinstance(error, TimeoutError | QuireError):
-                raise self._refusal(model, error) from error
-            raise
-
-    def release(self, model: Model) -> None:
-        self.manager.release(model)
-        self.num_open -= 1
+        except (TimeoutError, QuireError) as error:
+            raise self._refusal(model, error) from error
 
     def _log_wait(self, model: Model) -> None:
         num_waiting = len(model.waiters) + 1
@@ -991,7 +962,7 @@ class Models:
             return shutting_down()
         match error:
             case TimeoutError():
-                limit = f"the request waited {self._shared.queue_timeout_s:g} s, which is the limit"
+                limit = f"the request waited {self.shared.queue_timeout_s:g} s, which is the limit"
                 text = f"{model.name} is {model.state}: {limit}"
                 retry_s = min(self.manager.eta_s(model) or RATE_WINDOW_S, MAX_RETRY_AFTER_S)
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
@@ -1052,7 +1023,7 @@ class Models:
         for task in tuple(self._tasks):
             task.cancel()
         await self.manager.close()
-        self._shared.opener.shutdown(wait=False, cancel_futures=True)
+        self.shared.opener.shutdown(wait=False, cancel_futures=True)
 
 
 def _load_failed(model: Model, error: Exception) -> ApiError:
@@ -1079,13 +1050,6 @@ async def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
     while not is_so() and time.monotonic() < end_s:
         await asyncio.sleep(DRAIN_POLL_S)
     return is_so()
-
-
-def release_heap() -> None:
-    """Free the memory of an unloaded model's tokenizer: collect cycles, and return free heap pages to the system."""
-    gc.collect()
-    with suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _warm_up(text: ModelText) -> None:

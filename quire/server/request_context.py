@@ -33,7 +33,6 @@ from quire.errors import InvalidRequest
 from quire.server.batches.service import BatchService
 from quire.server.config import ServeConfig
 from quire.server.errors import ApiError, Dialect, Kind, api_error
-from quire.server.http import EventEncoder, EventStream
 from quire.server.limits import NUM_PARSERS, Key
 from quire.server.metrics import MAX_VALUE_CHARS, log_refusal
 from quire.server.models import ActiveRequest, Caller, ClientGone, InferenceRequest, Model, Models, ModelService
@@ -59,7 +58,7 @@ PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools
 DISCARD_S = 2.0
 QUIET_S = 0.5  # a client that sends nothing for so long waits for the response
 MAX_DISCARDED_BYTES = 64 * MIB
-MAX_WARNINGS = 1_000  # of one LogOnce
+MAX_WARNINGS = 1_000  # of `log_once`
 _TOOL = re.compile(r"tools\[\d+\](?:\.tools\[\d+\])*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at `\$(?P<path>[^`]*)`)?$")
@@ -69,22 +68,17 @@ _parsers = ThreadPoolExecutor(NUM_PARSERS, "quire-parse")
 _log = logging.getLogger("quire.server")
 
 
-class LogOnce:
-    """Logs each warning once, and at most MAX_WARNINGS different ones: clients choose what they are about."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def __call__(self, message: str) -> None:
-        message = message[: 2 * MAX_VALUE_CHARS]  # a client's field name may be megabytes
-        if message not in self._logged and len(self._logged) < MAX_WARNINGS:
-            self._logged.add(message)
-            _log.warning("%s", message)
-            if len(self._logged) == MAX_WARNINGS:
-                _log.warning("%d different warnings of this kind were logged: no more follow", MAX_WARNINGS)
+_logged: set[str] = set()  # warnings
 
 
-log_once = LogOnce()
+def log_once(message: str) -> None:
+    """Log each warning once, and at most MAX_WARNINGS different ones: clients choose what they are about."""
+    message = message[: 2 * MAX_VALUE_CHARS]  # a client's field name may be megabytes
+    if message not in _logged and len(_logged) < MAX_WARNINGS:
+        _logged.add(message)
+        _log.warning("%s", message)
+        if len(_logged) == MAX_WARNINGS:
+            _log.warning("%d different warnings of this kind were logged: no more follow", MAX_WARNINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +94,8 @@ class Served:
 class RequestContext:
     def __init__(self, scope: Scope, receive: Receive, send: Send, served: Served) -> None:
         self.request = Request(scope, receive, send)
+        self.served = served
         self.models = served.models
-        self.watch = served.watch
-        self.batches = served.batches
         self.arrived_s = time.monotonic()
         self.endpoint = str(scope["path"])
         self.dialect: Dialect
@@ -120,9 +113,8 @@ class RequestContext:
         self.fields: frozenset[str] = frozenset()  # field names of the body
         self._is_slow = False  # the body takes long to decode and to parse
         self._receive = receive
-        self._config = served.config
-        length = self.request.headers.get("content-length", "0")
-        self.has_body = "transfer-encoding" in self.request.headers or length != "0"  # an unread body
+        self.length = self.request.headers.get("content-length", "0")  # as announced
+        self.has_body = "transfer-encoding" in self.request.headers or self.length != "0"  # an unread body
         self._gone: asyncio.Task[None] | None = None
         self._active: ActiveRequest | None = None
         self.model = self.models.default  # the model whose metrics count this request
@@ -160,7 +152,8 @@ class RequestContext:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {max_values} values")
         try:
             value = decode(data, kind)
-            unknown = unknown_fields(msgspec.json.decode(data), kind)
+            unknown: dict[str, str] = {}
+            _find_unknown(msgspec.json.decode(data), _shape(kind), "", unknown)
             for name in list(unknown)[:MAX_NAMED_FIELDS]:
                 log_once(f"{self.endpoint}: the unknown field {_printable(name)} was ignored")
             self.note(IGNORED, unknown.values())
@@ -176,7 +169,7 @@ class RequestContext:
 
     async def _read(self, take: Callable[[int], None]) -> bytes:
         data = bytearray()  # not a list: a body that arrives in pieces of two bytes would take twenty times its size
-        async for chunk in self.chunks(self._config.max_body_size, MIB):
+        async for chunk in self.chunks(self.served.config.max_body_size, MIB):
             take(len(chunk))
             data += chunk
         return bytes(data)
@@ -186,18 +179,18 @@ class RequestContext:
 
         Limits the size and the time between two chunks, and requires an average of `min_rate` bytes per second.
         """
-        length = self.request.headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > max_bytes:
-            raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes exceeds the limit of {max_bytes} bytes")
+        if not self.length.isdigit() or int(self.length) > max_bytes:
+            text = f"a body of {self.length[:24]} bytes exceeds the limit of {max_bytes} bytes"
+            raise ApiError(Kind.TOO_LARGE, text)
         size = 0
         began_s = time.monotonic()
         stream = aiter(self.request.stream())
         while True:
             try:
-                async with asyncio.timeout(self._config.body_timeout):
+                async with asyncio.timeout(self.served.config.body_timeout):
                     chunk = await anext(stream, None)
             except TimeoutError:
-                text = f"no bytes of the body arrived for {self._config.body_timeout:g} s, after {size} bytes"
+                text = f"no bytes of the body arrived for {self.served.config.body_timeout:g} s, after {size} bytes"
                 raise ApiError(Kind.TIMEOUT, text) from None
             except ClientDisconnect:
                 raise ClientGone from None
@@ -207,7 +200,7 @@ class RequestContext:
             size += len(chunk)
             if size > max_bytes:
                 raise ApiError(Kind.TOO_LARGE, f"the body exceeds the limit of {max_bytes} bytes")
-            if time.monotonic() - began_s > self._config.body_timeout + size / min_rate:
+            if time.monotonic() - began_s > self.served.config.body_timeout + size / min_rate:
                 raise ApiError(Kind.TIMEOUT, f"the body arrived at less than {min_rate} bytes per second")
             yield chunk
 
@@ -283,7 +276,7 @@ class RequestContext:
                     await asyncio.wait({holding})
                 if not holding.cancelled() and holding.exception() is None:
                     self._held.add(model)
-                    self.on_finish.callback(self.models.release, model)
+                    self.on_finish.callback(self.models.manager.release, model)
         return self.service
 
     async def wait_for(self, task: asyncio.Task[None]) -> None:
@@ -294,12 +287,6 @@ class RequestContext:
         if gone.done():
             raise ClientGone
         task.result()
-
-    async def stream(self, active: ActiveRequest, encoder: EventEncoder) -> Response:
-        """Return a streaming response. An error before the first event becomes an ordinary error response."""
-        stream = EventStream(active, encoder, self.headers, self.dialect, self._config.keep_alive_interval)
-        await stream.begin()
-        return stream
 
     def streaming(self, parts: AsyncIterator[bytes], media_type: str) -> Response:
         """A stream that is not a generation: it ends with its parts, or when the client disconnects."""
@@ -462,24 +449,18 @@ def _decoder(kind: type[T]) -> msgspec.json.Decoder[Any]:
     return _decoders[kind]
 
 
-def unknown_fields(value: Any, kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the first occurrence of each unknown field, such as `messages[2].cache_control`, by its path without
-    numbers, `messages[].cache_control`."""
-    found: dict[str, str] = {}
-    _walk(value, _shape(kind), "", found)
-    return found
-
-
 _NUMBER = re.compile(r"\[\d+\]")
 Shape = dict[str, Any]  # field -> the shape of the structs in it, or None; "[]": the shape of a list's items
 
 
-def _walk(value: Any, shape: Shape | None, path: str, found: dict[str, str]) -> None:
+def _find_unknown(value: Any, shape: Shape | None, path: str, found: dict[str, str]) -> None:
+    """Find the first occurrence of each unknown field, such as `messages[2].cache_control`, by its path without
+    numbers, `messages[].cache_control`."""
     if shape is None:
         return
     if isinstance(value, list):
         for i, item in enumerate(value):
-            _walk(item, shape.get("[]"), f"{path}[{i}]", found)
+            _find_unknown(item, shape.get("[]"), f"{path}[{i}]", found)
     elif isinstance(value, dict) and "{}" in shape:
         fields = shape["{}"]
         for name, item in value.items():
@@ -487,7 +468,7 @@ def _walk(value: Any, shape: Shape | None, path: str, found: dict[str, str]) -> 
             if name not in fields:
                 found.setdefault(_NUMBER.sub("[]", full), full)
             elif fields[name] is not None:
-                _walk(item, fields[name], full, found)
+                _find_unknown(item, fields[name], full, found)
 
 
 @lru_cache(maxsize=64)

@@ -178,6 +178,12 @@ FIELDS = {
     "top_p": "0 to 1: sample from the most probable tokens that together reach this probability.",
 }
 
+HEADERS = {
+    "x-request-id": {"description": "The id of the request in the server log.", "schema": {"type": "string"}},
+    "x-should-retry": {"description": "Whether a retry may succeed.", "schema": {"enum": ["true", "false"]}},
+    "retry-after": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}},
+}
+
 # Values of the fields in example bodies.
 EXAMPLES: Mapping[str, Any] = {
     "messages": [{"role": "user", "content": "Name three colours."}],
@@ -221,7 +227,7 @@ def openapi_document(endpoints: Iterable[Endpoint], version: str, *, model: str 
         "paths": paths,
         "components": {
             "schemas": {**schemas, **{str(error["title"]): error for error in ERRORS.values()}},
-            "headers": _headers(),
+            "headers": HEADERS,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -333,24 +339,18 @@ def _query_parameters(kind: type[msgspec.Struct] | None) -> list[Json]:
         return []
     _, schemas = msgspec.json.schema_components((kind,), ref_template=_REF)
     schema = schemas[kind.__name__]
-    required = schema.get("required", ())
     return [
-        {"name": name, "in": "query", "required": name in required, "schema": field}
+        {"name": name, "in": "query", "required": name in schema.get("required", ()), "schema": field}
         for name, field in schema["properties"].items()
     ]
 
 
 def _example(schema: Json, examples: Mapping[str, Any]) -> Json:
     """Return an example body: its fields that have an example, which are at least the required ones."""
-    names = [name for name in sorted(schema["properties"], key=_rank) if name in examples]
+    names = [name for name in ("model", *EXAMPLES) if name in schema["properties"] and name in examples]
     if "messages" in names or "input" in names:
         names = [name for name in names if name not in ("prompt", "text")]  # alternatives to messages
     return {name: examples[name] for name in names}
-
-
-def _rank(name: str) -> int:
-    order = ["model", *EXAMPLES]
-    return order.index(name) if name in order else len(order)
 
 
 def _describe(schemas: Json, bodies: Sequence[Json]) -> None:
@@ -375,14 +375,6 @@ def _describe(schemas: Json, bodies: Sequence[Json]) -> None:
 def _resolved(schema: Json, schemas: Json) -> Json:
     resolved: Json = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     return resolved
-
-
-def _headers() -> Json:
-    return {
-        "x-request-id": {"description": "The id of the request in the server log.", "schema": {"type": "string"}},
-        "x-should-retry": {"description": "Whether a retry may succeed.", "schema": {"enum": ["true", "false"]}},
-        "retry-after": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}},
-    }
 
 
 def _header_refs(*names: str) -> Json:

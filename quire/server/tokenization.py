@@ -14,6 +14,7 @@ from quire.server.protocols.openai import (
     NAMES,
     ChatCompletionRequest,
     ChatMessage,
+    ChatTurns,
     ToolDefinition,
     conversation_of,
 )
@@ -84,7 +85,7 @@ async def tokenize(context: RequestContext) -> Response:
         tokens = await service.encode(chat, context.key.name)
         unknown = service.text.template.unknown_args(chat.template_args)
         context.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
-    make = partial(_answer, service.text.tokenizer, tokens, service.max_model_len)
+    make = partial(_answer, service.text.tokenizer, tokens, service.client.max_model_len)
     return await context.json_of(make, len(tokens))
 
 
@@ -106,7 +107,7 @@ def _conversation(body: TokenizeRequest) -> ChatRequest:
         chat_template_kwargs=body.chat_template_kwargs,
     )
     with protocol_field_names(NAMES):
-        return conversation_of(asked)[0]
+        return conversation_of(asked, ChatTurns())[0]
 
 
 async def tokenizer_info(context: RequestContext) -> Response:
@@ -119,7 +120,7 @@ async def tokenizer_info(context: RequestContext) -> Response:
         TokenizerInfo(
             model=context.model.name,
             vocab_size=text.tokenizer.vocab_size,
-            model_max_length=service.max_model_len,
+            model_max_length=service.client.max_model_len,
             bos_token=named.get("bos_token"),
             eos_token=named.get("eos_token", next(iter(ends), None)),
             pad_token=named.get("pad_token"),

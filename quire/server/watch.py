@@ -27,7 +27,7 @@ from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, ReplicaStat
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Key
-from quire.server.metrics import FinishedRequest
+from quire.server.metrics import FinishedRequest, RequestSource
 from quire.server.models import ActiveRequest, Model, Models, ModelService
 from quire.version import __version__
 
@@ -86,11 +86,7 @@ class WatchedTier(msgspec.Struct, frozen=True):
     oldest_age_s: float
 
 
-class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    id: Annotated[str, Meta(description="The x-request-id of its response.")]
-    key: Annotated[str, Meta(description="The name of its API key.")]
-    endpoint: str
-    tier: str
+class WatchedRequest(RequestSource, frozen=True, kw_only=True):
     is_running: Annotated[bool, Meta(description="False: it waits, before its start or after a preemption.")]
     num_samples: int
     age_s: Annotated[float, Meta(description="Time since its arrival.")]
@@ -450,7 +446,7 @@ class ModelReport:
             backend=facts.facts.backend,
             device=facts.facts.device,
             dtype=facts.facts.dtype,
-            max_model_len=service.max_model_len,
+            max_model_len=service.client.max_model_len,
             weight_bytes=facts.facts.weight_bytes,
             kv_bytes=facts.facts.kv_bytes,
             is_moving=service.client.is_moving,
@@ -517,4 +513,3 @@ class ModelReport:
     def close(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
-            self._asking = None

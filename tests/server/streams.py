@@ -1,4 +1,4 @@
-"""A fake request, and an `EventEncoder` run over its batches in the order of `EventStream`."""
+"""A fake request, and an `AnswerEncoder` run over its batches in the order of `EventStream`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import msgspec
 from quire.core.cache import CacheExplanation
 from quire.core.values import PackedPrompt, Priority
 from quire.engine.generation import Completion, Delta, GenerationOutput, Usage
-from quire.server.http import EventEncoder
 from quire.server.models import ActiveRequest, InferenceRequest
 from quire.server.protocols.support import AnswerEncoder
 from quire.text.messages import AnswerParser, ChatRequest, PlainAnswer
@@ -93,7 +92,7 @@ def whole_of(encoder: AnswerEncoder, *completions: Completion) -> Any:
     return msgspec.to_builtins(encoder.whole())
 
 
-async def events_of(active: ActiveRequest, encoder: EventEncoder) -> AsyncIterator[bytes]:
+async def events_of(active: ActiveRequest, encoder: AnswerEncoder) -> AsyncIterator[bytes]:
     """Yield what is written, one item for each write. Raises the request's error."""
     if encoder.waits_for_start:
         await active.wait_start()

@@ -617,7 +617,7 @@ async def test_a_batch_that_cannot_be_stored_is_refused_and_forgotten(
 
 
 def test_without_a_state_directory_nothing_is_stored() -> None:
-    context: Any = SimpleNamespace(batches=None)
+    context: Any = SimpleNamespace(served=SimpleNamespace(batches=None))
     with pytest.raises(ApiError, match="it was started with --state-dir none") as refused:
         asyncio.run(get_batch(context))
     assert refused.value.kind == Kind.NOT_FOUND

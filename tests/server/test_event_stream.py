@@ -33,11 +33,8 @@ from quire.server.http import (
     LINGER_S,
     SPARE_FILES,
     BodyWriter,
-    EventEncoder,
-    EventStream,
     HttpProtocol,
     OpenConnections,
-    TokenWriter,
     bind,
     make_config,
     raise_file_limit,
@@ -56,6 +53,7 @@ from quire.server.protocols.openai import (
     parse_completion,
 )
 from quire.server.protocols.responses import ResponsesRequest
+from quire.server.protocols.support import AnswerEncoder, EventStream, TokenWriter
 from quire.text.messages import AnswerParser, PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tokenizer import Tokenizer
@@ -124,14 +122,14 @@ CHAT = ChatCompletionRequest
 BODY = msgspec.convert({"input": "x"}, ResponsesRequest)
 
 
-def completions(active: ActiveRequest, *, has_ids: bool = False, **options: Any) -> EventEncoder:
+def completions(active: ActiveRequest, *, has_ids: bool = False, **options: Any) -> AnswerEncoder:
     fields = {"prompt": ["x", "y"], "n": 2, "return_token_ids": has_ids, "stream": True, "stream_options": options}
     body = msgspec.convert(fields, CompletionRequest)
     active.request = parse_completion(body)
     return CompletionEncoder(active, body)
 
 
-def chat(active: ActiveRequest, *, include_usage: bool = True) -> EventEncoder:
+def chat(active: ActiveRequest, *, include_usage: bool = True) -> AnswerEncoder:
     options = {"include_usage": include_usage}
     fields = {"messages": [{"role": "user", "content": "x"}], "stream": True, "stream_options": options}
     body = msgspec.convert(fields, CHAT)
@@ -139,16 +137,16 @@ def chat(active: ActiveRequest, *, include_usage: bool = True) -> EventEncoder:
     return ChatEncoder(active, body)
 
 
-def anthropic(active: ActiveRequest) -> EventEncoder:
+def anthropic(active: ActiveRequest) -> AnswerEncoder:
     fields = {"model": "m", "max_tokens": 9, "messages": [], "thinking": {"type": "adaptive"}}
     return messages.Reply(active, msgspec.convert(fields, messages.MessagesRequest), cast(Any, None))
 
 
-def openai_responses(active: ActiveRequest) -> EventEncoder:
+def openai_responses(active: ActiveRequest) -> AnswerEncoder:
     return responses.Reply(active, BODY)
 
 
-def ollama_chat(active: ActiveRequest) -> EventEncoder:
+def ollama_chat(active: ActiveRequest) -> AnswerEncoder:
     return ollama.ChatReply(active, ollama.OllamaChatRequest(model="m"))
 
 
@@ -156,7 +154,7 @@ ENCODERS = [completions, chat, anthropic, openai_responses, ollama_chat]
 
 
 def stream_of(
-    active: FakeActiveRequest, make: Callable[[ActiveRequest], EventEncoder] = chat, *, keep_alive_s: float = 600
+    active: FakeActiveRequest, make: Callable[[ActiveRequest], AnswerEncoder] = chat, *, keep_alive_s: float = 600
 ) -> EventStream:
     work = cast(ActiveRequest, active)
     return EventStream(work, make(work), {}, OPENAI, keep_alive_s=keep_alive_s)
@@ -211,7 +209,7 @@ def without_times(data: bytes) -> bytes:
 @pytest.mark.parametrize("new_parser", [PlainAnswer, thinking])
 @pytest.mark.parametrize("make", ENCODERS)
 def test_a_token_has_the_same_bytes_on_both_paths(
-    make: Callable[[ActiveRequest], EventEncoder], new_parser: Callable[[], AnswerParser], texts: list[str]
+    make: Callable[[ActiveRequest], AnswerEncoder], new_parser: Callable[[], AnswerParser], texts: list[str]
 ) -> None:
     active, transport = FakeActiveRequest(new_parser), FakeTransport()
     direct, queued = make(cast(ActiveRequest, active)), make(cast(ActiveRequest, active))
@@ -313,7 +311,7 @@ def test_a_stream_writes_tokens_between_what_its_task_sends() -> None:
 
 
 @pytest.mark.parametrize("make", ENCODERS)
-def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest], EventEncoder]) -> None:
+def test_a_failure_is_recorded_before_it_is_sent(make: Callable[[ActiveRequest], AnswerEncoder]) -> None:
     async def serve(error: Exception) -> list[str]:
         active = FakeActiveRequest()
 
@@ -343,7 +341,7 @@ def closed_request() -> weakref.ref[ActiveRequest]:
     active.service = cast(Any, SimpleNamespace(client=SimpleNamespace(system_fingerprint="f")))
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
     request = GenerationRequest.of((1,), SamplingParams())
-    generation = Generation(request, tokenizer, (1,), updated=active.updated, on_start=lambda _: active.start(0.0))
+    generation = Generation(request, tokenizer, (1,), updated=active.updated, on_start=active.start)
     generation.on_cancel = lambda _: None
     writer = cast(BodyWriter, SimpleNamespace(flow=None, write_frame=None))
     generation.sink = TokenWriter(0, active, completions(active), writer)
@@ -514,7 +512,8 @@ def test_the_order_of_eviction() -> None:
     connections = OpenConnections(clock=lambda: now_s)
     evicted: list[str] = []
     half, idle, first, second, late, newcomer = (
-        Waiting(partial(evicted.append, name)) for name in ("half", "idle", "first", "second", "late", "newcomer")
+        cast(HttpProtocol, Waiting(partial(evicted.append, name)))
+        for name in ("half", "idle", "first", "second", "late", "newcomer")
     )
     connections.sends(half)
     connections.waits(idle, was_served=True)

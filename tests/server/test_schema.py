@@ -121,13 +121,13 @@ class Tags(HTMLParser):
 
 
 def inline(tag: str) -> str:
-    (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", DOCS.decode(), re.DOTALL)
+    (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", DOCS, re.DOTALL)
     return str(text)
 
 
 def test_the_page_is_self_contained() -> None:
     tags = Tags()
-    tags.feed(DOCS.decode())
+    tags.feed(DOCS)
     for tag, attributes in tags.tags:
         assert tag not in ("img", "iframe", "object", "embed", "base")
         assert "src" not in attributes

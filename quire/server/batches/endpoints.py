@@ -38,6 +38,7 @@ from quire.server.batches.service import (
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.limits import Key
 from quire.server.protocols import openai, responses
+from quire.server.protocols.support import one_of
 from quire.server.request_context import Handler, RequestContext, Served, answer
 
 HANDLERS: dict[str, tuple[Handler, Dialect]] = {
@@ -68,7 +69,12 @@ class Sender:
                 await asyncio.get_running_loop().create_future()
             return messages.pop()
 
-        context = RequestContext(_scope(url, body, request_id), receive, _refuse_send, self._served)
+        headers = [(b"content-length", str(len(body)).encode()), (b"x-request-id", request_id.encode())]
+        scope: Scope = {
+            "type": "http", "http_version": "1.1", "method": "POST", "path": url, "raw_path": url.encode(),
+            "root_path": "", "scheme": "http", "query_string": b"", "headers": headers,
+        }  # fmt: skip
+        context = RequestContext(scope, receive, _refuse_send, self._served)
         handler, context.dialect = HANDLERS[url]
         context.endpoint, context.key = url, key
 
@@ -95,14 +101,6 @@ class Sender:
 
 async def _refuse_send(message: Message) -> None:
     raise AssertionError(f"{message['type']} in a request that does not stream")
-
-
-def _scope(url: str, data: bytes, request_id: str) -> Scope:
-    headers = [(b"content-length", str(len(data)).encode()), (b"x-request-id", request_id.encode())]
-    return {
-        "type": "http", "http_version": "1.1", "method": "POST", "path": url, "raw_path": url.encode(),
-        "root_path": "", "scheme": "http", "query_string": b"", "headers": headers,
-    }  # fmt: skip
 
 
 MAX_PARTS = 16
@@ -244,10 +242,10 @@ FORM_BYTES = 64 << 10  # of a form, in addition to its file
 
 
 async def _open(context: RequestContext) -> BatchService:
-    if context.batches is None:
+    if context.served.batches is None:
         raise ApiError(Kind.NOT_FOUND, "this server stores no files: it was started with --state-dir none")
-    await context.batches.open()
-    return context.batches
+    await context.served.batches.open()
+    return context.served.batches
 
 
 # Files
@@ -258,8 +256,7 @@ async def upload_file(context: RequestContext) -> Response:
     if not content_type.lower().startswith("multipart/form-data"):
         raise ApiError(Kind.INVALID, "content-type is not multipart/form-data: a file is uploaded as a form")
     store = (await _open(context)).store
-    length = context.request.headers.get("content-length", "0")
-    announced = int(length) - FORM_BYTES if length.isdigit() else 0
+    announced = int(context.length) - FORM_BYTES if context.length.isdigit() else 0
     with storing("the file"), closing(store.begin_upload(context.key, announced)) as upload:
         chunks = context.chunks(store.max_file_bytes + FORM_BYTES)
         form = await receive_upload(chunks, content_type, upload)
@@ -307,9 +304,7 @@ async def delete_file(context: RequestContext) -> Response:
 
 async def create_batch(context: RequestContext) -> Response:
     body = await context.body(CreateBatchRequest)
-    if body.endpoint not in ENDPOINTS:
-        text = f"endpoint = {body.endpoint!r:.80} is not one of {', '.join(ENDPOINTS)}"
-        raise ApiError(Kind.INVALID, text, param="endpoint")
+    one_of("endpoint", body.endpoint, ENDPOINTS)
     if body.completion_window != COMPLETION_WINDOW:
         text = f"completion_window = {body.completion_window!r:.80} is not {COMPLETION_WINDOW}"
         raise ApiError(Kind.INVALID, text, param="completion_window")

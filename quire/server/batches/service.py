@@ -305,13 +305,11 @@ class StateDir:
             text = f"a file of more than {self.max_file_bytes} bytes is not accepted; see --max-file-size"
             raise ApiError(Kind.TOO_LARGE, text, param="file")
 
-    def num_bytes(self, owner: str) -> int:
-        """Bytes of this owner, stored or being uploaded. Called from threads."""
-        stored = sum(one.file.bytes for one in tuple(self._files.values()) if one.owner == owner)
-        return stored + sum(one.num_bytes for one in tuple(self.uploads) if one.owner == owner)
-
     def check_room(self, owner: str, num_bytes: int) -> None:
-        if self.num_bytes(owner) + num_bytes > self._max_key_bytes:
+        """Raise if the files of this owner, stored or being uploaded, leave no room. Called from threads."""
+        num_stored = sum(one.file.bytes for one in tuple(self._files.values()) if one.owner == owner)
+        num_uploaded = sum(one.num_bytes for one in tuple(self.uploads) if one.owner == owner)
+        if num_stored + num_uploaded + num_bytes > self._max_key_bytes:
             text = f"the files of this key would exceed {self._max_key_bytes} bytes, its limit: delete some"
             raise ApiError(Kind.TOO_LARGE, text, param="file")
 
@@ -499,18 +497,12 @@ def _read_all(folder: Path, kind: type[S]) -> dict[str, S]:
     for path in folder.iterdir():
         if path.suffix in (".draft", ".upload"):
             path.unlink(missing_ok=True)
-        elif path.suffix == ".json" and (facts := _read(path, kind)) is not None:
-            found[path.stem] = facts
+        elif path.suffix == ".json":
+            try:
+                found[path.stem] = DECODERS[kind].decode(path.read_bytes())
+            except (OSError, msgspec.DecodeError) as error:
+                log.error("%s cannot be read and is ignored: %s", path, error)
     return found
-
-
-def _read(path: Path, kind: type[S]) -> S | None:
-    try:
-        found: S = DECODERS[kind].decode(path.read_bytes())
-        return found
-    except (OSError, msgspec.DecodeError) as error:
-        log.error("%s cannot be read and is ignored: %s", path, error)
-        return None
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -752,7 +744,6 @@ class BatchService:
     async def _finalize(self, stored: StoredBatch, status: Status) -> None:
         """Turn results into files. Each step may be repeated after a crash."""
         batch = stored.batch
-        stored.ending = status
         for kind, field in RESULT_FILES.items():
             path = self.store.results(stored, kind)
             if getattr(batch, field) is None and path.is_file() and path.stat().st_size:

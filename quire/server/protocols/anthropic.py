@@ -478,20 +478,21 @@ def to_inference_request(body: MessagesRequest) -> InferenceRequest:
     check_fields(body)
     chat, breakpoints, ignored = conversation(body)
     has_budget = body.thinking is not None and body.thinking.budget_tokens is not None
-    request = InferenceRequest(
-        model=body.model,
-        prompts=(chat,),
-        params=_params(body),
-        is_streaming=bool(body.stream),
-        priority=priority_of(body.priority),
-        cache_salt=body.cache_salt or "",
-        breakpoints=breakpoints,
-        wants_cache=bool(body.cache),
-        ignored=(*ignored, "thinking.budget_tokens") if has_budget else ignored,
-        thinking_fields=_thinking_fields(body, chat),
-        format_field=_format(body)[0],
+    return with_unenforced(
+        InferenceRequest(
+            model=body.model,
+            prompts=(chat,),
+            params=_params(body),
+            is_streaming=bool(body.stream),
+            priority=priority_of(body.priority),
+            cache_salt=body.cache_salt or "",
+            breakpoints=breakpoints,
+            wants_cache=bool(body.cache),
+            ignored=(*ignored, "thinking.budget_tokens") if has_budget else ignored,
+            thinking_fields=_thinking_fields(body, chat),
+            format_field=_format(body)[0],
+        )
     )
-    return with_unenforced(request)
 
 
 def _thinking_fields(body: MessagesRequest, chat: ChatRequest) -> tuple[ThinkingField, ...]:
@@ -526,13 +527,14 @@ def conversation(body: CountTokensRequest) -> Conversation:
     configs = [body.output_config, *(message.output_config for message in body.messages)]
     effort = next((config.effort for config in reversed(configs) if config is not None and config.effort), None)
     tools, choice, ignored = _tools(body, turns.references)
+    thinking = body.thinking
     chat = ChatRequest(
         messages,
         add_generation_prompt=not is_prefill,
         continue_last=is_prefill,
         tools=tools,
         tool_choice=choice,
-        wants_thought=_wants_thought(body),
+        wants_thought=None if thinking is None else _THINKING[one_of("thinking.type", thinking.type, _THINKING)],
         reasoning_effort=effort,
     )
     return Conversation(chat, tuple(turns.breakpoints), (*ignored, *ignored_edits(body)))
@@ -544,15 +546,6 @@ def _without_billing(system: str | list[Block] | None) -> str | list[Block] | No
     if not isinstance(system, list):
         return system
     return [block for block in system if not (block.text or "").startswith(BILLING)]
-
-
-def shows_thoughts(body: CountTokensRequest) -> bool:
-    """Whether the response includes the reasoning: only if it was requested."""
-    return body.thinking is not None and body.thinking.type != "disabled" and body.thinking.display != "omitted"
-
-
-def _wants_thought(body: CountTokensRequest) -> bool | None:
-    return None if body.thinking is None else _THINKING[one_of("thinking.type", body.thinking.type, _THINKING)]
 
 
 def _tools(
@@ -721,19 +714,15 @@ _TYPES = {
 
 
 def _body(error: ApiError, request_id: str) -> bytes:
-    detail = {"type": _TYPES[error.kind], "message": _message(error)}
+    text = message_with_field(error)  # Anthropic's errors have no other member for the field
+    if error.kind is Kind.TOO_LONG:
+        text = f"prompt is too long: {text}"  # clients look for this text and shorten the conversation
+    detail = {"type": _TYPES[error.kind], "message": text}
     return encode_json({"type": "error", "error": detail, "request_id": request_id})
 
 
 def _event(error: ApiError, request_id: str) -> bytes:
     return b"event: error\ndata: " + _body(error, request_id) + b"\n\n"
-
-
-def _message(error: ApiError) -> str:
-    text = message_with_field(error)  # Anthropic's errors have no other member for the field
-    if error.kind is Kind.TOO_LONG:
-        text = f"prompt is too long: {text}"  # clients look for this text and shorten the conversation
-    return text
 
 
 ANTHROPIC = Dialect("anthropic", _body, _event, overloaded=529, lost=500)
@@ -792,7 +781,8 @@ class Reply(AnswerEncoder):
     def __init__(self, active: ActiveRequest, body: MessagesRequest, edited: Edited) -> None:
         super().__init__(active)
         self._max_tokens = body.max_tokens
-        self._shows_thoughts = shows_thoughts(body)
+        thinking = body.thinking  # the response includes the reasoning only if it was requested
+        self._shows_thoughts = thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
         self._edits: AppliedEdits | UnsetType = (
             UNSET if body.context_management is None else AppliedEdits(edited.applied)
         )
@@ -836,7 +826,14 @@ class Reply(AnswerEncoder):
         return [{"type": "content_block_start", "index": item.number, "content_block": _block(item)}]
 
     def grow(self, item: Item, text: str) -> list[Event]:
-        return [{"type": "content_block_delta", "index": item.number, "delta": _delta(item, text)}]
+        event = {"type": "content_block_delta", "index": item.number}
+        match item.first:
+            case Words():
+                return [event | {"delta": {"type": "text_delta", "text": text}}]
+            case Thought():
+                return [event | {"delta": {"type": "thinking_delta", "thinking": text}}]
+            case CallStart():
+                return [event | {"delta": {"type": "input_json_delta", "partial_json": text}}]
 
     def end(self, item: Item) -> list[Event]:
         return [{"type": "content_block_stop", "index": item.number}]
@@ -892,16 +889,6 @@ class Reply(AnswerEncoder):
         else:
             reason = "tool_use" if self.sample().calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
-
-
-def _delta(item: Item, text: str) -> Event:
-    match item.first:
-        case Words():
-            return {"type": "text_delta", "text": text}
-        case Thought():
-            return {"type": "thinking_delta", "thinking": text}
-        case CallStart():
-            return {"type": "input_json_delta", "partial_json": text}
 
 
 def _block(item: Item) -> AnswerBlock:

@@ -428,7 +428,7 @@ def unmet(body: OllamaBody, service: ModelService, *, is_raw: bool = False) -> l
     found: list[str] = []
     if body.think and (is_raw or service.text.template.reasoning is None):
         found.append("think")
-    if body.options is not None and (body.options.num_ctx or 0) > service.max_model_len:
+    if body.options is not None and (body.options.num_ctx or 0) > service.client.max_model_len:
         found.append("options.num_ctx")
     return found
 
@@ -447,19 +447,20 @@ def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
     _refuse_unsupported(options, "options.")
     unloads(body.keep_alive)  # checked, though only an empty prompt uses it
     with protocol_field_names(NAMES):
-        request = InferenceRequest(
-            model=body.model,
-            prompts=(prompt,),
-            params=_params(body, options),
-            is_unbounded=options.num_predict in NO_BOUND,
-            is_streaming=body.stream is not False,
-            priority=priority_of(body.priority),
-            cache_salt=body.cache_salt or "",
-            wants_cache=bool(body.cache),
-            ignored=tuple(_ignored(body, options)),
-            format_field="format" if body.format else None,
+        return with_unenforced(
+            InferenceRequest(
+                model=body.model,
+                prompts=(prompt,),
+                params=_params(body, options),
+                is_unbounded=options.num_predict in NO_BOUND,
+                is_streaming=body.stream is not False,
+                priority=priority_of(body.priority),
+                cache_salt=body.cache_salt or "",
+                wants_cache=bool(body.cache),
+                ignored=tuple(_ignored(body, options)),
+                format_field="format" if body.format else None,
+            )
         )
-        return with_unenforced(request)
 
 
 def _refuse_unsupported(part: object, prefix: str = "") -> None:
@@ -469,7 +470,8 @@ def _refuse_unsupported(part: object, prefix: str = "") -> None:
 
 def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:
     found = [f"options.{name}" for name in IGNORED_OPTIONS if getattr(options, name) is not None]
-    if _has_penalties(options) and (options.repeat_last_n or 0) > 0:
+    has_penalties = options.repeat_penalty not in (None, 1) or options.presence_penalty or options.frequency_penalty
+    if has_penalties and (options.repeat_last_n or 0) > 0:
         found.append("options.repeat_last_n")
     if body.keep_alive is not None:
         found.append("keep_alive")
@@ -477,10 +479,6 @@ def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:
     if body.top_logprobs and not body.logprobs:
         found.append("top_logprobs")
     return found
-
-
-def _has_penalties(options: OllamaOptions) -> bool:
-    return options.repeat_penalty not in (None, 1) or bool(options.presence_penalty or options.frequency_penalty)
 
 
 def _params(body: OllamaBody, options: OllamaOptions) -> GenerationParams:
@@ -772,8 +770,8 @@ def _calls(item: Item) -> list[OllamaAnswerCall]:
     return [] if arguments is None else [OllamaAnswerCall(call_id, AnswerFunction(number, name, arguments))]
 
 
-def rfc3339(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+def rfc3339(at_s: float, precision: str = "microseconds") -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec=precision).replace("+00:00", "Z")
 
 
 def _ns(seconds: float | None) -> int:

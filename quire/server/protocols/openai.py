@@ -605,6 +605,7 @@ class ModelList(Struct, kw_only=True):
 
 # Tools
 
+RUNS_NO_TOOLS = "this server runs no tools. Use function or allowed_tools"
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -626,11 +627,6 @@ def _tool(tool: ToolDefinition, path: str) -> Tool:
     return Tool(function.name, function.description or "", parameters, is_strict, path, f"{path}.function.parameters")
 
 
-def forced_tool(kind: str) -> ApiError:
-    why = "this server runs no tools. Use function or allowed_tools"
-    return unsupported_value("tool_choice.type", kind, why)
-
-
 def _choice(body: ChatCompletionRequest) -> ToolChoice:
     is_parallel = body.parallel_tool_calls is not False
     match body.tool_choice:
@@ -649,7 +645,7 @@ def _choice(body: ChatCompletionRequest) -> ToolChoice:
             names = tuple(tool.function.name for tool in allowed.tools)
             return ToolChoice(ToolMode(mode), allowed=names, is_parallel=is_parallel)
         case NamedToolChoice(type=kind):
-            raise forced_tool(kind)
+            raise unsupported_value("tool_choice.type", kind, RUNS_NO_TOOLS)
 
 
 def call_id_of(call_id: str, path: str) -> str:
@@ -840,24 +836,25 @@ def make_request(
     options = body.prompt_cache_options or PromptCacheOptions()
     _choose("prompt_cache_options.mode", options.mode, {"implicit": None, "explicit": None}, None)
     by_tier = _choose("service_tier", body.service_tier, SERVICE_TIERS, None)
-    request = InferenceRequest(
-        model=body.model,
-        prompts=prompts,
-        params=found,
-        is_unbounded=_first_of(body, _LIMITS)[1] == NO_LIMIT,
-        is_streaming=bool(body.stream),
-        priority=by_tier if body.priority is None else priority_of(body.priority),
-        cache_salt=body.cache_salt or "",
-        cache_key=None if options.mode == "explicit" else body.prompt_cache_key,
-        cache_ttl_s=cache_ttl_s(body),
-        breakpoints=tuple(breakpoints[-MAX_BREAKPOINTS:]),  # a conversation keeps its old ones; the last ones count
-        wants_cache=bool(body.cache),
-        ignored=(*_ignored(body), *ignored),
-        thinking_fields=thinking,
-        unenforced=unenforced,
-        format_field=None if shape is None else shape[0],
+    return with_unenforced(
+        InferenceRequest(
+            model=body.model,
+            prompts=prompts,
+            params=found,
+            is_unbounded=_first_of(body, _LIMITS)[1] == NO_LIMIT,
+            is_streaming=bool(body.stream),
+            priority=by_tier if body.priority is None else priority_of(body.priority),
+            cache_salt=body.cache_salt or "",
+            cache_key=None if options.mode == "explicit" else body.prompt_cache_key,
+            cache_ttl_s=cache_ttl_s(body),
+            breakpoints=tuple(breakpoints[-MAX_BREAKPOINTS:]),  # a conversation keeps its old ones; the last ones count
+            wants_cache=bool(body.cache),
+            ignored=(*_ignored(body), *ignored),
+            thinking_fields=thinking,
+            unenforced=unenforced,
+            format_field=None if shape is None else shape[0],
+        )
     )
-    return with_unenforced(request)
 
 
 def _ignored(body: GenerationBody) -> Iterator[str]:
@@ -1104,7 +1101,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
         )
 
 
-def conversation_of(body: ChatCompletionRequest, turns: ChatTurns | None = None) -> tuple[ChatRequest, tuple[str, ...]]:
+def conversation_of(body: ChatCompletionRequest, turns: ChatTurns) -> tuple[ChatRequest, tuple[str, ...]]:
     """Return the conversation, and the names of the tools that are left out of it."""
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -1211,9 +1208,8 @@ class ChatTurns(PartTurns):
         turn.calls += [_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
 
 
-def parse_messages(messages: Sequence[ChatMessage], turns: ChatTurns | None = None) -> tuple[Message, ...]:
+def parse_messages(messages: Sequence[ChatMessage], turns: ChatTurns) -> tuple[Message, ...]:
     check_messages(messages)
-    turns = ChatTurns() if turns is None else turns
     for i, message in enumerate(messages):
         turns.add_message(message, f"messages[{i}]")
     return turns.messages()
@@ -1241,7 +1237,14 @@ class ChatEncoder(ChunkEncoder):
         return [self.chunk(item.sample, {"tool_calls": [call]})]
 
     def grow(self, item: Item, text: str) -> list[Event]:
-        return [self.chunk(item.sample, _delta(item, text))]
+        match item.first:
+            case Words():
+                return [self.chunk(item.sample, {"content": text})]
+            case Thought():
+                return [self.chunk(item.sample, {"reasoning_content": text})]
+            case CallStart(number):
+                call = {"index": number, "function": {"arguments": text}}
+                return [self.chunk(item.sample, {"tool_calls": [call]})]
 
     def logprobs(self, entries: Sequence[TokenLogprob], _index: int) -> ChatLogprobs:
         return ChatLogprobs([chat_logprob(entry) for entry in entries])
@@ -1261,16 +1264,6 @@ class ChatEncoder(ChunkEncoder):
         return ChatCompletion(**self.head(self.kind), choices=choices, usage=usage, cache=self.cache)
 
 
-def _delta(item: Item, text: str) -> Event:
-    match item.first:
-        case Words():
-            return {"content": text}
-        case Thought():
-            return {"reasoning_content": text}
-        case CallStart(number):
-            return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
-
-
 def _answer_message(sample: Sample) -> ChatAnswerMessage:
     calls = [
         AnswerToolCall(item.first.call_id, FunctionCall(item.first.name, item.text))
@@ -1283,8 +1276,8 @@ def _answer_message(sample: Sample) -> ChatAnswerMessage:
 
 
 def chat_logprob(entry: TokenLogprob) -> ChatTokenLogprob:
-    tops = [top_logprob(top) for top in entry.top]
-    return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), tops)
+    alternatives = [top_logprob(top) for top in entry.top]
+    return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), alternatives)
 
 
 async def completions(context: RequestContext) -> Response:
@@ -1412,7 +1405,14 @@ class CompletionEncoder(ChunkEncoder):
         return [self.chunk(item.sample, text)]
 
     def logprobs(self, entries: Sequence[TokenLogprob], index: int) -> CompletionLogprobs:
-        return _old_logprobs(entries, len(self._echo(index).text))
+        """Four lists. Offsets count from the first character of the echo."""
+        start = len(self._echo(index).text)
+        return CompletionLogprobs(
+            tokens=[token_text(entry) for entry in entries],
+            token_logprobs=[finite(entry.logprob) for entry in entries],
+            top_logprobs=[_alternatives(entry) for entry in entries],
+            text_offset=[start + entry.offset for entry in entries],
+        )
 
     def whole(self) -> Completion:
         choices: list[CompletionChoice] = []
@@ -1446,20 +1446,8 @@ def _prompt_entries(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer) 
     return entries
 
 
-def _old_logprobs(entries: Sequence[TokenLogprob], start: int) -> CompletionLogprobs:
-    """Make the four lists of the completions API. The chosen token is always among its alternatives.
-
-    `start`: number of characters before the first offset.
-    """
-    return CompletionLogprobs(
-        tokens=[token_text(entry) for entry in entries],
-        token_logprobs=[finite(entry.logprob) for entry in entries],
-        top_logprobs=[_alternatives(entry) for entry in entries],
-        text_offset=[start + entry.offset for entry in entries],
-    )
-
-
 def _alternatives(entry: TokenLogprob) -> dict[str, float]:
+    """The alternatives of a token. It is always among them."""
     found = {token_text(top): finite(top.logprob) for top in entry.top}
     found.setdefault(token_text(entry), finite(entry.logprob))
     return found

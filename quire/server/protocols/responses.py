@@ -26,6 +26,7 @@ from quire.server.models import ActiveRequest, InferenceRequest
 from quire.server.protocols.openai import (
     NAMES,
     OPENAI,
+    RUNS_NO_TOOLS,
     TIERS,
     ChatTokenLogprob,
     ContentPart,
@@ -39,7 +40,6 @@ from quire.server.protocols.openai import (
     chat_logprob,
     checked_alternatives,
     error_body,
-    forced_tool,
     make_request,
     names_of,
     shape_of,
@@ -353,12 +353,6 @@ class ClientTool(NamedTuple):
         return self.tool.type in ("function", "custom")
 
 
-def client_tools(body: ResponsesRequest) -> dict[str, ClientTool]:
-    """The client's tools by the name that the model uses."""
-    rows = _rows(body.tools or ())
-    return {qualified_name(row.namespace, row.tool.name): row for row in rows if row.tool.name is not None}
-
-
 def _rows(tools: Iterable[ToolParam]) -> Iterator[ClientTool]:
     """Yield every tool, including those in namespaces."""
     for i, tool in enumerate(tools):
@@ -405,7 +399,7 @@ def _choice(body: ResponsesRequest) -> ToolChoice:
             )
             return ToolChoice(ToolMode(mode), allowed=names, is_parallel=is_parallel)
         case ToolChoiceBody(type=kind):
-            raise forced_tool(kind)
+            raise unsupported_value("tool_choice.type", kind, RUNS_NO_TOOLS)
 
 
 _NAMES = NAMES | {
@@ -571,7 +565,8 @@ class Reply(AnswerEncoder):
     def __init__(self, active: ActiveRequest, body: ResponsesRequest) -> None:
         super().__init__(active)
         self._echoed = _echoed_fields(active, body)
-        self._tools = client_tools(body)
+        rows = _rows(body.tools or ())  # by the name that the model uses
+        self._tools = {qualified_name(row.namespace, row.tool.name): row for row in rows if row.tool.name is not None}
         self._done: list[AnyItem] = []
         self._status: Literal["completed", "incomplete"] = "completed"
         self._num_events = 0

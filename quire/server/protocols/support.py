@@ -9,12 +9,25 @@ and Ollama's protocols have their own fields for this and refuse these by name.
 
 Answers: the pieces of an answer make items, and the `AnswerEncoder` of a protocol makes events of the items. A stream
 and a whole answer are made by the same encoder from the same items. The cache explanation is the same in all.
+
+`EventStream` is a response with keep-alives during silence. Two ways lead to the client:
+
+- A new token is encoded and written to the transport in the call that received it from the worker. This is
+  the path of nearly all tokens: see `TokenWriter`.
+- Everything else (the start, the end, errors, text that arrives while the client does not read) is queued as deltas.
+  The task of the response takes them and sends them with ASGI. While it is not waiting for deltas, tokens are queued
+  too, so the order is kept.
+
+The engine never waits for a reader: while the client does not read fast enough, tokens are queued, so a slow reader
+gets fewer and longer writes. The connection of a reader that does not read is aborted by `HttpProtocol`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from abc import abstractmethod
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,14 +37,15 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import FinishReason, Level
 from quire.engine.generation import Completion, Delta, GenerationOutput, TokenLogprob
 from quire.errors import InvalidRequest
-from quire.server.errors import ApiError, Kind
-from quire.server.http import EventEncoder
-from quire.server.models import ActiveRequest, Breakpoint, InferenceRequest
+from quire.server.errors import ApiError, Dialect, Kind, api_error
+from quire.server.http import BODY_WRITER, CHUNK_SIZES, BodyWriter
+from quire.server.models import ActiveRequest, Breakpoint, ClientGone, InferenceRequest
 from quire.server.request_context import RequestContext
 from quire.text.grammar import Grammar
 from quire.text.messages import (
@@ -199,15 +213,11 @@ def with_unenforced(request: InferenceRequest) -> InferenceRequest:
     if num_chars > MAX_SCHEMA_CHARS:
         raise ApiError(Kind.INVALID, f"tools have schemas of {num_chars} characters, more than {MAX_SCHEMA_CHARS}")
     for tool in tools:
-        names += _unenforced_of(tool)
+        try:
+            names += [f"{_indexed(tool.schema_path)}.{path}" for path in held_parameters(tool).unenforced]
+        except SchemaNotHeld as error:
+            raise shape_error(tool.schema_path, error) from None
     return replace(request, unenforced=(*request.unenforced, *names)) if names else request
-
-
-def _unenforced_of(tool: Tool) -> list[str]:
-    try:
-        return [f"{_indexed(tool.schema_path)}.{path}" for path in held_parameters(tool).unenforced]
-    except SchemaNotHeld as error:
-        raise shape_error(tool.schema_path, error) from None
 
 
 def _indexed(path: str) -> str:
@@ -388,7 +398,7 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
         prompt_tokens=prompt_tokens,
         stopped_at=None if is_complete else explanation.stopped_at,
         reason=explanation.reason.value,
-        message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text) + ".",
+        message=_sentence(explanation, prompt_tokens, stopped_text),
         stopped_text=stopped_text,
         kv_tokens=explanation.num_kv_tokens or None,
         source=None if explanation.source is None else explanation.source.value,
@@ -396,13 +406,7 @@ def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerp
     )
 
 
-def _quote(reason: StopReason, text: Excerpt | None) -> str:
-    if text is None or reason is not StopReason.DIVERGED:
-        return ""
-    return f', between "{text.before}" and "{text.after}"'
-
-
-def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
+def _sentence(explanation: CacheExplanation, prompt_tokens: int, text: Excerpt | None) -> str:
     """One sentence that fits both a request and a dry run."""
     how_many = f"{explanation.num_tokens:,}" if explanation.num_tokens else "None"
     unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
@@ -411,7 +415,9 @@ def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
     loaded = ""
     if explanation.num_loaded_tokens and explanation.source is not None:
         loaded = f", {explanation.num_loaded_tokens:,} of them {_LOADED[explanation.source]}"
-    return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{loaded}{why}"
+    if text is not None and explanation.reason is StopReason.DIVERGED:
+        why += f', between "{text.before}" and "{text.after}"'
+    return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{loaded}{why}."
 
 
 # Answers
@@ -465,13 +471,16 @@ class Sample:
         return "".join(item.text for item in self.items if isinstance(item.first, kind))
 
 
-class AnswerEncoder(EventEncoder):
+class AnswerEncoder(ABC):
     """Encodes the answers to one request, as a stream or as a whole.
+
+    A stream: `begin`, then `feed` and `text_event` in any order, then `finish`.
 
     A subclass has the events of an item (`start`, `grow`, `end`) and the whole answer (`whole`). `grow` must not depend
     on the text: the bytes around the text of a token are made once for each item.
     """
 
+    waits_for_start = False  # the first events need the cache explanation of the prompt, which is known when it starts
     n = 1  # samples for each prompt
     has_frames = True  # the events of texts differ only in the text, and in what `stamp` sets
     is_stamped = False
@@ -498,6 +507,18 @@ class AnswerEncoder(EventEncoder):
     def encode(self, event: Event) -> bytes:
         return event_bytes(event)
 
+    def begin(self) -> bytes:
+        """Events before the first delta, possibly none."""
+        return b""
+
+    @abstractmethod
+    def finish(self) -> bytes:
+        """Events after the last delta."""
+
+    def fail(self, _error: ApiError) -> bytes | None:
+        """The event of a failure after `begin`. None: that of the dialect."""
+        return None
+
     def stamp(self, data: bytes) -> bytes:
         """Set what differs between events besides their text. It is in the bytes before the text."""
         return data
@@ -505,7 +526,7 @@ class AnswerEncoder(EventEncoder):
     def new_parser(self) -> AnswerParser:
         return self.active.new_parser()
 
-    async def prepare(self, context: RequestContext) -> None:
+    async def prepare(self, context: RequestContext) -> None:  # noqa: B027
         """Do what needs the loaded model, before the first event."""
 
     async def collect(self) -> None:
@@ -528,6 +549,7 @@ class AnswerEncoder(EventEncoder):
         return self.samples[index]
 
     def feed(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        """Events of deltas, each with its prompt's number. Empty: there is nothing to send yet."""
         return self.write(
             [
                 event
@@ -571,7 +593,10 @@ class AnswerEncoder(EventEncoder):
         return b"".join([self.stamp(self.encode(event)) for event in events])
 
     def text_event(self, prompt: int, index: int, text: str) -> bytes | None:
-        """Text that continues the open item is put between bytes that were encoded before."""
+        """The event of a token that is plain text, in sample `index`. None: it must be passed to `feed`.
+
+        Text that continues the open item is put between bytes that were encoded before.
+        """
         sample = self.samples.get(prompt * self.n + index)
         if sample is None or not self.has_frames:
             return None
@@ -586,6 +611,10 @@ class AnswerEncoder(EventEncoder):
         return self.write(self.take(sample, pieces))
 
     def text_frame(self, prompt: int, index: int) -> tuple[bytes, bytes] | None:
+        """The bytes around the text in the events of all further tokens of plain text. The text is a JSON string.
+
+        None: they are not constant, or not yet; `text_event` is used.
+        """
         sample = self.samples.get(prompt * self.n + index)
         if sample is None or sample.open is None or not isinstance(sample.parser, PlainAnswer):
             return None
@@ -607,6 +636,177 @@ class AnswerEncoder(EventEncoder):
         return view(active.cache, len(active.prompt), active.cache_text)
 
 
+class TokenWriter:
+    """Writes the tokens of one prompt at once, if the task of the response is waiting and the client keeps up.
+
+    `take_token` runs for every token of every stream, in the call that received the step from the worker: no task is
+    woken, and nothing is allocated but the bytes that are written.
+    """
+
+    __slots__ = (
+        "_active", "_after", "_before", "_encoder", "_flow", "_frames", "_index", "_number", "_size", "_write",
+        "_writer", "last_s",
+    )  # fmt: skip
+
+    def __init__(self, number: int, active: ActiveRequest, encoder: AnswerEncoder, writer: BodyWriter) -> None:
+        self._number = number  # of the prompt
+        self._active = active
+        self._encoder = encoder
+        self._writer = writer
+        self._write = writer.write_frame
+        self._flow = writer.flow
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # by sample, once they are constant
+        # The frame of the sample that was written last. Kept here because a dictionary is in other cache lines: with
+        # hundreds of streams, most of the time of a token is waiting for memory.
+        self._index: int | None = None
+        self._before = self._after = b""
+        self._size = 0  # of an event without its text
+        self.last_s = 0.0  # time of the last write
+
+    def take_token(self, index: int, token_id: int, text: str, now_s: float) -> bool:
+        if not self._active.is_waiting or self._flow.write_paused:
+            return False
+        if index != self._index and not self._select(index):
+            return self._take_other(index, token_id, text)
+        string = encode_json(text)
+        try:
+            self._write(b"".join((CHUNK_SIZES[self._size + len(string)], self._before, string, self._after)))
+        except RuntimeError:
+            return True  # the client has disconnected: `RequestContext` is about to end the request
+        self.last_s = now_s
+        return True
+
+    def _select(self, index: int) -> bool:
+        """Use the frame of another sample. False: there is none."""
+        if (frame := self._frames.get(index)) is None:
+            return False
+        self._index, (self._before, after) = index, frame
+        self._after = after + b"\r\n"
+        self._size = len(self._before) + len(after)
+        return True
+
+    def _take_other(self, index: int, token_id: int, text: str) -> bool:
+        """Take a token whose event does not have constant bytes around the text."""
+        try:
+            data = self._encoder.text_event(self._number, index, text)
+            if data is None:
+                data = self._encoder.feed([(self._number, Delta(index, text, (token_id,), (), None, None))])
+            if data:
+                self._writer.write(data)
+                self.last_s = time.monotonic()
+            if (found := self._encoder.text_frame(self._number, index)) is not None:
+                self._frames[index] = found
+        except Exception as error:  # must not affect the other requests of the step
+            self._active.fail(error)
+        return True
+
+    def take_delta(self, delta: Delta) -> bool:
+        if not self._active.is_waiting or self._flow.write_paused:
+            return False
+        try:
+            if data := self._encoder.feed([(self._number, delta)]):
+                self._writer.write(data)
+                self.last_s = time.monotonic()
+        except Exception as error:
+            self._active.fail(error)
+        return True
+
+
+class EventStream(Response):
+    """A response whose body is written as tokens arrive."""
+
+    def __init__(
+        self,
+        active: ActiveRequest,
+        encoder: AnswerEncoder,
+        headers: Mapping[str, str],
+        dialect: Dialect,
+        keep_alive_s: float,
+    ) -> None:
+        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, 200, headers, dialect.stream_type)
+        del self.headers["content-length"]
+        self._dialect = dialect
+        self._active = active
+        self._encoder = encoder
+        self._token_writers: list[TokenWriter] = []
+        self._keep_alive_s = keep_alive_s  # longest silence, and longest delay of the response headers
+        self._first: bytes | None = b""
+        self._has_begun = False  # `encoder.begin` was called
+        self._last_s = 0.0  # time of the last write
+
+    async def begin(self) -> None:
+        """Wait for the first event, at most `keep_alive_s`: an error before it gets its own HTTP status."""
+        self._last_s = time.monotonic()
+        try:
+            self._first = await self._next_before_silence()
+        except Exception as error:
+            self._active.close(error)
+            raise
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        """`RequestContext` receives the disconnect."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = b""
+        try:
+            await self._write_all(scope.pop(BODY_WRITER, None), send)
+            last = self._encoder.finish()
+        except Exception as error:
+            self._active.close(error)
+            if not isinstance(error, ClientGone):
+                last = self._error_event(error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        self._active.close()  # after the last bytes: a shutdown cuts connections without open requests
+
+    async def _write_all(self, writer: BodyWriter | None, send: Send) -> None:
+        self._last_s = time.monotonic()
+        if writer is not None and writer.is_usable:
+            for number, generation in enumerate(self._active.generations):
+                generation.sink = TokenWriter(number, self._active, self._encoder, writer)
+                self._token_writers.append(generation.sink)
+        chunk = self._first
+        while chunk is not None:
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._last_s = time.monotonic()
+            chunk = await self._next_before_silence()
+            if chunk == b"" and self._silence_s >= self._keep_alive_s:
+                chunk = self._dialect.keep_alive
+
+    @property
+    def _silence_s(self) -> float:
+        """Time since the last write, which may be that of a token."""
+        last_s = max(self._last_s, *(one.last_s for one in self._token_writers), 0.0)
+        return time.monotonic() - last_s
+
+    async def _next_before_silence(self) -> bytes | None:
+        """Wait for the next events, until nothing was written for `keep_alive_s`. b"": there are none yet."""
+        limit = asyncio.timeout(max(self._keep_alive_s - self._silence_s, 0.0))
+        try:
+            async with limit:
+                return await self._next()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return b""
+
+    async def _next(self) -> bytes | None:
+        """Wait for the next events, possibly none (b""). None: the answers have ended."""
+        if not self._has_begun:
+            if self._encoder.waits_for_start:
+                await self._active.wait_start()
+            self._has_begun = True
+            if data := self._encoder.begin():
+                return data
+        batch = await self._active.next_batch()
+        return self._encoder.feed(batch) if batch else None
+
+    def _error_event(self, problem: Exception) -> bytes:
+        error = api_error(problem, self._active.request_id)
+        data = self._encoder.fail(error) if self._has_begun else None
+        return self._dialect.event(error, self._active.request_id) if data is None else data
+
+
 async def respond(
     context: RequestContext,
     request: InferenceRequest,
@@ -620,7 +820,10 @@ async def respond(
         encoder = make(active)
         await encoder.prepare(context)
         if request.is_streaming:
-            return await context.stream(active, encoder)
+            keep_alive_s = context.served.config.keep_alive_interval
+            stream = EventStream(active, encoder, context.headers, context.dialect, keep_alive_s)
+            await stream.begin()
+            return stream
         await encoder.collect()
         return await context.json_of(encoder.whole, active.num_values)
 

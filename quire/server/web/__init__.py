@@ -54,9 +54,8 @@ def _digests(tag: str, page: str) -> str:
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
 
 
-_TEXT = (_HERE / "docs.html").read_text(encoding="utf-8")
-DOCS = _TEXT.encode()
-DOCS_HEADERS = static_headers(scripts=_digests("script", _TEXT), styles=_digests("style", _TEXT), images="data:")
+DOCS = (_HERE / "docs.html").read_text(encoding="utf-8")
+DOCS_HEADERS = static_headers(scripts=_digests("script", DOCS), styles=_digests("style", DOCS), images="data:")
 PAGE_HEADERS = static_headers(scripts="'self'", styles="'self'", images="'self'")
 
 
@@ -66,15 +65,8 @@ def page_files() -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in (_HERE / "page").iterdir() if one.suffix in TYPES}
 
 
-async def page(context: RequestContext) -> Response:
-    return _answer(context, "index.html")
-
-
 async def page_file(context: RequestContext) -> Response:
-    return _answer(context, context.request.path_params["name"])
-
-
-def _answer(context: RequestContext, name: str) -> Response:
+    name = context.request.path_params.get("name", "index.html")
     body = page_files().get(name)
     if body is None:
         raise ApiError(Kind.NOT_FOUND, f"the page has no file {name!r:.80}")
