@@ -20,14 +20,15 @@ from quire.weights.config import (
     MAX_THETA,
     MIN_FACTOR,
     MIN_THETA,
-    Gemma4Layers,
     Shape,
+    make_gemma4_layers,
     read_experts,
     read_generation,
     read_layers,
     read_multiplier,
     read_shape,
     scaled_rope,
+    yarn_growth,
 )
 from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, SHORT_CONV, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
@@ -240,7 +241,9 @@ def _gemma4_layers(
     )
     for name, size in (("rope.dimension_count", full_size), ("rope.dimension_count_swa", local_size)):
         fields.require(fields.whole(name, 2, MAX_HEAD_SIZE, size) == size, name, f"not the size of a head, {size}")
-    return Gemma4Layers(
+    return make_gemma4_layers(
+        fields,
+        Activation.GELU_TANH,
         num_heads=shape.num_heads,
         head_sizes=[local_size if one else full_size for one in pattern],
         num_kv_heads=_sizes(fields, by_layer, "attention.head_count_kv", shape.num_layers),
@@ -252,7 +255,7 @@ def _gemma4_layers(
         rope=_gemma4_rope(fields, read_floats, full_size),
         local_rope=RopeSpec(fields.real("rope.freq_base_swa", MIN_THETA, MAX_THETA, 1e4), local_size),
         experts=read_experts(fields, family, shape.num_layers, Activation.GELU_TANH),
-    ).specs(fields, Activation.GELU_TANH)
+    )
 
 
 def _sizes(fields: Fields, by_layer: Mapping[str, Any], name: str, num_layers: int) -> list[int]:
@@ -405,14 +408,11 @@ def _yarn(fields: Fields, family: Family, factor: float) -> dict[str, Any]:
         ext_factor in (None, 1.0), f"{fields.prefix}rope.scaling.yarn_ext_factor is {show(ext_factor)}: not supported"
     )
 
-    def grown(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-
     # In llama.cpp this value multiplies the default attention factor; in transformers it replaces the default.
     given = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
     return {
         "beta_fast": fields.find_real("rope.scaling.yarn_beta_fast", MIN_FACTOR, MAX_FACTOR),
         "beta_slow": fields.find_real("rope.scaling.yarn_beta_slow", MIN_FACTOR, MAX_FACTOR),
         "truncate": family.name != "gpt_oss",  # as the model was trained; llama.cpp truncates for every model
-        "attention_factor": given * grown(1) / (grown(multiplier) if multiplier else 1),
+        "attention_factor": given * yarn_growth(factor) / (yarn_growth(factor, multiplier) if multiplier else 1),
     }

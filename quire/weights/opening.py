@@ -66,14 +66,15 @@ TEXT_FILES = (
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     """Open a folder of safetensors, a `.gguf` file, or a folder with one GGUF model. The caller closes it."""
-    if load_format == "dummy":
-        return _open_dummy(path)
-    if path.is_dir():
-        if (path / "config.json").exists():
-            return SafetensorsCheckpoint(path)
-        return GgufCheckpoint(_only_gguf(path))
     if not path.exists():
         raise ModelNotFound(f"{path}: no such file or folder")
+    has_config = (path / "config.json").exists()
+    if load_format == "dummy":
+        if not has_config:
+            raise ModelFileError(f"{path}: is not a folder with config.json, which load_format = 'dummy' needs")
+        return DummyCheckpoint(path)
+    if path.is_dir():
+        return SafetensorsCheckpoint(path) if has_config else GgufCheckpoint(_only_gguf(path))
     if path.suffix == ".gguf":
         return GgufCheckpoint(path)
     if path.suffix in UNSAFE_SUFFIXES:
@@ -95,14 +96,6 @@ def weight_files(path: Path, load_format: str = "auto") -> list[Path]:
 def text_files(path: Path) -> list[Path]:
     """Return the files beside the weights that determine prompts and default sampling. A GGUF has them inside."""
     return [path / name for name in TEXT_FILES if (path / name).exists()] if (path / "config.json").exists() else []
-
-
-def _open_dummy(path: Path) -> Checkpoint:
-    if not path.exists():
-        raise ModelNotFound(f"{path}: no such file or folder")
-    if not (path / "config.json").exists():
-        raise ModelFileError(f"{path}: is not a folder with config.json, which load_format = 'dummy' needs")
-    return DummyCheckpoint(path)
 
 
 def _only_gguf(folder: Path) -> Path:
