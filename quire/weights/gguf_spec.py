@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
@@ -122,6 +123,7 @@ def spec_from_gguf(
     fields, family = _as_in_config(fields, family, shape, tensors)
     quantization = most_common_type(tensors)
     tokens = Fields(source, metadata)
+    ends = [tokens.token_ids(f"tokenizer.ggml.{name}_token_id", shape.vocab_size) for name in ("eos", "eot", "eom")]
     embedding_scale = read_multiplier(fields, family, "embedding_multiplier")
     return ModelSpec(
         family=family.name,
@@ -150,7 +152,7 @@ def spec_from_gguf(
         dtype=DTYPES.get(quantization, "float16"),
         quantization=quantization,
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", shape.vocab_size)), None),
-        eos_token_ids=_eos(tokens, shape.vocab_size),
+        eos_token_ids=tuple(dict.fromkeys(chain.from_iterable(ends))),
     )
 
 
@@ -322,11 +324,6 @@ def _attention_scale(fields: Fields, family: Family, shape: Shape) -> float:
     return float((shape.hidden_size / shape.num_heads if is_27b else shape.head_size) ** -0.5)
 
 
-def _eos(tokens: Fields, vocab_size: int) -> tuple[int, ...]:
-    names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(token for name in names for token in tokens.token_ids(name, vocab_size)))
-
-
 # Recurrent layers
 
 
@@ -367,10 +364,9 @@ def _ropes(fields: Fields, family: Family, shape: Shape, read_floats: ReadFloats
         if factors is not None:
             scaling.values = {**scaling.values, key: factors}
     if "short_factor" in scaling:
-        scaling.values = {**scaling.values, "type": "longrope"}
         # The file holds the final number; the values it is computed from may be missing.
         attention = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
-        scaling.values = {**scaling.values, "attention_factor": attention}
+        scaling.values = {**scaling.values, "type": "longrope", "attention_factor": attention}
     rope = scaled_rope(scaling, theta, rotary_size, shape.max_model_len)
     measured = read_floats("rope_freqs.weight", rotary_size // 2)
     if measured is not None:
@@ -387,11 +383,10 @@ def _scaling(fields: Fields, family: Family, shape: Shape) -> Fields:
     factor = fields.find_real("rope.scaling.factor", MIN_FACTOR, MAX_FACTOR)
     if kind is None and (old := fields.find_real("rope.scale_linear", MIN_FACTOR, MAX_FACTOR)):
         kind, factor = "linear", old
-    values: dict[str, Any] = {"type": kind, "factor": factor}
+    context = fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT, shape.max_model_len)
+    values: dict[str, Any] = {"type": kind, "factor": factor, "original_max_position_embeddings": context}
     if kind == "linear" and factor is None:
         values["factor"] = 1.0
-    context = fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT, shape.max_model_len)
-    values["original_max_position_embeddings"] = context
     if kind == "yarn":
         values |= _yarn(fields, family, factor or shape.max_model_len / context)
     return Fields(fields.source, values, f"{fields.prefix}rope.scaling.")

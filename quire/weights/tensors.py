@@ -243,14 +243,14 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape], spe
         return None
     whole: Shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     if target.is_stack:
-        if info.shape != (num_stacked, *whole):
+        name = target.names[0]
+        has_experts = name.format(num_stacked - 1) in expected and name.format(num_stacked) not in expected
+        if info.shape != (num_stacked, *whole) or not has_experts:  # exactly those of the model
             return None
     elif _without_ones(info.shape) != _without_ones(whole):
         return None
     if target.is_striped:
         return _stripes(info, target, shapes, spec)
-    if target.is_stack and not _has_experts(target.names[0], num_stacked, expected):
-        return None
     num_rows = num_stacked * whole[0]
     places, first_row = [], 0
     for expert in range(num_stacked):
@@ -273,11 +273,6 @@ def _stripes(info: TensorInfo, target: Target, shapes: Sequence[Shape], spec: Mo
 def _without_ones(shape: Shape) -> Shape:
     """A convolution is [channels, 1, taps] in some files, and a matrix with one row is a vector in others."""
     return tuple(size for size in shape if size != 1)
-
-
-def _has_experts(name: str, count: int, expected: Mapping[str, Shape]) -> bool:
-    """Return whether the model has exactly this many experts."""
-    return name.format(count - 1) in expected and name.format(count) not in expected
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
