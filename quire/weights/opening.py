@@ -17,8 +17,7 @@ from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorTy
 from quire.weights.config import DTYPES, has_packed_experts
 from quire.weights.fields import Fields
 from quire.weights.folder import ModelFolder
-from quire.weights.gguf import GgufCheckpoint, is_later_part, part_paths
-from quire.weights.gpt_oss import BLOCK_BYTES, GROUP
+from quire.weights.gguf import BLOCKS, GgufCheckpoint, is_later_part, part_paths
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 from quire.weights.tensors import expected_tensors
 
@@ -26,13 +25,12 @@ if TYPE_CHECKING:
     from quire.weights.packed import PackedMatrix
 
 TYPE = TensorType.BF16  # assumed type of the weights if config.json does not contain it
-ITEM_BYTES = 2
 
 
 def _info(name: str, shape: tuple[int, ...], *, is_packed: bool) -> TensorInfo:
-    if is_packed and shape[1] % GROUP == 0:
-        return TensorInfo(name, TensorType.MXFP4, shape, math.prod(shape) // GROUP * BLOCK_BYTES)
-    return TensorInfo(name, TYPE, shape, math.prod(shape) * ITEM_BYTES)
+    kind = TensorType.MXFP4 if is_packed and shape[1] % BLOCKS[TensorType.MXFP4].num_elements == 0 else TYPE
+    block = BLOCKS[kind]
+    return TensorInfo(name, kind, shape, math.prod(shape) // block.num_elements * block.num_bytes)
 
 
 class DummyCheckpoint(ModelFolder):
