@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,11 @@ class ChatTemplate:
         }
         if tools:
             variables["tools"] = [template_tool(tool) for tool in tools]
-        marker, end = _unused_characters(json.dumps([entries, variables, self.source], ensure_ascii=False))
-        variables = {name: self._marked(value, marker) for name, value in variables.items()}
+        texts = [self.source or ""]
+        _with_strings([entries, variables], texts.append)
+        marker, end = _unused_characters(texts)
+        mark = partial(self._all.mark, marker=marker)
+        variables = {name: _with_strings(value, mark) for name, value in variables.items()}
         variables["messages"] = [self._marked_entry(entry, marker) for entry in entries]
         variables["add_generation_prompt"] = request.add_generation_prompt
         if request.continue_last:
@@ -216,19 +219,8 @@ class ChatTemplate:
             calls = [python_call(call["function"]) for call in entry["tool_calls"]]
             opening, closing = self.tool_format.opening, self.tool_format.closing
             marked["content"] = f"{opening}[{self._all.mark(', '.join(calls), marker)}]{closing}{marked['content']}"
-        return marked | {name: self._marked(value, marker) for name, value in entry.items() if name not in marked}
-
-    def _marked(self, value: Any, marker: str) -> Any:
-        """The value with all its strings marked, keys included."""
-        match value:
-            case str():
-                return self._all.mark(value, marker)
-            case Mapping():
-                return {self._all.mark(str(name), marker): self._marked(item, marker) for name, item in value.items()}
-            case list() | tuple():
-                return [self._marked(item, marker) for item in value]
-            case _:
-                return value
+        mark = partial(self._all.mark, marker=marker)
+        return marked | {name: _with_strings(value, mark) for name, value in entry.items() if name not in marked}
 
     def _switches(self, request: ChatRequest) -> dict[str, Any]:
         """The template variables that control reasoning, as far as the template uses them."""
@@ -315,9 +307,22 @@ def _cut(rendered: str, end: str) -> str:
     return rendered[:at] if is_kept else rendered[:at].rstrip()
 
 
-def _unused_characters(text: str) -> tuple[str, str]:
-    """The first two private-use characters that a text does not contain."""
-    used = set() if text.isascii() else {char for char in set(text) if ord(char) >= 0xF0000}
+def _with_strings(value: Any, change: Callable[[str], object]) -> Any:
+    """The value with what `change` returns for each of its strings, keys included."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {change(str(name)): _with_strings(item, change) for name, item in value.items()}
+        case list() | tuple():
+            return [_with_strings(item, change) for item in value]
+        case _:
+            return value
+
+
+def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
+    """The first two private-use characters that occur in none of the texts."""
+    used = {char for text in texts if not text.isascii() for char in set(text) if ord(char) >= 0xF0000}
     free = (chr(code) for codes in _PRIVATE_USE for code in codes if chr(code) not in used)
     first, second = next(free, None), next(free, None)
     if first is None or second is None:

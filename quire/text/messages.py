@@ -270,8 +270,10 @@ def new_call_id() -> str:
 
 def num_held(text: str, marker: str) -> int:
     """How many characters at the end of a text may be the start of a marker."""
-    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
 
 
 class AnswerParser(Protocol):

@@ -352,8 +352,9 @@ class StopStrings:
             end, start, stop = min(found)
             self._held, self._stopped = "", True
             return StopMatch(text[: end if self._include_stop else start], stop)
-        sizes = range(min(self._longest, len(text)), 0, -1)
-        keep = next((size for size in sizes if text[-size:] in self._prefixes), 0)
+        keep = min(self._longest, len(text))
+        while keep and text[-keep:] not in self._prefixes:
+            keep -= 1
         self._held = text[len(text) - keep :]
         return StopMatch(text[: len(text) - keep], None)
 
