@@ -91,5 +91,6 @@ def _check(
         scales = found.get(info.name.removesuffix("_blocks") + "_scales")
         if scales is None or scales.shape != expected[:-1]:
             shape = None if scales is None else scales.shape
-            wrong = f"have shape {shape} for {expected[:-1]}"
-            raise ModelFileError(f"{source}: the scales of tensor {show(info.name)} {wrong}")
+            raise ModelFileError(
+                f"{source}: the scales of tensor {show(info.name)} have shape {shape} for {expected[:-1]}"
+            )

@@ -250,7 +250,14 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape], spe
     elif _without_ones(info.shape) != _without_ones(whole):
         return None
     if target.is_striped:
-        return _stripes(info, target, shapes, spec)
+        count = len(shapes)
+        num_heads = spec.layers[int(target.names[0].split(".")[1])].attention.num_heads
+        return [
+            Place(
+                TensorInfo(name, info.type, shape, info.num_bytes // count), info.name, 0, Stripe(i, count, num_heads)
+            )
+            for i, (name, shape) in enumerate(zip(target.names, shapes, strict=True))
+        ]
     num_rows = num_stacked * whole[0]
     places, first_row = [], 0
     for expert in range(num_stacked):
@@ -259,15 +266,6 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape], spe
             places.append(Place(part, info.name, info.num_bytes * first_row // num_rows, first_row=first_row))
             first_row += shape[0]
     return places
-
-
-def _stripes(info: TensorInfo, target: Target, shapes: Sequence[Shape], spec: ModelSpec) -> list[Place]:
-    count = len(shapes)
-    num_heads = spec.layers[int(target.names[0].split(".")[1])].attention.num_heads
-    return [
-        Place(TensorInfo(name, info.type, shape, info.num_bytes // count), info.name, 0, Stripe(i, count, num_heads))
-        for i, (name, shape) in enumerate(zip(target.names, shapes, strict=True))
-    ]
 
 
 def _without_ones(shape: Shape) -> Shape:
