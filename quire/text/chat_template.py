@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,7 @@ class ChatTemplate:
 
     def unknown_args(self, args: Iterable[str]) -> list[str]:
         """The names that the template does not use, so that setting them has no effect."""
-        names = list(args)
-        return [name for name in names if name not in self._variables()] if names else []
+        return [name for name in args if name not in self._variables()]
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -176,8 +175,11 @@ class ChatTemplate:
         }
         if tools:
             variables["tools"] = [template_tool(tool) for tool in tools]
-        marker, end = _unused_characters([*_strings(entries), *_strings(variables), self.source or ""])
-        variables = {name: self._marked(value, marker) for name, value in variables.items()}
+        texts = [self.source or ""]
+        _with_strings([entries, variables], texts.append)
+        marker, end = _unused_characters(texts)
+        mark = partial(self._all.mark, marker=marker)
+        variables = {name: _with_strings(value, mark) for name, value in variables.items()}
         variables["messages"] = [self._marked_entry(entry, marker) for entry in entries]
         variables["add_generation_prompt"] = request.add_generation_prompt
         if request.continue_last:
@@ -217,19 +219,8 @@ class ChatTemplate:
             calls = [python_call(call["function"]) for call in entry["tool_calls"]]
             opening, closing = self.tool_format.opening, self.tool_format.closing
             marked["content"] = f"{opening}[{self._all.mark(', '.join(calls), marker)}]{closing}{marked['content']}"
-        return marked | {name: self._marked(value, marker) for name, value in entry.items() if name not in marked}
-
-    def _marked(self, value: Any, marker: str) -> Any:
-        """The value with all its strings marked, keys included."""
-        match value:
-            case str():
-                return self._all.mark(value, marker)
-            case Mapping():
-                return {self._all.mark(str(name), marker): self._marked(item, marker) for name, item in value.items()}
-            case list() | tuple():
-                return [self._marked(item, marker) for item in value]
-            case _:
-                return value
+        mark = partial(self._all.mark, marker=marker)
+        return marked | {name: _with_strings(value, mark) for name, value in entry.items() if name not in marked}
 
     def _switches(self, request: ChatRequest) -> dict[str, Any]:
         """The template variables that control reasoning, as far as the template uses them."""
@@ -272,25 +263,18 @@ class ChatTemplate:
         )  # some templates read the list of tools even if there are none
 
 
-_NONE: tuple[frozenset[str], tuple[int, ...]] = frozenset(), ()
-
-
 class _Finder:
     """Finds control strings in a text. The time depends on the text, not on the number of control strings."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
-        self._by_start: dict[str, tuple[frozenset[str], tuple[int, ...]]] = {}
-        groups: dict[str, set[str]] = {}
-        for token in tokens:
-            groups.setdefault(token.content[:2], set()).add(token.content)
-        for start, strings in groups.items():
-            self._by_start[start] = frozenset(strings), tuple(sorted({len(string) for string in strings}))
-        self._prefixes = frozenset(
-            string[:size] for strings in groups.values() for string in strings for size in range(1, len(string))
-        )
+        self._strings = frozenset(token.content for token in tokens)
+        self._sizes: dict[str, set[int]] = {}  # of the strings, by their first two characters
+        for string in self._strings:
+            self._sizes.setdefault(string[:2], set()).add(len(string))
+        self._prefixes = frozenset(string[:size] for string in self._strings for size in range(1, len(string)))
         self._longest = max(map(len, self._prefixes), default=0)
         # A set of characters: alternatives would be tried one after the other at every character of a text.
-        starts = "".join(re.escape(start) for start in sorted({start[0] for start in self._by_start}))
+        starts = "".join(re.escape(start) for start in sorted({start[0] for start in self._sizes}))
         self._pattern = re.compile(f"[{starts}]") if starts else None
 
     def mark(self, text: str, marker: str) -> str:
@@ -305,8 +289,7 @@ class _Finder:
         done = 0
         for match in self._pattern.finditer(text):
             at = match.start()
-            strings, sizes = self._by_start.get(text[at : at + 2], _NONE)
-            if any(text[at : at + size] in strings for size in sizes):
+            if any(text[at : at + size] in self._strings for size in self._sizes.get(text[at : at + 2], ())):
                 pieces += (text[done : at + 1], marker)
                 done = at + 1
         pieces.append(text[done:])
@@ -324,6 +307,19 @@ def _cut(rendered: str, end: str) -> str:
     return rendered[:at] if is_kept else rendered[:at].rstrip()
 
 
+def _with_strings(value: Any, change: Callable[[str], object]) -> Any:
+    """The value with what `change` returns for each of its strings, keys included."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {change(str(name)): _with_strings(item, change) for name, item in value.items()}
+        case list() | tuple():
+            return [_with_strings(item, change) for item in value]
+        case _:
+            return value
+
+
 def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
     """The first two private-use characters that occur in none of the texts."""
     used = {char for text in texts if not text.isascii() for char in set(text) if ord(char) >= 0xF0000}
@@ -332,20 +328,6 @@ def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
     if first is None or second is None:
         raise InvalidRequest("messages use every private-use character of Unicode")
     return first, second
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every string in a value, keys included."""
-    match value:
-        case str():
-            yield value
-        case Mapping():
-            for name, item in value.items():
-                yield str(name)
-                yield from _strings(item)
-        case list() | tuple():
-            for item in value:
-                yield from _strings(item)
 
 
 RENDER_LIMIT_S = 1.0  # CPU time
@@ -624,9 +606,9 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
     waiting: list[Message] = []  # the other calls of the last message with calls
     for message in messages:
         if message.role is Role.TOOL:
-            at = next((i for i, one in enumerate(waiting) if _answers(message, one)), None)
-            if at is not None:
-                split.append(waiting.pop(at))
+            ids = [one.tool_calls[0].call_id for one in waiting]
+            if message.tool_call_id in ids:
+                split.append(waiting.pop(ids.index(message.tool_call_id)))
         else:
             split += waiting
             waiting = []
@@ -637,10 +619,6 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
         else:
             split.append(message)
     return [*split, *waiting]
-
-
-def _answers(result: Message, call: Message) -> bool:
-    return result.tool_call_id == call.tool_calls[0].call_id
 
 
 def tools_as_text(messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat) -> list[Message]:

@@ -221,16 +221,12 @@ def _check_message(message: Message, path: str) -> None:
         check_call(call, f"{path}.tool_calls[{i}]")
 
 
-def _is_reserved(name: str) -> bool:
-    """Whether only the engine may set this variable. Names such as bos_token would allow control tokens."""
-    return name in RESERVED_ARGS or name.endswith("_token")
-
-
 def _check_args(args: Mapping[str, str | int | float | bool]) -> None:
     if len(args) > MAX_TEMPLATE_ARGS:
         raise InvalidRequest(f"template_args has {len(args)} entries, more than {MAX_TEMPLATE_ARGS}")
     for name, value in args.items():
-        if not name.isidentifier() or _is_reserved(name):
+        # Names such as bos_token would allow control tokens.
+        if not name.isidentifier() or name in RESERVED_ARGS or name.endswith("_token"):
             raise InvalidRequest(f"template_args[{name[:40]!r}] cannot be set by a request")
         if not isinstance(value, str | int | float | bool):
             raise InvalidRequest(f"template_args[{name!r}] is a {type(value).__name__}, not a scalar")

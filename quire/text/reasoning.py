@@ -53,11 +53,8 @@ class Opening(Enum):
 
 def find_reasoning(source: str | None) -> ReasoningFormat | None:
     """The reasoning format of a template; None: the model does not reason."""
-    return next((row for row in REASONING_FORMATS if source is not None and _is_in(row, source)), None)
-
-
-def _is_in(format: ReasoningFormat, source: str) -> bool:
-    return (format.opening if format.has_channels else format.closing) in source
+    signs = {row.opening if row.has_channels else row.closing: row for row in REASONING_FORMATS}
+    return next((row for sign, row in signs.items() if source is not None and sign in source), None)
 
 
 def find_opening(format: ReasoningFormat, tail: str) -> Opening:

@@ -140,7 +140,9 @@ class References:
         try:
             for step in pointer.split("/")[1:]:
                 name = unquote(step).replace("~1", "/").replace("~0", "~")
-                place = place.child(_index(name) if isinstance(place.schema, list) else name)
+                # Python's `int` also reads signs, spaces and other digits. A list has no item of another name.
+                is_index = isinstance(place.schema, list) and name.isascii() and name.isdigit()
+                place = place.child(int(name) if is_index else name)
         except (LookupError, TypeError, ValueError):
             return None
         return place
@@ -148,13 +150,6 @@ class References:
 
 def _is_pointer(reference: object) -> bool:
     return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
-
-
-def _index(name: str) -> int:
-    """The number in a pointer to an item of a list. Python's `int` also reads signs, spaces and other digits."""
-    if not (name.isascii() and name.isdigit()):
-        raise ValueError
-    return int(name)
 
 
 # Mistakes
@@ -697,16 +692,16 @@ def _limit_properties(draft: _Draft) -> None:
     is_closed = draft.out.get("additionalProperties") is False and "patternProperties" not in draft.out
     if "object" not in draft.kinds:
         return
+    limits = {}  # those that the properties do not keep anyway
     if least is not None and least > num_required:
-        if is_whole and (not num_optional or (is_closed and least == num_required + 1)):
-            _count(draft, "minProperties", least)
-        else:
-            draft.drop("minProperties", _LIMITED_SIZES)
+        limits["minProperties"] = least
     if most is not None and not (is_whole and is_closed and most >= num_required + num_optional):
-        if is_whole and (not num_optional or (is_closed and most == num_required + 1)):
-            _count(draft, "maxProperties", most)
+        limits["maxProperties"] = most
+    for keyword, limit in limits.items():
+        if is_whole and (not num_optional or (is_closed and limit == num_required + 1)):
+            _count(draft, keyword, limit)
         else:
-            draft.drop("maxProperties", _LIMITED_SIZES)
+            draft.drop(keyword, _LIMITED_SIZES)
 
 
 # Formats of `format`, as patterns: the compiler knows some of them, but its dates have a February 29 in every year, and

@@ -59,7 +59,10 @@ class Tokenizer:
         """Use `from_json` or `from_gguf`. `special`: ids by name (bos, eos, unk, pad)."""
         self._added = check_spec(spec)
         self._byte_level, self.strip_prefix_space = decoder_kind(spec["decoder"])
-        self._tokens: list[str | None] = _token_table(spec["model"]["vocab"])
+        vocab: Mapping[str, int] = spec["model"]["vocab"]
+        self._tokens: list[str | None] = [None] * (max(vocab.values()) + 1)
+        for token, token_id in vocab.items():
+            self._tokens[token_id] = token
         self.vocab_size = len(self._tokens)
         self.added: Mapping[str, int] = {token.content: token.token_id for token in self._added}
         self.special_ids = frozenset(token.token_id for token in self._added if token.special)
@@ -71,7 +74,7 @@ class Tokenizer:
         self.bos_token_id = special.get("bos")
         self.eos_token_ids = tuple(eos_token_ids)
         unknown = spec["model"].get("unk_token")
-        self._never_plain = self.control_ids - {spec["model"]["vocab"].get(unknown)}
+        self._never_plain = self.control_ids - {vocab.get(unknown)}
         self.is_inline = is_safe(spec)  # the tokenizer runs in this process, and is fast
         with _guarded(ModelFileError, "the tokenizer cannot be built"):
             self._encoder = make_encoder(spec, self._added, is_inline=self.is_inline)
@@ -107,8 +110,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """From the tokenizer.ggml.* keys of a GGUF file."""
-        vocab = gguf_vocab(metadata)
-        return cls(vocab.spec, vocab.named, vocab.eos_ids)
+        return cls(*gguf_vocab(metadata))
 
     def encode(self, text: str, *, add_special: bool = True, max_chars: int | None = None) -> list[int]:
         """Token ids of a text. Control strings in it become control tokens.
@@ -271,9 +273,6 @@ def check_text(text: str, *, max_chars: int | None = None, name: str = "text") -
         raise InvalidRequest(f"{name} has a lone surrogate U+{code:04X} at character {error.start}") from None
 
 
-_Utf8 = codecs.getincrementaldecoder("utf-8")
-
-
 class Detokenizer:
     """Converts the tokens of one answer to text as they arrive. Constant work per token.
 
@@ -294,7 +293,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids - shown_special if skip_special else frozenset[int]()
         self._strips_next = tokenizer.strip_prefix_space and not keep_prefix_space
-        self._decoder = _Utf8("replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Nothing is held back or to be removed: the text of the next token is its entry in `Tokenizer.plain_texts`,
         # if that is not empty, and pushing such a token would change nothing here.
         self.is_clean = not self._strips_next
@@ -353,7 +352,9 @@ class StopStrings:
             end, start, stop = min(found)
             self._held, self._stopped = "", True
             return StopMatch(text[: end if self._include_stop else start], stop)
-        keep = self._num_waiting(text)
+        keep = min(self._longest, len(text))
+        while keep and text[-keep:] not in self._prefixes:
+            keep -= 1
         self._held = text[len(text) - keep :]
         return StopMatch(text[: len(text) - keep], None)
 
@@ -361,12 +362,6 @@ class StopStrings:
         """Release the held text at the end: it is not a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _num_waiting(self, text: str) -> int:
-        for size in range(min(self._longest, len(text)), 0, -1):
-            if text[-size:] in self._prefixes:
-                return size
-        return 0
 
 
 def _check_stops(stops: Sequence[str]) -> None:
@@ -391,13 +386,6 @@ def _guarded(error: type[QuireError], what: str) -> Iterator[None]:
         raise
     except BaseException as cause:
         raise error(f"{what}: {str(cause)[:200]}") from None
-
-
-def _token_table(vocab: Mapping[str, int]) -> list[str | None]:
-    table: list[str | None] = [None] * (max(vocab.values()) + 1)
-    for token, token_id in vocab.items():
-        table[token_id] = token
-    return table
 
 
 # CPU time. Building takes 0.13 s for each MB of JSON, encoding 1.5 s for a million characters (ARM Neoverse-N1).

@@ -106,10 +106,10 @@ TOOL_FORMATS = (
 
 
 def named_tool_format(name: str) -> ToolFormat:
-    for row in TOOL_FORMATS:
-        if row.name == name:
-            return row
-    raise InvalidRequest(f"tool_format = {name!r:.80} is not one of {', '.join(row.name for row in TOOL_FORMATS)}")
+    rows = {row.name: row for row in TOOL_FORMATS}
+    if name not in rows:
+        raise InvalidRequest(f"tool_format = {name!r:.80} is not one of {', '.join(rows)}")
+    return rows[name]
 
 
 # Readers
@@ -504,7 +504,7 @@ class CallParser:
 
     def _continue(self) -> list[Piece]:
         next(self._reading, None)
-        pieces, self._pieces = _joined(self._pieces), []
+        pieces, self._pieces = self._pieces, []
         return pieces
 
     def _read(self) -> Iterator[None]:
@@ -559,7 +559,7 @@ class CallParser:
             text = ""  # the next call, cut off within its opening marker
         self._emit_text(text)
         if self._blank and not self._is_after_call:
-            self._pieces.append(Words(self._blank))
+            self._add_words(self._blank)
         return False
 
     def _wait(self) -> Iterator[None]:
@@ -677,19 +677,14 @@ class CallParser:
         if not stripped:
             self._blank += text
             return
-        self._pieces.append(Words(self._blank + stripped))
+        self._add_words(self._blank + stripped)
         self._last = None
         self._blank = text[len(stripped) :]
         self._is_at_start = self._is_after_call = False
 
-
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The pieces, with adjacent texts merged."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if isinstance(piece, Words) and isinstance(last, Words):
-            joined[-1] = Words(last.text + piece.text)
+    def _add_words(self, text: str) -> None:
+        """Add text to the new pieces: to the last one, if that is text."""
+        if self._pieces and isinstance(last := self._pieces[-1], Words):
+            self._pieces[-1] = Words(last.text + text)
         else:
-            joined.append(piece)
-    return joined
+            self._pieces.append(Words(text))

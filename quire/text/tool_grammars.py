@@ -381,24 +381,25 @@ class CallWriter:
         """A value and its closing tag."""
         schema = self._resolved(schema)
         if _listed(schema) is not None:
-            texts = [one if isinstance(one, str) else _dumped(one) for one in _listed(schema) or ()]
+            texts = [
+                one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in _listed(schema) or ()
+            ]
             if any(END_OF_VALUE in text for text in texts) or not texts:
                 raise NotWritable("a value that contains the closing tag")
             return f"({' | '.join(lark_text(text + _LAST_LINE) for text in texts)})"
         kinds = self._kinds(schema)
+        if kinds == {"boolean"}:
+            return f'("true" | "false" | "True" | "False") {lark_text(_LAST_LINE)}'
         if "string" not in kinds:
-            return f"{self._xml_json(schema, kinds)} {lark_text(_LAST_LINE)}"
+            return f"{self._json(schema)} {lark_text(_LAST_LINE)}"
         if kinds == {"string"}:
             return self._xml_text(self._text_parts(schema))
         options = self._options(schema)
-        if options is None or not all(self._text_parts(one) for one in options if self._is_text(one)):
+        if options is None or not all(
+            self._text_parts(one) for one in options if "string" in self._kinds(self._resolved(one))
+        ):
             return self._xml_text([])
         return f"({' | '.join(self._xml_value(one) for one in options)})"
-
-    def _xml_json(self, schema: Schema, kinds: frozenset[str]) -> str:
-        if kinds == {"boolean"}:
-            return '("true" | "false" | "True" | "False")'
-        return self._json(schema)
 
     def _xml_text(self, parts: Sequence[str]) -> str:
         if not parts:
@@ -429,7 +430,8 @@ class CallWriter:
             return f"({' | '.join(self._gemma_constant(value) for value in values)})"
         kinds = self._kinds(schema)
         if kinds == {"string"}:
-            return self._gemma_text(self._text_parts(schema))
+            parts = self._text_parts(schema)
+            return f"{self._quote} {self._text_rule(parts, self._quote) if parts else self._quoted_rest()}"
         if kinds == {"object"}:
             return self._gemma_object(schema)
         if kinds == {"array"}:
@@ -457,11 +459,6 @@ class CallWriter:
         more = f'{item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
         return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
 
-    def _gemma_text(self, parts: Sequence[str]) -> str:
-        if not parts:
-            return f"{self._quote} {self._quoted_rest()}"
-        return f"{self._quote} {self._text_rule(parts, self._quote)}"
-
     def _quoted_rest(self) -> str:
         attribute = "" if self._quote.startswith("<[") else "[lazy]"
         self.rules[f"gemma_text{attribute}: TEXT {self._quote}"] = None
@@ -482,7 +479,7 @@ class CallWriter:
                 return f"{self._quote} {lark_text(value)} {self._quote}" if value else f"{self._quote} {self._quote}"
             case list() | dict():
                 raise NotWritable("a constant list or object")
-        return lark_text(_dumped(value))
+        return lark_text(json.dumps(value, ensure_ascii=False))
 
     def _defined_rule(self, reference: str) -> str:
         """The rule of a definition. Definitions may refer to themselves."""
@@ -527,9 +524,6 @@ class CallWriter:
                 break
             schema = self._target(schema["$ref"])
         return schema
-
-    def _is_text(self, schema: Schema) -> bool:
-        return "string" in self._kinds(self._resolved(schema))
 
     def _options(self, schema: Schema) -> list[Schema] | None:
         """The alternatives of a schema, each of fewer kinds; None: it is not a plain choice."""
@@ -589,7 +583,3 @@ def _listed(schema: Schema) -> list[object] | None:
         return [schema["const"]]
     values = schema.get("enum")
     return list(values) if isinstance(values, list) and values else None
-
-
-def _dumped(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)

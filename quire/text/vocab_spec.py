@@ -190,8 +190,7 @@ def gguf_vocab(metadata: Mapping[str, Any]) -> GgufVocab:
     if kind not in ("gpt2", "llama"):
         raise UnsupportedModel(f"{_KEY}model = {_short(kind)}: quire reads the kinds 'gpt2' and 'llama'")
     tokens = _strings(metadata, "tokens", MAX_VOCAB)
-    if not tokens:
-        raise ModelFileError(f"{_KEY}tokens is empty")
+    _require(bool(tokens), f"{_KEY}tokens is empty")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         twice = next(i for i, token in enumerate(tokens) if vocab[token] != i)
@@ -255,8 +254,7 @@ def _sentencepiece(
     named: Mapping[str, int],
 ) -> dict[str, Any]:
     scores = _list(metadata, "scores", MAX_VOCAB)
-    if len(scores) != len(tokens):
-        raise ModelFileError(f"{_KEY}scores has {len(scores)} entries, {_KEY}tokens {len(tokens)}")
+    _require(len(scores) == len(tokens), f"{_KEY}scores has {len(scores)} entries, {_KEY}tokens {len(tokens)}")
     for i, score in enumerate(scores):
         if not isinstance(score, int | float) or score != score:
             raise ModelFileError(f"{_KEY}scores[{i}] = {_short(score)} is not a number")
@@ -291,10 +289,8 @@ def _merges_from_scores(pieces: set[str], vocab: Mapping[str, int], scores: Sequ
     converters, because the order decides which of two overlapping pairs is merged.
     """
     steps = sum(len(piece) ** 2 for piece in pieces)
-    if steps > MAX_CUT_STEPS:
-        raise ModelFileError(
-            f"{_KEY}tokens are too long for a SentencePiece model: {steps = } exceeds {MAX_CUT_STEPS = }"
-        )
+    problem = f"{_KEY}tokens are too long for a SentencePiece model: {steps = } exceeds {MAX_CUT_STEPS = }"
+    _require(steps <= MAX_CUT_STEPS, problem)
     found: list[tuple[float, int, int, str, str]] = []
     num_chars = 0
     for piece in pieces:
@@ -356,8 +352,7 @@ def _types(metadata: Mapping[str, Any], num_tokens: int) -> list[TokenType]:
     if _KEY + "token_type" not in metadata:
         return [TokenType.NORMAL] * num_tokens
     values = _list(metadata, "token_type", MAX_VOCAB)
-    if len(values) != num_tokens:
-        raise ModelFileError(f"{_KEY}token_type has {len(values)} entries, {_KEY}tokens {num_tokens}")
+    _require(len(values) == num_tokens, f"{_KEY}token_type has {len(values)} entries, {_KEY}tokens {num_tokens}")
     known: dict[Any, TokenType] = {kind.value: kind for kind in TokenType}
     wrong = next((i for i, value in enumerate(values) if not isinstance(value, int) or value not in known), None)
     if wrong is not None:
@@ -389,9 +384,13 @@ def _list(metadata: Mapping[str, Any], name: str, limit: int) -> list[Any]:
     values: Any = metadata.get(_KEY + name)
     if not isinstance(values, list | tuple):
         raise ModelFileError(f"{_KEY}{name} is {'missing' if values is None else _short(values) + ', not an array'}")
-    if len(values) > limit:
-        raise ModelFileError(f"{_KEY}{name} has {len(values)} entries, more than {limit}")
+    _require(len(values) <= limit, f"{_KEY}{name} has {len(values)} entries, more than {limit}")
     return list(values)
+
+
+def _require(is_right: bool, problem: str) -> None:
+    if not is_right:
+        raise ModelFileError(problem)
 
 
 def _short(value: object) -> str:
@@ -434,10 +433,10 @@ class AddedToken:
 
 
 def parse(tokenizer_json: bytes) -> dict[str, Any]:
-    if len(tokenizer_json) > MAX_JSON_BYTES:
-        raise ModelFileError(f"tokenizer.json has {len(tokenizer_json)} bytes, more than {MAX_JSON_BYTES}")
-    if (count := sum(map(tokenizer_json.count, (b"[", b"{", b",")))) > MAX_JSON_VALUES:  # one before each value
-        raise ModelFileError(f"tokenizer.json has {count} values, more than {MAX_JSON_VALUES}")
+    num_bytes = len(tokenizer_json)
+    _require(num_bytes <= MAX_JSON_BYTES, f"tokenizer.json has {num_bytes} bytes, more than {MAX_JSON_BYTES}")
+    count = sum(map(tokenizer_json.count, (b"[", b"{", b",")))  # one before each value
+    _require(count <= MAX_JSON_VALUES, f"tokenizer.json has {count} values, more than {MAX_JSON_VALUES}")
     try:
         spec = json.loads(tokenizer_json)
     except (ValueError, RecursionError) as error:
@@ -445,8 +444,8 @@ def parse(tokenizer_json: bytes) -> dict[str, Any]:
     if not isinstance(spec, dict):
         raise ModelFileError(f"tokenizer.json holds a {type(spec).__name__}, not an object")
     added = spec.setdefault("added_tokens", [])
-    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        raise ModelFileError("tokenizer.json: added_tokens is not a list of objects")
+    is_right = isinstance(added, list) and all(isinstance(token, dict) for token in added)
+    _require(is_right, "tokenizer.json: added_tokens is not a list of objects")
     return spec
 
 
@@ -508,8 +507,8 @@ def _check_id(token: str, token_id: object) -> None:
 def _checked_merges(merges: object, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     if not isinstance(merges, list):
         raise ModelFileError("tokenizer.json: model.merges is not a list")
-    if len(merges) > MAX_MERGES:
-        raise ModelFileError(f"tokenizer.json: model.merges has {len(merges)} entries, more than {MAX_MERGES}")
+    problem = f"tokenizer.json: model.merges has {len(merges)} entries, more than {MAX_MERGES}"
+    _require(len(merges) <= MAX_MERGES, problem)
     checked = []
     for i, merge in enumerate(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge
@@ -557,8 +556,8 @@ def add_from_config(spec: dict[str, Any], config: Mapping[str, Any]) -> None:
 def decoder_kind(decoder: object) -> tuple[bool, bool]:
     """Whether tokens use the byte alphabet, and whether decoding strips the first space."""
     parts = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise ModelFileError("tokenizer.json: decoder.decoders is not a list of objects")
+    is_right = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+    _require(is_right, "tokenizer.json: decoder.decoders is not a list of objects")
     kinds = [str(part.get("type")) for part in parts]
     if kinds == ["ByteLevel"]:
         return True, False
@@ -655,10 +654,8 @@ def _parts(root: object, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise ModelFileError(f"tokenizer.json: {name} is a {type(part).__name__}, not an object")
         found += 1
         members = part.get(_LISTS[field], [])
-        if not isinstance(members, list):
-            raise ModelFileError(f"tokenizer.json: {name}.{_LISTS[field]} is not a list")
-        if found + len(members) > MAX_PARTS:
-            raise ModelFileError(f"tokenizer.json: {field} has more than {MAX_PARTS} parts")
+        _require(isinstance(members, list), f"tokenizer.json: {name}.{_LISTS[field]} is not a list")
+        _require(found + len(members) <= MAX_PARTS, f"tokenizer.json: {field} has more than {MAX_PARTS} parts")
         unread += [(f"{name}.{_LISTS[field]}[{i}]", one) for i, one in reversed([*enumerate(members)])]
         if not part.keys() <= {"type", _LISTS[field]} or part.get("type") != "Sequence":
             yield name, part  # also a sequence with other fields: the library may read it as another part
@@ -701,8 +698,7 @@ def _check_frame(part: Mapping[str, Any], name: str) -> None:
         pieces = part.get(field)
         if not isinstance(pieces, list) or not all(isinstance(piece, Mapping) for piece in pieces):
             raise ModelFileError(f"{name}.{field} is not a list of objects")
-        if len(pieces) > MAX_FRAME_IDS:
-            raise ModelFileError(f"{name}.{field} has {len(pieces)} pieces, more than {MAX_FRAME_IDS}")
+        _require(len(pieces) <= MAX_FRAME_IDS, f"{name}.{field} has {len(pieces)} pieces, more than {MAX_FRAME_IDS}")
     texts = [piece["Sequence"] for piece in part["single"] if "Sequence" in piece]
     if len(texts) != 1 or not isinstance(texts[0], Mapping) or texts[0].get("id") != "A":
         raise ModelFileError(f"{name}.single has the texts {str(texts)[:60]}, not one of id 'A'")
@@ -710,20 +706,19 @@ def _check_frame(part: Mapping[str, Any], name: str) -> None:
     if not isinstance(tokens, Mapping) or not all(isinstance(token, Mapping) for token in tokens.values()):
         raise ModelFileError(f"{name}.special_tokens is not an object of objects")
     num_ids = sum(max(_size(token.get("ids")), _size(token.get("tokens"))) for token in tokens.values())
-    if num_ids > MAX_FRAME_IDS:
-        raise ModelFileError(f"{name}.special_tokens has {num_ids} ids, more than {MAX_FRAME_IDS}")
+    _require(num_ids <= MAX_FRAME_IDS, f"{name}.special_tokens has {num_ids} ids, more than {MAX_FRAME_IDS}")
 
 
 def check_added(contents: Sequence[str]) -> None:
     """Refuse added tokens that would fill tables in memory."""
-    if len(contents) > MAX_ADDED:
-        raise ModelFileError(f"tokenizer.json: added_tokens has {len(contents)} entries, more than {MAX_ADDED}")
+    num_added = len(contents)
+    _require(num_added <= MAX_ADDED, f"tokenizer.json: added_tokens has {num_added} entries, more than {MAX_ADDED}")
     squares = sum(len(content) ** 2 for content in contents)
-    if squares > MAX_ADDED_SQUARES:
-        raise ModelFileError(
-            f"tokenizer.json: added_tokens are too long: the sum of their squared lengths is {squares}, more than"
-            f" {MAX_ADDED_SQUARES}"
-        )
+    _require(
+        squares <= MAX_ADDED_SQUARES,
+        f"tokenizer.json: added_tokens are too long: the sum of their squared lengths is {squares}, more than"
+        f" {MAX_ADDED_SQUARES}",
+    )
 
 
 def _size(value: object) -> int:

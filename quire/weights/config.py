@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,6 @@ MAX_VOCAB_SIZE = 4 << 20
 MAX_EXPERTS = 4096
 MAX_ALL_EXPERTS = 1 << 16  # of all layers: a forged number would take memory before the weights are read
 MAX_TOP_K = (1 << 31) - 1
-MAX_MULTIPLIER = 1e6
 MAX_CONTEXT = 1 << 24
 MIN_THETA = 1e-3  # smaller values overflow in the power and make no sense
 MAX_THETA = 1e12
@@ -154,7 +153,7 @@ def _refuse_settings(fields: Fields, family: Family) -> None:
     if family.activation is Activation.CLAMPED_SWIGLU:
         for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
             fields.support(
-                fields.real(name, 0, MAX_MULTIPLIER) == known,
+                fields.real(name, 0, MAX_FACTOR) == known,
                 f"{name} is {show(fields.get(name))}: only {known} is supported",
             )
     fields.support(fields.get("clip_qkv") is None, f"clip_qkv is {show(fields.get('clip_qkv'))}: not supported")
@@ -230,7 +229,7 @@ def _has_rope(fields: Fields, family: Family, num_layers: int) -> list[bool]:
 
 
 def read_multiplier(fields: Fields, family: Family, name: str) -> float:
-    return fields.real(name, 0, MAX_MULTIPLIER, 1.0, above_low=True) if family.has_multipliers else 1.0
+    return fields.real(name, 0, MAX_FACTOR, 1.0, above_low=True) if family.has_multipliers else 1.0
 
 
 def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
@@ -243,10 +242,8 @@ def _query_scaling(fields: Fields, family: Family) -> QueryScaling | None:
 
 # Recurrent layers
 
-RecurrentSpec = DeltaNetSpec | ShortConvSpec
 
-
-def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[RecurrentSpec | None]:
+def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[DeltaNetSpec | ShortConvSpec | None]:
     """Return the mixers of the layers that do not attend, None for the others, from config.json."""
     if not family.recurrence:
         return [None] * num_layers
@@ -255,7 +252,10 @@ def _recurrent(fields: Fields, family: Family, num_layers: int) -> list[Recurren
         f"{fields.prefix}attn_output_gate is false: not supported",
     )
     attends = _attends(fields, family, num_layers)
-    mixer = _delta_net(fields) if family.recurrence == DELTA_NET else _short_conv(fields)
+    if family.recurrence == DELTA_NET:
+        mixer: DeltaNetSpec | ShortConvSpec = _delta_net(fields)
+    else:
+        mixer = ShortConvSpec(fields.whole("conv_L_cache", 2, MAX_TAPS), has_bias=fields.flag("conv_bias", False))
     return [None if one else mixer for one in attends]
 
 
@@ -299,16 +299,6 @@ def _delta_net(fields: Fields) -> DeltaNetSpec:
     )
 
 
-def _short_conv(fields: Fields) -> ShortConvSpec:
-    return ShortConvSpec(fields.whole("conv_L_cache", 2, MAX_TAPS), has_bias=fields.flag("conv_bias", False))
-
-
-def _lfm2_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of LFM2's first files under the names of the later ones."""
-    old = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
-    return {**values, **{name: values[alias] for alias, name in old.items() if values.get(alias) is not None}}
-
-
 def _lfm2_ffn_size(fields: Fields, given: int) -> int:
     """Return the width of the MLP, which LFM2 derives from the width in the file."""
     if not fields.flag("block_auto_adjust_ff_dim", False):
@@ -324,14 +314,6 @@ def _lfm2_ffn_size(fields: Fields, given: int) -> int:
 # Experts
 
 
-def _num_experts(fields: Fields, name: str, num_layers: int) -> int:
-    num_experts = fields.whole(name, 1, MAX_EXPERTS)
-    fields.require(
-        num_experts * num_layers <= MAX_ALL_EXPERTS, name, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers"
-    )
-    return num_experts
-
-
 def read_experts(fields: Fields, family: Family, num_layers: int, activation: Activation) -> ExpertsSpec | None:
     names = family.experts
     if names is None or (names.flag and not fields.flag(names.flag, False)):
@@ -339,14 +321,16 @@ def read_experts(fields: Fields, family: Family, num_layers: int, activation: Ac
     holder = names.num_experts
     if names.num_experts == "num_experts" and fields.get("num_local_experts") is not None:
         holder = "num_local_experts"  # as transformers 5 writes it
-    num_experts = _num_experts(fields, holder, num_layers)
+    num_experts = fields.whole(holder, 1, MAX_EXPERTS)
+    is_right = num_experts * num_layers <= MAX_ALL_EXPERTS
+    fields.require(is_right, holder, f"more than {MAX_ALL_EXPERTS} experts in {num_layers} layers")
     return ExpertsSpec(
         num_experts=num_experts,
         num_chosen=fields.whole(names.num_chosen, 1, num_experts),
         size=fields.whole(names.size, 1, MAX_FFN_SIZE),
         activation=activation,
         renormalizes=_rule(fields, names.renormalizes),
-        scale=fields.real("routed_scaling_factor", 0, MAX_MULTIPLIER, 1.0, above_low=True)
+        scale=fields.real("routed_scaling_factor", 0, MAX_FACTOR, 1.0, above_low=True)
         if names.bias or names.has_scale
         else 1.0,
         has_sigmoid=bool(names.bias),
@@ -467,7 +451,8 @@ def _text_fields(config: Fields, family: Family, architecture: str) -> Fields:
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
         values = {**inner, **{name: config.get(name) for name in outer if name in config}}
     if family.name in ("lfm2", "lfm2_moe"):
-        values = _lfm2_values(values)
+        old = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}  # names in the first files
+        values = {**values, **{name: values[alias] for alias, name in old.items() if values.get(alias) is not None}}
     given = {name: value for name, value in values.items() if value is not None or name in _NULLS}
     if family.name == "ministral3" and given.get("model_type") == "mistral":
         family = BY_NAME["mistral"]  # the text of Mistral Small 3
@@ -578,12 +563,12 @@ def _plain(_scaling: Fields, theta: float, rotary_size: int, _max_context: int) 
 
 
 def _linear(scaling: Fields, theta: float, rotary_size: int, _max_context: int) -> RopeSpec:
-    return RopeSpec(theta, rotary_size, (_factor(scaling),) * (rotary_size // 2))
+    return RopeSpec(theta, rotary_size, (scaling.real("factor", MIN_FACTOR, MAX_FACTOR),) * (rotary_size // 2))
 
 
 def _llama3(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
     """Stretch long waves by `factor`, keep short ones, and blend those between."""
-    factor = _factor(scaling)
+    factor = scaling.real("factor", MIN_FACTOR, MAX_FACTOR)
     low = scaling.real("low_freq_factor", MIN_FACTOR, MAX_FACTOR)
     high = scaling.real("high_freq_factor", MIN_FACTOR, MAX_FACTOR)
     scaling.require(high > low, "high_freq_factor", f"not above low_freq_factor {low:g}")
@@ -624,11 +609,14 @@ def _yarn_attention(scaling: Fields, factor: float) -> float:
         return given
     mscale = scaling.find_real("mscale", 0, MAX_FACTOR)
     mscale_all = scaling.find_real("mscale_all_dim", 0, MAX_FACTOR)
+    if not mscale or not mscale_all:
+        return yarn_growth(factor)
+    return yarn_growth(factor, mscale) / yarn_growth(factor, mscale_all)
 
-    def grown(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    return grown(mscale) / grown(mscale_all) if mscale and mscale_all else grown(1.0)
+def yarn_growth(factor: float, scale: float = 1.0) -> float:
+    """Return what cosines and sines are multiplied by in a context that is `factor` times the trained one."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
@@ -641,10 +629,6 @@ def _longrope(scaling: Fields, theta: float, rotary_size: int, max_model_len: in
     if attention is None:
         attention = 1.0 if factor <= 1 or context == 1 else math.sqrt(1 + math.log(factor) / math.log(context))
     return RopeSpec(theta, rotary_size, short, attention, long, context)
-
-
-def _factor(scaling: Fields) -> float:
-    return scaling.real("factor", MIN_FACTOR, MAX_FACTOR)
 
 
 def _trained_context(scaling: Fields, max_model_len: int) -> int:
@@ -699,79 +683,81 @@ def _layer_types(fields: Fields, num_layers: int, other: str) -> list[str]:
 # last layers of the small models read the keys and values of an earlier layer, and have wider MLPs. The text of all
 # models is the same architecture; towers for images and sound are ignored.
 
-FULL_EVERY = 6  # every sixth layer has full attention, if layer_types is not given
 _OVERRIDES = ("head_dim", "num_key_value_heads")
 
 
-@dataclass(frozen=True, slots=True)
-class Gemma4Layers:
-    """What both formats say about the layers. Lists have one entry per layer."""
+def make_gemma4_layers(
+    fields: Fields,
+    activation: Activation,
+    *,
+    num_heads: int,
+    head_sizes: Sequence[int],
+    num_kv_heads: Sequence[int],
+    ffn_sizes: Sequence[int],
+    windows: Sequence[int],
+    has_values: Sequence[bool],
+    num_shared: int,
+    ple_size: int,
+    rope: RopeSpec,
+    local_rope: RopeSpec,
+    experts: ExpertsSpec | None,
+) -> tuple[LayerSpec, ...]:
+    """Make the layers of what both formats say about them. Sequences have one entry per layer.
 
-    num_heads: int
-    head_sizes: list[int]
-    num_kv_heads: list[int]
-    ffn_sizes: list[int]
-    windows: list[int]  # 0: full attention
-    has_values: list[bool]  # False: values are the raw keys
-    num_shared: int  # last layers that read the keys and values of an earlier layer
-    ple_size: int
-    rope: RopeSpec  # of the layers with full attention
-    local_rope: RopeSpec
-    experts: ExpertsSpec | None
-
-    def specs(self, fields: Fields, activation: Activation) -> tuple[LayerSpec, ...]:
-        """Make the layers. `fields`: for errors, which name what does not fit together."""
-        first, kv_heads = len(self.windows) - self.num_shared, sorted(set(self.num_kv_heads))
-        has_sources = set(self.windows[first:]) <= set(self.windows[:first])
-        fields.require(has_sources, "num_kv_shared_layers", "no layer of the same kind comes before")
-        fields.require(
-            not any(self.num_heads % one for one in kv_heads),
-            "num_attention_heads",
-            f"not a multiple of the numbers of KV heads {kv_heads}",
-        )
-        return tuple(self._spec(index, activation) for index in range(len(self.windows)))
-
-    def _spec(self, index: int, activation: Activation) -> LayerSpec:
-        source = self._source(index)
+    `windows`: 0 is full attention, whose rope is `rope`. `has_values`: otherwise values are the raw keys. `num_shared`:
+    the last layers, which read the keys and values of the last layer of the same kind before them. `fields`: for
+    errors, which name what does not fit together.
+    """
+    first, kv_heads = len(windows) - num_shared, sorted(set(num_kv_heads))
+    source_of = {window: i for i, window in enumerate(windows[:first])}
+    fields.require(source_of.keys() >= set(windows), "num_kv_shared_layers", "no layer of the same kind comes before")
+    fields.require(
+        not any(num_heads % one for one in kv_heads),
+        "num_attention_heads",
+        f"not a multiple of the numbers of KV heads {kv_heads}",
+    )
+    layers = []
+    for i, window in enumerate(windows):
+        is_shared = i >= first
         attention = AttentionSpec(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads[index],
-            head_size=self.head_sizes[index],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads[i],
+            head_size=head_sizes[i],
             scale=1.0,  # queries and keys are normed
-            rope=self.local_rope if self.windows[index] else self.rope,
-            window=self.windows[index],
+            rope=local_rope if window else rope,
+            window=window,
             qk_norm=QKNorm.HEAD,
-            has_value_norm=source is None,
-            is_key_value=source is None and not self.has_values[index],
-            shared_with=source,
+            has_value_norm=not is_shared,
+            is_key_value=not is_shared and not has_values[i],
+            shared_with=source_of[window] if is_shared else None,
         )
-        return LayerSpec(
+        layer = LayerSpec(
             mixer=attention,
-            mlp=MlpSpec(self.ffn_sizes[index], activation),
+            mlp=MlpSpec(ffn_sizes[i], activation),
             has_post_norms=True,
-            parallel_experts=self.experts,
+            parallel_experts=experts,
             has_output_scale=True,
-            ple_size=self.ple_size,
+            ple_size=ple_size,
         )
-
-    def _source(self, index: int) -> int | None:
-        """Return the last layer of the same kind that has keys and values, if this layer has none."""
-        first = len(self.windows) - self.num_shared
-        if index < first:
-            return None
-        return max(i for i in range(first) if self.windows[i] == self.windows[index])
+        layers.append(layer)
+    return tuple(layers)
 
 
 def _gemma4_layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerSpec, ...]:
     num_layers, activation = shape.num_layers, _activation(fields, "hidden_activation")
-    is_full = _full_layers(fields, num_layers)
+    is_full = [(i + 1) % family.full_every == 0 for i in range(num_layers)]
+    if "layer_types" in fields:
+        is_full = [one == "full_attention" for one in _layer_types(fields, num_layers, "sliding_attention")]
+    is_full[-1] = True  # transformers forces the last
     window = fields.whole("sliding_window", 1, MAX_CONTEXT)
     num_shared = fields.whole("num_kv_shared_layers", 0, num_layers - 1, 0)
     is_wide = fields.flag("use_double_wide_mlp", False)
     head_sizes, kv_heads = _gemma4_heads(fields, is_full, shape.head_size, shape.num_kv_heads)
     ropes = fields.table("rope_parameters")
     full_size = next((size for size, full in zip(head_sizes, is_full, strict=True) if full), shape.head_size)
-    return Gemma4Layers(
+    return make_gemma4_layers(
+        fields,
+        activation,
         num_heads=shape.num_heads,
         head_sizes=head_sizes,
         num_kv_heads=kv_heads,
@@ -783,7 +769,7 @@ def _gemma4_layers(fields: Fields, family: Family, shape: Shape) -> tuple[LayerS
         rope=_gemma4_rope(ropes.table("full_attention"), 1e6, full_size),
         local_rope=_gemma4_rope(ropes.table("sliding_attention"), 1e4, shape.head_size),
         experts=read_experts(fields, family, num_layers, activation),
-    ).specs(fields, activation)
+    )
 
 
 def _refuse_gemma4_settings(fields: Fields) -> None:
@@ -796,13 +782,6 @@ def _refuse_gemma4_settings(fields: Fields) -> None:
     fields.support(
         not fields.flag("attention_bias", False), f"{fields.prefix}attention_bias is true: not supported for Gemma 4"
     )
-
-
-def _full_layers(fields: Fields, num_layers: int) -> list[bool]:
-    if "layer_types" not in fields:
-        return [(i + 1) % FULL_EVERY == 0 for i in range(num_layers - 1)] + [True]
-    types = _layer_types(fields, num_layers, "sliding_attention")
-    return [one == "full_attention" for one in types[:-1]] + [True]  # transformers forces the last
 
 
 def _gemma4_heads(
@@ -852,11 +831,7 @@ def _gemma4_rope(scaling: Fields, default_theta: float, head_size: int) -> RopeS
     scaling.support(kind == "proportional", f"{scaling.prefix}rope_type {show(kind)} is not supported for Gemma 4")
     part = scaling.real("partial_rotary_factor", 0, 1, 1.0)
     factor = scaling.real("factor", MIN_FACTOR, MAX_FACTOR, 1.0)
-    return proportional_rope(theta, head_size, int(part * head_size // 2), factor)
-
-
-def proportional_rope(theta: float, head_size: int, num_rotated: int, factor: float = 1.0) -> RopeSpec:
-    """Return a rope that turns the first pairs of a head with their usual frequencies, and the others not at all."""
+    num_rotated = int(part * head_size // 2)  # the first pairs of a head; the others do not turn at all
     return RopeSpec(theta, head_size, (factor,) * num_rotated + (math.inf,) * (head_size // 2 - num_rotated))
 
 

@@ -161,18 +161,15 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object; other values are refused."""
-    return parse_json(read_bounded(path, max_bytes), str(path))
-
-
-def parse_json(data: bytes, source: str) -> dict[str, Any]:
+    data = read_bounded(path, max_bytes)
     try:
         value = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except RecursionError:
-        raise ModelFileError(f"{source}: is nested too deeply") from None
+        raise ModelFileError(f"{path}: is nested too deeply") from None
     except ValueError as error:
-        raise ModelFileError(f"{source}: is not JSON: {str(error)[:200]}") from None
+        raise ModelFileError(f"{path}: is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
-        raise ModelFileError(f"{source}: holds {show(value)}: not an object")
+        raise ModelFileError(f"{path}: holds {show(value)}: not an object")
     return value
 
 

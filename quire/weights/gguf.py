@@ -158,8 +158,7 @@ class _Cursor:
         return self.boolean(value, field) if kind == _BOOL else value
 
     def boolean(self, value: int, field: str) -> bool:
-        if value > 1:
-            raise self.wrong(field, f"is {value}: not true or false")
+        self.require(value <= 1, field, f"is {value}: not true or false")
         return value == 1
 
     def array(self, field: str) -> list[Any]:
@@ -281,7 +280,6 @@ class _File:
     """One mapped GGUF file with its header."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.buffer = map_file(path)
         try:
             size = len(self.buffer)
@@ -388,7 +386,7 @@ class GgufCheckpoint:
         for file in self._files:
             for name, tensor in file.header.tensors.items():
                 if name in merged:
-                    raise ModelFileError(f"{file.path}: tensor {show(name)} is also in another part")
+                    raise ModelFileError(f"{file.buffer.path}: tensor {show(name)} is also in another part")
                 merged[name] = (file, tensor)
         total = self._metadata.get("split.tensors.count", len(merged))
         if len(self._files) > 1 and total != len(merged):
@@ -402,5 +400,5 @@ class GgufCheckpoint:
         file, tensor = self._file_tensors[name]
         if tensor.info.type is not TensorType.F32 or tensor.info.shape != (length,):
             found = f"{tensor.info.type} {tensor.info.shape}"
-            raise ModelFileError(f"{file.path}: tensor {name} is {found}: not F32 ({length},)")
+            raise ModelFileError(f"{file.buffer.path}: tensor {name} is {found}: not F32 ({length},)")
         return list(struct.unpack(f"<{length}f", file.buffer.copy(tensor.offset, 4 * length)))

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from quire.errors import ModelFileError, UnsupportedModel
@@ -20,14 +21,15 @@ from quire.weights.config import (
     MAX_THETA,
     MIN_FACTOR,
     MIN_THETA,
-    Gemma4Layers,
     Shape,
+    make_gemma4_layers,
     read_experts,
     read_generation,
     read_layers,
     read_multiplier,
     read_shape,
     scaled_rope,
+    yarn_growth,
 )
 from quire.weights.families import FAMILIES, GGUF_ARCHITECTURES, SHORT_CONV, Family, Ropes, Windows
 from quire.weights.fields import Fields, show
@@ -121,6 +123,7 @@ def spec_from_gguf(
     fields, family = _as_in_config(fields, family, shape, tensors)
     quantization = most_common_type(tensors)
     tokens = Fields(source, metadata)
+    ends = [tokens.token_ids(f"tokenizer.ggml.{name}_token_id", shape.vocab_size) for name in ("eos", "eot", "eom")]
     embedding_scale = read_multiplier(fields, family, "embedding_multiplier")
     return ModelSpec(
         family=family.name,
@@ -149,7 +152,7 @@ def spec_from_gguf(
         dtype=DTYPES.get(quantization, "float16"),
         quantization=quantization,
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", shape.vocab_size)), None),
-        eos_token_ids=_eos(tokens, shape.vocab_size),
+        eos_token_ids=tuple(dict.fromkeys(chain.from_iterable(ends))),
     )
 
 
@@ -240,7 +243,9 @@ def _gemma4_layers(
     )
     for name, size in (("rope.dimension_count", full_size), ("rope.dimension_count_swa", local_size)):
         fields.require(fields.whole(name, 2, MAX_HEAD_SIZE, size) == size, name, f"not the size of a head, {size}")
-    return Gemma4Layers(
+    return make_gemma4_layers(
+        fields,
+        Activation.GELU_TANH,
         num_heads=shape.num_heads,
         head_sizes=[local_size if one else full_size for one in pattern],
         num_kv_heads=_sizes(fields, by_layer, "attention.head_count_kv", shape.num_layers),
@@ -252,7 +257,7 @@ def _gemma4_layers(
         rope=_gemma4_rope(fields, read_floats, full_size),
         local_rope=RopeSpec(fields.real("rope.freq_base_swa", MIN_THETA, MAX_THETA, 1e4), local_size),
         experts=read_experts(fields, family, shape.num_layers, Activation.GELU_TANH),
-    ).specs(fields, Activation.GELU_TANH)
+    )
 
 
 def _sizes(fields: Fields, by_layer: Mapping[str, Any], name: str, num_layers: int) -> list[int]:
@@ -319,11 +324,6 @@ def _attention_scale(fields: Fields, family: Family, shape: Shape) -> float:
     return float((shape.hidden_size / shape.num_heads if is_27b else shape.head_size) ** -0.5)
 
 
-def _eos(tokens: Fields, vocab_size: int) -> tuple[int, ...]:
-    names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(token for name in names for token in tokens.token_ids(name, vocab_size)))
-
-
 # Recurrent layers
 
 
@@ -364,10 +364,9 @@ def _ropes(fields: Fields, family: Family, shape: Shape, read_floats: ReadFloats
         if factors is not None:
             scaling.values = {**scaling.values, key: factors}
     if "short_factor" in scaling:
-        scaling.values = {**scaling.values, "type": "longrope"}
         # The file holds the final number; the values it is computed from may be missing.
         attention = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
-        scaling.values = {**scaling.values, "attention_factor": attention}
+        scaling.values = {**scaling.values, "type": "longrope", "attention_factor": attention}
     rope = scaled_rope(scaling, theta, rotary_size, shape.max_model_len)
     measured = read_floats("rope_freqs.weight", rotary_size // 2)
     if measured is not None:
@@ -384,11 +383,10 @@ def _scaling(fields: Fields, family: Family, shape: Shape) -> Fields:
     factor = fields.find_real("rope.scaling.factor", MIN_FACTOR, MAX_FACTOR)
     if kind is None and (old := fields.find_real("rope.scale_linear", MIN_FACTOR, MAX_FACTOR)):
         kind, factor = "linear", old
-    values: dict[str, Any] = {"type": kind, "factor": factor}
+    context = fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT, shape.max_model_len)
+    values: dict[str, Any] = {"type": kind, "factor": factor, "original_max_position_embeddings": context}
     if kind == "linear" and factor is None:
         values["factor"] = 1.0
-    context = fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT, shape.max_model_len)
-    values["original_max_position_embeddings"] = context
     if kind == "yarn":
         values |= _yarn(fields, family, factor or shape.max_model_len / context)
     return Fields(fields.source, values, f"{fields.prefix}rope.scaling.")
@@ -405,14 +403,11 @@ def _yarn(fields: Fields, family: Family, factor: float) -> dict[str, Any]:
         ext_factor in (None, 1.0), f"{fields.prefix}rope.scaling.yarn_ext_factor is {show(ext_factor)}: not supported"
     )
 
-    def grown(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-
     # In llama.cpp this value multiplies the default attention factor; in transformers it replaces the default.
     given = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
     return {
         "beta_fast": fields.find_real("rope.scaling.yarn_beta_fast", MIN_FACTOR, MAX_FACTOR),
         "beta_slow": fields.find_real("rope.scaling.yarn_beta_slow", MIN_FACTOR, MAX_FACTOR),
         "truncate": family.name != "gpt_oss",  # as the model was trained; llama.cpp truncates for every model
-        "attention_factor": given * grown(1) / (grown(multiplier) if multiplier else 1),
+        "attention_factor": given * yarn_growth(factor) / (yarn_growth(factor, multiplier) if multiplier else 1),
     }

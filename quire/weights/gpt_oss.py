@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import NamedTuple
 
 from quire.errors import ModelFileError
 from quire.weights.checkpoint import TensorInfo, TensorType
 from quire.weights.fields import show
-from quire.weights.spec import ExpertsSpec, ModelSpec
+from quire.weights.spec import ModelSpec
 
 # N experts, E hidden size, F width of an expert
 
@@ -53,51 +54,43 @@ def find_parts(found: Mapping[str, TensorInfo], spec: ModelSpec, source: str) ->
         match = _EXPERTS.fullmatch(name)
         if match is None or match[3] == "_scales":
             continue
-        layer, which, kind = int(match[1]), match[2], match[3]
+        layer, kind = int(match[1]), match[3]
         experts = spec.layers[layer].experts if layer < spec.num_layers else None
         if experts is None:
             raise ModelFileError(f"{source}: tensor {show(name)} is of a layer that the model does not have")
-        _check(name, info, found, which, kind, experts, spec.hidden_size, source)
-        for expert in range(experts.num_experts):
-            for part in _parts(info, which, kind, expert, f"layers.{layer}.experts.{expert}.", experts, spec):
-                parts[part.info.name] = part
+        is_gate_up = match[2] == "gate_up"
+        owns = ("gate_proj", "up_proj") if is_gate_up else ("down_proj",)
+        rows, columns = (experts.size, spec.hidden_size) if is_gate_up else (spec.hidden_size, experts.size)
+        _check(info, found, kind, experts.num_experts, rows * len(owns), columns, source)
+        ending, shape = ("bias", (rows,)) if kind == "_bias" else ("weight", (rows, columns))
+        num_bytes = info.num_bytes // experts.num_experts // len(owns)
+        if kind == "_blocks":
+            num_bytes = rows * (columns // GROUP) * BLOCK_BYTES
+        for expert, (first, own) in product(range(experts.num_experts), enumerate(owns)):
+            part = TensorInfo(f"layers.{layer}.experts.{expert}.{own}.{ending}", info.type, shape, num_bytes)
+            parts[part.name] = ExpertPart(part, name, kind, expert, first, len(owns))
     return parts
 
 
 def _check(
-    name: str, info: TensorInfo, found: Mapping[str, TensorInfo], which: str, kind: str, experts: ExpertsSpec,
-    hidden_size: int, source: str,
+    info: TensorInfo, found: Mapping[str, TensorInfo], kind: str, num_experts: int, num_rows: int, num_columns: int,
+    source: str,
 ) -> None:  # fmt: skip
-    num_rows, num_columns = (2 * experts.size, hidden_size) if which == "gate_up" else (hidden_size, experts.size)
-    num_groups = num_columns // GROUP
+    """Raise unless a tensor has the shape and type of its kind, and its scales if it has them."""
     shapes: dict[str, tuple[int, ...]] = {
         "": (num_columns, num_rows),
         "_bias": (num_rows,),
-        "_blocks": (num_rows, num_groups, GROUP // 2),
+        "_blocks": (num_rows, num_columns // GROUP, GROUP // 2),
     }
-    expected = (experts.num_experts, *shapes[kind])
+    expected = (num_experts, *shapes[kind])
     if info.shape != expected or (kind == "_blocks" and num_columns % GROUP):
-        raise ModelFileError(f"{source}: tensor {show(name)} has shape {info.shape} for {expected}")
+        raise ModelFileError(f"{source}: tensor {show(info.name)} has shape {info.shape} for {expected}")
     if (kind == "_blocks") != (info.type is TensorType.MXFP4):
-        raise ModelFileError(f"{source}: tensor {show(name)} has type {info.type}")
+        raise ModelFileError(f"{source}: tensor {show(info.name)} has type {info.type}")
     if kind == "_blocks":
-        scales = found.get(name.removesuffix("_blocks") + "_scales")
+        scales = found.get(info.name.removesuffix("_blocks") + "_scales")
         if scales is None or scales.shape != expected[:-1]:
             shape = None if scales is None else scales.shape
-            raise ModelFileError(f"{source}: the scales of tensor {show(name)} have shape {shape} for {expected[:-1]}")
-
-
-def _parts(
-    info: TensorInfo, which: str, kind: str, expert: int, prefix: str, experts: ExpertsSpec, spec: ModelSpec
-) -> list[ExpertPart]:
-    names = ("gate_proj", "up_proj") if which == "gate_up" else ("down_proj",)
-    rows, columns = (experts.size, spec.hidden_size) if which == "gate_up" else (spec.hidden_size, experts.size)
-    ending, shape = ("bias", (rows,)) if kind == "_bias" else ("weight", (rows, columns))
-    num_bytes = info.num_bytes // experts.num_experts // len(names)
-    if kind == "_blocks":
-        num_bytes = rows * (columns // GROUP) * BLOCK_BYTES
-    return [
-        ExpertPart(TensorInfo(f"{prefix}{name}.{ending}", info.type, shape, num_bytes), info.name, kind, expert, first,
-                   len(names))
-        for first, name in enumerate(names)
-    ]  # fmt: skip
+            raise ModelFileError(
+                f"{source}: the scales of tensor {show(info.name)} have shape {shape} for {expected[:-1]}"
+            )

@@ -17,8 +17,7 @@ from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorTy
 from quire.weights.config import DTYPES, has_packed_experts
 from quire.weights.fields import Fields
 from quire.weights.folder import ModelFolder
-from quire.weights.gguf import GgufCheckpoint, is_later_part, part_paths
-from quire.weights.gpt_oss import BLOCK_BYTES, GROUP
+from quire.weights.gguf import BLOCKS, GgufCheckpoint, is_later_part, part_paths
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 from quire.weights.tensors import expected_tensors
 
@@ -26,13 +25,12 @@ if TYPE_CHECKING:
     from quire.weights.packed import PackedMatrix
 
 TYPE = TensorType.BF16  # assumed type of the weights if config.json does not contain it
-ITEM_BYTES = 2
 
 
 def _info(name: str, shape: tuple[int, ...], *, is_packed: bool) -> TensorInfo:
-    if is_packed and shape[1] % GROUP == 0:
-        return TensorInfo(name, TensorType.MXFP4, shape, math.prod(shape) // GROUP * BLOCK_BYTES)
-    return TensorInfo(name, TYPE, shape, math.prod(shape) * ITEM_BYTES)
+    kind = TensorType.MXFP4 if is_packed and shape[1] % BLOCKS[TensorType.MXFP4].num_elements == 0 else TYPE
+    block = BLOCKS[kind]
+    return TensorInfo(name, kind, shape, math.prod(shape) // block.num_elements * block.num_bytes)
 
 
 class DummyCheckpoint(ModelFolder):
@@ -66,14 +64,15 @@ TEXT_FILES = (
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     """Open a folder of safetensors, a `.gguf` file, or a folder with one GGUF model. The caller closes it."""
-    if load_format == "dummy":
-        return _open_dummy(path)
-    if path.is_dir():
-        if (path / "config.json").exists():
-            return SafetensorsCheckpoint(path)
-        return GgufCheckpoint(_only_gguf(path))
     if not path.exists():
         raise ModelNotFound(f"{path}: no such file or folder")
+    has_config = (path / "config.json").exists()
+    if load_format == "dummy":
+        if not has_config:
+            raise ModelFileError(f"{path}: is not a folder with config.json, which load_format = 'dummy' needs")
+        return DummyCheckpoint(path)
+    if path.is_dir():
+        return SafetensorsCheckpoint(path) if has_config else GgufCheckpoint(_only_gguf(path))
     if path.suffix == ".gguf":
         return GgufCheckpoint(path)
     if path.suffix in UNSAFE_SUFFIXES:
@@ -95,14 +94,6 @@ def weight_files(path: Path, load_format: str = "auto") -> list[Path]:
 def text_files(path: Path) -> list[Path]:
     """Return the files beside the weights that determine prompts and default sampling. A GGUF has them inside."""
     return [path / name for name in TEXT_FILES if (path / name).exists()] if (path / "config.json").exists() else []
-
-
-def _open_dummy(path: Path) -> Checkpoint:
-    if not path.exists():
-        raise ModelNotFound(f"{path}: no such file or folder")
-    if not (path / "config.json").exists():
-        raise ModelFileError(f"{path}: is not a folder with config.json, which load_format = 'dummy' needs")
-    return DummyCheckpoint(path)
 
 
 def _only_gguf(folder: Path) -> Path:

@@ -78,7 +78,7 @@ def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: 
     if _refusal(refuse_other_layers, whole):
         spec = _lenient_spec(whole, generation, quantization, reason)
     else:  # quire would have the equations if the weights were not quantised
-        spec = spec_from_config(_unquantized(config), generation, source, _known_type(quantization))
+        spec = spec_from_config(_unquantized(config), generation, source, quantization)
     shown = _quantization(whole) or quantization
     return replace(spec, family=OTHER, quantization=shown, unsupported=reason)
 
@@ -129,10 +129,6 @@ def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(inner, dict):
         kept["text_config"] = {name: value for name, value in inner.items() if name not in QUANTIZED}
     return kept
-
-
-def _known_type(quantization: str) -> str:
-    return quantization if quantization in DTYPES else "BF16"
 
 
 # Architectures that quire does not know
@@ -204,7 +200,7 @@ def _lenient_spec(whole: Fields, generation: Mapping[str, Any], quantization: st
 def _dtype(fields: Fields, quantization: str) -> str:
     given = fields.find_text("dtype" if "dtype" in fields else "torch_dtype") or ""
     name = given.removeprefix("torch.")
-    return name if name in DTYPES.values() else DTYPES[_known_type(quantization)]
+    return name if name in DTYPES.values() else DTYPES.get(quantization, "bfloat16")
 
 
 # Quantisation, for display

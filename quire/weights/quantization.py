@@ -51,6 +51,7 @@ class WeightScheme(NamedTuple):
     bits: int
     is_float: bool
     group: tuple[int, int]  # rows and columns; 0: all of them
+    is_symmetric: bool = True  # of what `quire quantize` writes: without zero points. Readers find these in the files
 
     def group_of(self, num_rows: int, num_columns: int) -> tuple[int, int]:
         rows, columns = self.group
@@ -241,25 +242,12 @@ _METHODS: Mapping[str, Callable[[Fields], Quantization]] = {
 # What `quire quantize` writes
 
 GROUP_SIZES = (32, 64, 128)
-_BLOCK = 128  # rows and columns of a block of FP8
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A kind of quantised weights: integers in groups of a row, or floats in blocks or rows."""
-
-    bits: int
-    is_float: bool = False
-    is_symmetric: bool = True
-    group: tuple[int, int] = (1, 0)
-
-
-FORMATS = {
-    "fp8": Format(8, is_float=True, group=(_BLOCK, _BLOCK)),
-    "fp8-channel": Format(8, is_float=True),
-    "w4a16": Format(4),
-    "w4a16-asym": Format(4, is_symmetric=False),
-    "w8a16": Format(8),
+FORMATS = {  # integers in groups of a row, whose width is an option; floats in blocks or rows
+    "fp8": WeightScheme(8, True, (128, 128)),
+    "fp8-channel": WeightScheme(8, True, (1, 0)),
+    "w4a16": WeightScheme(4, False, (1, 0)),
+    "w4a16-asym": WeightScheme(4, False, (1, 0), is_symmetric=False),
+    "w8a16": WeightScheme(8, False, (1, 0)),
 }
 
 

@@ -24,7 +24,7 @@ from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
 from quire.weights.config import DTYPES
 from quire.weights.fields import member
 from quire.weights.packed import CodeType, PackedMatrix, floats, fp8_values, pack_pairs
-from quire.weights.quantization import FORMATS, GROUP_SIZES, Format
+from quire.weights.quantization import FORMATS, GROUP_SIZES, WeightScheme
 from quire.weights.quants import to_float32
 from quire.weights.safetensors import INDEX, SafetensorsCheckpoint
 from quire.weights.spec import DeltaNetSpec
@@ -59,7 +59,8 @@ def quantize_folder(source: Path, target: Path, name: str, group_size: int, prog
         raise InvalidRequest(f"--group-size {group_size}: not one of {', '.join(map(str, GROUP_SIZES))}")
     checkpoint = _open(source)
     try:
-        writer = _Writer(checkpoint, FORMATS[name], group_size, progress)
+        scheme = FORMATS[name]
+        writer = _Writer(checkpoint, scheme if scheme.is_float else scheme._replace(group=(1, group_size)), progress)
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
@@ -109,12 +110,9 @@ class _Matrix(NamedTuple):
 
 
 class _Writer:
-    def __init__(
-        self, checkpoint: SafetensorsCheckpoint, form: Format, group_size: int, progress: Progress | None
-    ) -> None:
+    def __init__(self, checkpoint: SafetensorsCheckpoint, scheme: WeightScheme, progress: Progress | None) -> None:
         self._checkpoint = checkpoint
-        self._format = form
-        self._group_size = group_size
+        self._scheme = scheme
         self._progress = progress
         self._files = checkpoint.file_tensors()
         infos = {info.name: info for infos in self._files.values() for info in infos}
@@ -168,7 +166,7 @@ class _Writer:
             ends = [own.removesuffix(".weight").rpartition(".")[2] for own in target.names]
             info = infos[name]
             is_matrix = all(own.endswith(".weight") for own in target.names) and set(ends) <= {*_QUANTIZED}
-            if not is_matrix or (self._format.bits == 4 and self._is_state_output(target.names[0])):
+            if not is_matrix or (self._scheme.bits == 4 and self._is_state_output(target.names[0])):
                 continue
             if matrices := _split(info, is_stack=target.is_stack):
                 chosen[name] = matrices
@@ -185,15 +183,16 @@ class _Writer:
         return is_delta_net and parts[2] == "out_proj"
 
     def _check_groups(self, chosen: Mapping[str, list[_Matrix]]) -> None:
-        if self._format.is_float:
+        if self._scheme.is_float:
             return
+        group_size = self._scheme.group[1]
         widths = {matrix.shape[1] for matrices in chosen.values() for matrix in matrices}
         fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
-        if self._group_size not in fitting:
-            width = next(width for width in sorted(widths) if width % self._group_size)
+        if group_size not in fitting:
+            width = next(width for width in sorted(widths) if width % group_size)
             can = f"use {' or '.join(map(str, fitting))}" if fitting else "no group size does: use an FP8 format"
             raise InvalidRequest(
-                f"--group-size {self._group_size} does not divide the {width} inputs of some matrices: {can}"
+                f"--group-size {group_size} does not divide the {width} inputs of some matrices: {can}"
             )
 
     # What is written
@@ -214,25 +213,21 @@ class _Writer:
         """Yield the tensors of a quantised matrix: ending, type and values."""
         if not np.isfinite(weights).all():
             raise ModelFileError(f"{self._checkpoint.path}: tensor {info.name} has weights that are not finite")
-        form = self._format
-        scale_type = "F32" if form.group[0] > 1 else info.type
-        matrix = self._round(weights, lambda scales: floats(_encoded(scales, scale_type).view(np.uint8), scale_type))
-        if form.is_float:
+        scheme = self._scheme
+        scale_type = "F32" if scheme.group[0] > 1 else info.type
+        matrix = _round(weights, scheme, lambda scales: floats(_encoded(scales, scale_type).view(np.uint8), scale_type))
+        if scheme.is_float:
             yield "weight", "F8_E4M3", matrix.codes
         else:
-            yield "weight_packed", "I32", (matrix.codes ^ np.uint8(128) if form.bits == 8 else matrix.codes).view("<i4")
+            yield (
+                "weight_packed",
+                "I32",
+                (matrix.codes ^ np.uint8(128) if scheme.bits == 8 else matrix.codes).view("<i4"),
+            )
             yield "weight_shape", "I64", np.array(weights.shape, "<i8")
         yield "weight_scale", scale_type, _encoded(matrix.scales, scale_type)
         if matrix.zeros is not None:
             yield "weight_zero_point", "I32", _pack_rows(matrix.zeros.astype(np.uint8))
-
-    def _round(self, weights: NDArray[np.float32], store: Any) -> PackedMatrix:
-        form = self._format
-        if form.is_float:
-            return round_fp8(weights, form.group, store)
-        if form.is_symmetric:
-            return round_symmetric(weights, form.bits, self._group_size, store)
-        return round_asymmetric(weights, self._group_size, store)
 
     # Other files
 
@@ -246,19 +241,20 @@ class _Writer:
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def _quantization_config(self) -> dict[str, Any]:
-        form = self._format
+        scheme = self._scheme
+        is_block = scheme.group[0] > 1
         weights: dict[str, Any] = {
-            "num_bits": form.bits,
-            "type": "float" if form.is_float else "int",
-            "symmetric": form.is_symmetric,
+            "num_bits": scheme.bits,
+            "type": "float" if scheme.is_float else "int",
+            "symmetric": scheme.is_symmetric,
             "dynamic": False,
-            "strategy": "block" if form.group[0] > 1 else "channel" if form.is_float else "group",
-            "group_size": None if form.is_float else self._group_size,
-            "block_structure": list(form.group) if form.group[0] > 1 else None,
+            "strategy": "block" if is_block else "channel" if scheme.is_float else "group",
+            "group_size": None if scheme.is_float else scheme.group[1],
+            "block_structure": list(scheme.group) if is_block else None,
         }
         return {
             "quant_method": "compressed-tensors",
-            "format": "float-quantized" if form.is_float else "pack-quantized",
+            "format": "float-quantized" if scheme.is_float else "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {
                 "group_0": {
@@ -333,6 +329,14 @@ _INT4_SPANS = (7.0, 7.5, 8.0)
 _INT8_SPANS = (127.0,)
 
 Store = Callable[["NDArray[np.float32]"], "NDArray[np.float32]"]  # rounds scales to the type that they are stored in
+
+
+def _round(weights: NDArray[np.float32], scheme: WeightScheme, store: Store) -> PackedMatrix:
+    if scheme.is_float:
+        return round_fp8(weights, scheme.group, store)
+    if scheme.is_symmetric:
+        return round_symmetric(weights, scheme.bits, scheme.group[1], store)
+    return round_asymmetric(weights, scheme.group[1], store)
 
 
 def round_fp8(weights: NDArray[np.float32], group: tuple[int, int], store: Store) -> PackedMatrix:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quire.errors import MissingExtra, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorType
+from quire.weights.gguf import BLOCKS
 from quire.weights.packed import CodeType, PackedMatrix, floats, pack_pairs
 
 CHUNK_ELEMENTS = 1 << 20  # decoded at once: the decoders make several copies of their input
@@ -59,17 +60,15 @@ _CODEBOOKS = {TensorType.IQ4_NL: IQ4_CODES, TensorType.IQ4_XS: IQ4_CODES, Tensor
 
 
 def _look_up(kind: TensorType, coded: NDArray[np.uint8]) -> NDArray[np.float32]:
+    blocks = coded.reshape(-1, BLOCKS[kind].num_bytes)
     if kind is TensorType.MXFP4:
-        blocks = coded.reshape(-1, 17)
         scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
         codes = blocks[:, 1:]
     elif kind is TensorType.IQ4_NL:
-        blocks = coded.reshape(-1, 18)
-        scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+        scales = _half(blocks, 0)
         codes = blocks[:, 2:]
     else:
-        blocks = coded.reshape(-1, 136)
-        scales = iq4_xs_scales(blocks)
+        scales = _iq4_xs_scales(blocks)
         codes = blocks[:, 8:]
     values = np.empty((scales.size, 2, 16), np.float32)  # [groups, nibble, code]
     packed = codes.tobytes()
@@ -80,13 +79,12 @@ def _look_up(kind: TensorType, coded: NDArray[np.uint8]) -> NDArray[np.float32]:
     return values.reshape(len(coded), -1)
 
 
-def iq4_xs_scales(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+def _iq4_xs_scales(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return [N, 8]: a float16 times signed factors of 6 bits, of which 4 are in bytes 4 to 7, 2 in bytes 2 and 3."""
-    scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(-1, 8)
     factors: NDArray[np.float32] = (low | high << 4).astype(np.float32) - 32
-    return scales * factors
+    return _half(blocks, 0) * factors
 
 
 # Blocks as a packed matrix, for the types that have equal groups of codes of 4 to 8 bits. Codes of 5 and 6 bits take 8.
@@ -108,7 +106,7 @@ def pack_blocks(raw: RawTensor) -> PackedMatrix | None:
     if layout is None or len(raw.info.shape) != 2:
         return None
     rows, columns = raw.info.shape
-    blocks = np.ascontiguousarray(raw.data).reshape(-1, layout.block_bytes)
+    blocks = np.ascontiguousarray(raw.data).reshape(-1, BLOCKS[raw.info.type].num_bytes)
     with np.errstate(all="ignore"):  # a scale in the file may be infinite or NaN
         codes, scales, minima = layout.decode(blocks)
         zeros = None
@@ -208,19 +206,18 @@ def _mxfp4(blocks: NDArray[np.uint8]) -> _Decoded:
 
 class _Layout(NamedTuple):
     type: CodeType
-    block_bytes: int
     group: int
     decode: Callable[[NDArray[np.uint8]], _Decoded]
 
 
 BLOCK_LAYOUTS = {
-    TensorType.Q8_0: _Layout(CodeType.INT8, 34, 32, _q8_0),
-    TensorType.Q4_0: _Layout(CodeType.INT4, 18, 32, _q4_0),
-    TensorType.Q4_1: _Layout(CodeType.INT4, 20, 32, _q4_1),
-    TensorType.Q5_0: _Layout(CodeType.INT8, 22, 32, _q5_0),
-    TensorType.Q5_1: _Layout(CodeType.INT8, 24, 32, _q5_1),
-    TensorType.Q4_K: _Layout(CodeType.INT4, 144, 32, _q4_k),
-    TensorType.Q5_K: _Layout(CodeType.INT8, 176, 32, _q5_k),
-    TensorType.Q6_K: _Layout(CodeType.INT8, 210, 16, _q6_k),
-    TensorType.MXFP4: _Layout(CodeType.FP4, 17, 32, _mxfp4),
+    TensorType.Q8_0: _Layout(CodeType.INT8, 32, _q8_0),
+    TensorType.Q4_0: _Layout(CodeType.INT4, 32, _q4_0),
+    TensorType.Q4_1: _Layout(CodeType.INT4, 32, _q4_1),
+    TensorType.Q5_0: _Layout(CodeType.INT8, 32, _q5_0),
+    TensorType.Q5_1: _Layout(CodeType.INT8, 32, _q5_1),
+    TensorType.Q4_K: _Layout(CodeType.INT4, 32, _q4_k),
+    TensorType.Q5_K: _Layout(CodeType.INT8, 32, _q5_k),
+    TensorType.Q6_K: _Layout(CodeType.INT8, 16, _q6_k),
+    TensorType.MXFP4: _Layout(CodeType.FP4, 32, _mxfp4),
 }

@@ -155,7 +155,7 @@ class SafetensorsCheckpoint(ModelFolder):
                 yield from ((shard, name) for name in shard.header)
             return
         path = member(self.path, INDEX)
-        weight_map = _read_index(path, MAX_TENSORS)
+        weight_map = _read_index(path)
         for file in dict.fromkeys(weight_map.values()):
             shard = self._open(member(self.path, file))
             for name in shard.header:
@@ -180,7 +180,7 @@ class SafetensorsCheckpoint(ModelFolder):
         mlx-lm reads every `model*.safetensors` and ignores the index. Here the index only says which files are missing.
         """
         if (self.path / INDEX).exists():
-            for file in dict.fromkeys(_read_index(member(self.path, INDEX), MAX_TENSORS).values()):
+            for file in dict.fromkeys(_read_index(member(self.path, INDEX)).values()):
                 member(self.path, file)
         names: set[str] = set()
         for path in self._all_files():
@@ -287,11 +287,11 @@ class SafetensorsCheckpoint(ModelFolder):
         return {name: place for name, place in places.items() if name not in extra}
 
 
-def _read_index(path: Path, max_tensors: int) -> dict[str, str]:
+def _read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor."""
     weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not 1 <= len(weight_map) <= max_tensors:
-        raise ModelFileError(f"{path}: weight_map is {show(weight_map)}: not an object of 1 to {max_tensors} names")
+    if not isinstance(weight_map, dict) or not 1 <= len(weight_map) <= MAX_TENSORS:
+        raise ModelFileError(f"{path}: weight_map is {show(weight_map)}: not an object of 1 to {MAX_TENSORS} names")
     for name, file in weight_map.items():
         if not isinstance(file, str):
             raise ModelFileError(f"{path}: weight_map[{show(name)}] is {show(file)}: not a file name")

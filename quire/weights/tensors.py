@@ -243,14 +243,21 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape], spe
         return None
     whole: Shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     if target.is_stack:
-        if info.shape != (num_stacked, *whole):
+        name = target.names[0]
+        has_experts = name.format(num_stacked - 1) in expected and name.format(num_stacked) not in expected
+        if info.shape != (num_stacked, *whole) or not has_experts:  # exactly those of the model
             return None
     elif _without_ones(info.shape) != _without_ones(whole):
         return None
     if target.is_striped:
-        return _stripes(info, target, shapes, spec)
-    if target.is_stack and not _has_experts(target.names[0], num_stacked, expected):
-        return None
+        count = len(shapes)
+        num_heads = spec.layers[int(target.names[0].split(".")[1])].attention.num_heads
+        return [
+            Place(
+                TensorInfo(name, info.type, shape, info.num_bytes // count), info.name, 0, Stripe(i, count, num_heads)
+            )
+            for i, (name, shape) in enumerate(zip(target.names, shapes, strict=True))
+        ]
     num_rows = num_stacked * whole[0]
     places, first_row = [], 0
     for expert in range(num_stacked):
@@ -261,23 +268,9 @@ def _divide(info: TensorInfo, target: Target, expected: Mapping[str, Shape], spe
     return places
 
 
-def _stripes(info: TensorInfo, target: Target, shapes: Sequence[Shape], spec: ModelSpec) -> list[Place]:
-    count = len(shapes)
-    num_heads = spec.layers[int(target.names[0].split(".")[1])].attention.num_heads
-    return [
-        Place(TensorInfo(name, info.type, shape, info.num_bytes // count), info.name, 0, Stripe(i, count, num_heads))
-        for i, (name, shape) in enumerate(zip(target.names, shapes, strict=True))
-    ]
-
-
 def _without_ones(shape: Shape) -> Shape:
     """A convolution is [channels, 1, taps] in some files, and a matrix with one row is a vector in others."""
     return tuple(size for size in shape if size != 1)
-
-
-def _has_experts(name: str, count: int, expected: Mapping[str, Shape]) -> bool:
-    """Return whether the model has exactly this many experts."""
-    return name.format(count - 1) in expected and name.format(count) not in expected
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
