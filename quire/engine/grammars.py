@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -340,12 +341,8 @@ def _submit(pool: ThreadPoolExecutor, function: Callable[..., T], *values: Any, 
         threading.stack_size(before)
 
 
-def open_grammars(path: Path, load_format: str, vocab_size: int) -> Grammars:
-    """Grammars for a process that has not opened the model's tokenizer yet."""
-    return Grammars(lambda: _open_tokenizer(path, load_format), vocab_size)
-
-
-def _open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int, ...]]:
+def open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int, ...]]:
+    """A model's tokenizer and end-of-text ids, for the grammars of a process that has not opened it yet."""
     checkpoint = open_checkpoint(path, load_format)
     try:
         tokenizer = make_tokenizer(path, checkpoint.tokenizer_files())
@@ -365,16 +362,14 @@ class Compiled(Protocol):
         """A matcher for one answer."""
 
 
+@dataclass(slots=True, eq=False)
 class _LLMatcher:
     """A `Matcher` that uses llguidance; at its start, the compiled grammar itself. Masks are returned unchanged."""
 
-    __slots__ = ("_mask_bytes", "_matcher", "family", "num_bytes")
-
-    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int, num_bytes: int, family: object) -> None:
-        self.family = family  # copies share the lexer, which is protected by a lock
-        self.num_bytes = num_bytes
-        self._matcher = matcher
-        self._mask_bytes = mask_bytes
+    _matcher: llguidance.LLMatcher
+    _mask_bytes: int
+    num_bytes: int
+    family: object  # copies share the lexer, which is protected by a lock
 
     def matcher(self) -> Matcher:
         return _LLMatcher(self._matcher.deep_copy(), self._mask_bytes, self.num_bytes, self.family)
@@ -618,19 +613,13 @@ class GrammarQueue:
         self._abandoned += [one for one in self._compiling if request_id in one.message.request_ids]
         self._compiling = [one for one in self._compiling if request_id not in one.message.request_ids]
         for tenant, line in list(self._lines.items()):
-            kept = deque(message for message in line if request_id not in message.request_ids)
-            if kept:
-                self._lines[tenant] = kept
-            else:
-                del self._lines[tenant]
+            self._lines[tenant] = deque(message for message in line if request_id not in message.request_ids)
+        self._lines = {tenant: line for tenant, line in self._lines.items() if line}
 
     def take(self) -> Sequence[tuple[Add, Compiled | QuireError]]:
         """The requests whose grammars are compiled or failed, in the order in which their compilation began."""
-        done: list[_Compiling] = []
-        compiling: list[_Compiling] = []
-        for one in self._compiling:
-            (done if one.job.done() else compiling).append(one)
-        self._compiling = compiling
+        done = [one for one in self._compiling if one.job.done()]
+        self._compiling = [one for one in self._compiling if one not in done]
         self._begin()
         return [(one.message, _outcome(one.job)) for one in done]
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -92,7 +92,6 @@ class ClusterClient(ModelClient):
         self._is_ready = asyncio.Event()  # there was a replica
         self._has_open = asyncio.Event()  # a replica accepts requests, or none will
         self._departed: Stats | None = None  # counts of replicas that have left
-        self._num_lost = 0
         self._is_closed = False
 
     # What is known about the replicas
@@ -124,18 +123,8 @@ class ClusterClient(ModelClient):
         return any(one.connection.is_moving for one in self.replicas)
 
     @property
-    def num_restarts(self) -> int:
-        """The number of replicas that ended without being asked to."""
-        return self._num_lost
-
-    @property
     def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
         return tuple(view.status() for view in self.replicas)
-
-    @property
-    def index_bytes(self) -> int:
-        """Memory of the router's index."""
-        return self._router.index.num_bytes
 
     async def start(self) -> None:
         """Wait for the first replica."""
@@ -327,7 +316,7 @@ class ClusterClient(ModelClient):
         if not self._uses(view):
             return
         if view.is_accepting:
-            self._num_lost += view.connection.facts is not None
+            self.num_restarts += view.connection.facts is not None
             pause_s = view.note_end(has_served)
             log.warning("replica %s of %s has ended; connecting again in %g s", view.replica, self.text.name, pause_s)
             self._spawn(self._reconnect(view, pause_s))
@@ -495,7 +484,6 @@ class ReplicaView:
         self.is_accepting = True  # False: it is being stopped, and ends its requests
         self.stats: Stats | None = None  # the last known
         self._num_ends = 0  # of connections in a row that served nothing
-        self._limits: Scheduling | None = None
         self._sent: dict[Generation, int] = {}  # requests without a token so far -> prompt tokens to compute
 
     @property
@@ -523,13 +511,11 @@ class ReplicaView:
         self._num_ends = 1 if has_served else self._num_ends + 1
         return min(RECONNECT_S * 2.0 ** min(self._num_ends - 1, 10), MAX_RECONNECT_S)
 
-    @property
+    @cached_property
     def limits(self) -> Scheduling:
         """The replica's settings, which never change."""
-        if self._limits is None:
-            assert self.connection.facts is not None
-            self._limits = self._config.scheduling(self.connection.facts.capacity)
-        return self._limits
+        assert self.connection.facts is not None
+        return self._config.scheduling(self.connection.facts.capacity)
 
     @property
     def num_blocks(self) -> int:

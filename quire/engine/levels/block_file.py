@@ -132,12 +132,9 @@ class FileLibrary:
 
 
 def _address(buffer: memoryview) -> tuple[int, object]:
-    """The address of a buffer, and what keeps it valid."""
+    """The address of a writable buffer, and what keeps it valid."""
     if not buffer.nbytes:
         return 0, None
-    if buffer.readonly:
-        copy = ctypes.create_string_buffer(bytes(buffer), buffer.nbytes)
-        return ctypes.addressof(copy), copy
     shared = ctypes.c_char.from_buffer(buffer)
     return ctypes.addressof(shared), shared
 
@@ -248,13 +245,12 @@ def write_private(path: Path | str, parts: Sequence[bytes | memoryview], *, may_
             os.unlink(temporary)
 
 
-def write_block(path: Path | str, space: bytes, content: Content, payload: memoryview) -> int:
-    """Write a file of content. Returns its size. A file that is lost costs no more than computing the content again."""
+def write_block(path: Path | str, space: bytes, content: Content, payload: memoryview) -> None:
+    """Write a file of content. A file that is lost costs no more than computing the content again."""
     payload = payload.cast("B")
     header = _pack_header(space, content, payload.nbytes)
     digest = sha256(header + checksum(payload)).digest()
     write_private(path, [header, payload, digest])
-    return file_bytes(len(content.tokens), payload.nbytes)
 
 
 def read_block(path: Path | str, space: bytes, content: Content, out: memoryview) -> None:

@@ -28,7 +28,6 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from quire import errors
 from quire.backends.base import Capacity, Progress
 from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import PackedPrompt, check_salt
@@ -36,7 +35,6 @@ from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.generation import (
     EngineOutput,
     Generation,
-    GenerationOutput,
     GenerationRequest,
     NewParser,
 )
@@ -81,6 +79,7 @@ from quire.errors import (
     QuireError,
     RequestFailed,
     WorkerDied,
+    error_of,
 )
 
 HANG_LIMIT_S = 30.0  # without a message, while there is work
@@ -108,8 +107,6 @@ class WorkerLink(ABC):
 
     `on_end` is called once, with the reason, unless the link was closed on purpose. `is_over` may be True before.
     """
-
-    pid = 0  # of a process of this machine
 
     def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -245,7 +242,7 @@ class WorkerProcess(WorkerLink):
             self._watch = self._loop.call_at(self._heard_s + limit_s, self._check)
             return
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
+            os.kill(self.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
         self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
@@ -416,11 +413,15 @@ class WorkerConnection:
             case Begun():
                 self._begin(message)
             case Refused(request_ids=request_ids):
-                self._refuse(request_ids, errors.error_of(message.kind, message.message))
+                self._refuse(request_ids, error_of(message.kind, message.message))
             case Loading(num_done=num_done, num_bytes=num_bytes):
                 self._on_loading(num_done, num_bytes)
             case Ready():
-                self._take_ready(message)
+                self.facts = message
+                self._ready_s = self._loop.time()
+                self._watch()
+                if not self.ready.done():
+                    self.ready.set_result(None)
             case Fingerprinted(system_fingerprint=system_fingerprint):
                 assert self.facts is not None  # it follows Ready
                 self.facts = msgspec.structs.replace(self.facts, system_fingerprint=system_fingerprint)
@@ -429,19 +430,12 @@ class WorkerConnection:
                     query.set_result(result)
                 self._watch()
             case Failed(kind=kind, message=text):
-                self._error = errors.error_of(kind, text)
+                self._error = error_of(kind, text)
                 self.process.end()  # at once, so that the next request starts another worker
             case CacheReport():
                 self._on_report(message)
             case Working():
                 pass  # handled by the watchdog of the process
-
-    def _take_ready(self, message: Ready) -> None:
-        self.facts = message
-        self._ready_s = self._loop.time()
-        self._watch()
-        if not self.ready.done():
-            self.ready.set_result(None)
 
     def _begin(self, message: Begun) -> None:
         """Mark generations as started. The cache result is that of the first sample: the others share its KV."""
@@ -566,6 +560,8 @@ class ModelClient(ABC):
     def __init__(self, text: ModelText, config: EngineConfig, ids: Iterator[int]) -> None:
         self.text = text
         self.max_model_len = text.spec.max_model_len  # until a worker reports what fits its pool
+        self.is_caching = config.enable_prefix_caching
+        self.num_restarts = 0  # workers started after the first, or lost
         self._config = config
         self._ids = ids  # of requests and queries
 
@@ -580,10 +576,6 @@ class ModelClient(ABC):
         return (self.facts.system_fingerprint or None) if self.facts is not None else None
 
     @property
-    def is_caching(self) -> bool:
-        return self._config.enable_prefix_caching
-
-    @property
     def capacity(self) -> Capacity | None:
         return None if self.facts is None else self.facts.capacity
 
@@ -596,11 +588,6 @@ class ModelClient(ABC):
     @abstractmethod
     def is_moving(self) -> bool:
         """Whether a worker is ready, and is idle or sent a message recently."""
-
-    @property
-    @abstractmethod
-    def num_restarts(self) -> int:
-        """The number of workers started after the first, or lost."""
 
     @property
     def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
@@ -638,9 +625,6 @@ class ModelClient(ABC):
     @abstractmethod
     async def send(self, generation: Generation) -> None:
         """Send the request of a generation to a worker, and set its `on_cancel`. Waits until there is a worker."""
-
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await (await self.submit(request)).result()
 
     @abstractmethod
     async def close(self) -> None:
@@ -717,7 +701,7 @@ class EngineClient(ModelClient):
         )
         self._connection: WorkerConnection | None = None
         self._starting = asyncio.Lock()
-        self._num_starts = 0
+        self._starts = count()  # of workers
         self._num_early_deaths = 0  # in a row, without a finished request in between
         self._closed = asyncio.Event()
 
@@ -727,17 +711,9 @@ class EngineClient(ModelClient):
         return None if connection is None else connection.facts
 
     @property
-    def worker_pid(self) -> int | None:
-        return None if self._connection is None or self._connection.process.is_over else self._connection.process.pid
-
-    @property
     def is_moving(self) -> bool:
         connection = self._serving_connection()
         return connection is not None and connection.is_moving
-
-    @property
-    def num_restarts(self) -> int:
-        return max(self._num_starts - 1, 0)
 
     async def start(self) -> None:
         await self._ready_connection()
@@ -797,7 +773,7 @@ class EngineClient(ModelClient):
         return connection
 
     def _start_worker(self) -> WorkerConnection:
-        self._num_starts += 1
+        self.num_restarts = next(self._starts)
         try:
             connection = self._connect()
         except OSError as error:  # out of processes, descriptors or memory

@@ -145,9 +145,7 @@ class EventPublisher:
 class ReplayBuffer:
     """The last batches, within limits of their number and size. Shared by two threads."""
 
-    def __init__(self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BATCH_BYTES) -> None:
-        self._max_batches = max_batches
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._batches: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -156,7 +154,7 @@ class ReplayBuffer:
         with self._lock:
             self._batches.append((number, payload))
             self._num_bytes += len(payload)
-            while len(self._batches) > self._max_batches or self._num_bytes > self._max_bytes:
+            while len(self._batches) > MAX_BATCHES or self._num_bytes > MAX_BATCH_BYTES:
                 self._num_bytes -= len(self._batches.popleft()[1])
 
     def since(self, first: int) -> list[tuple[int, bytes]]:

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
 from quire.engine.engine import NO_WORK, Engine, StepEstimator, Work, work_of
 from quire.engine.generation import EngineOutput, GenerationRequest
-from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
+from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_tokenizer
 from quire.engine.process import calm_collector, setup_worker_log
 from quire.engine.worker.block_map import BlockMap, held_ranges
 from quire.engine.worker.kv_events import CacheReporter
@@ -462,7 +463,7 @@ def _load_and_run(channel: Channel) -> int:
         prepared: list[Grammars] = []  # while the weights are loaded
 
         def prepare_grammars(vocab_size: int) -> None:
-            prepared.append(open_grammars(Path(first.path), first.config.load_format, vocab_size))
+            prepared.append(Grammars(partial(open_tokenizer, Path(first.path), first.config.load_format), vocab_size))
             prepared[-1].prepare()
 
         with _timed(timings_s, "weights"):
