@@ -152,15 +152,13 @@ MIN_DRAFTS = 2  # fewer are not worth waiting for the token before them, nor the
 GAIN = 1.1  # a draft must be worth this much more than no draft
 
 
+@dataclass(slots=True)
 class TokenIndex:
     """Knows where runs of `size` tokens occur in a sequence that only grows."""
 
-    __slots__ = ("_ends", "_num_indexed", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._ends: dict[tuple[int, ...], int] = {}  # tokens -> end of their last occurrence
-        self._num_indexed = 0  # ends of all occurrences up to here are known
+    size: int
+    _ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # tokens -> end of their last occurrence
+    _num_indexed: int = 0  # ends of all occurrences up to here are known
 
     def find(self, tokens: array[int]) -> int | None:
         """The end of the previous occurrence of the last tokens of a sequence.
@@ -201,11 +199,8 @@ def match_length(tokens: array[int], place: int, most: int = MAX_MATCH) -> int:
 
 
 class Guess(NamedTuple):
-    tokens: Sequence[int]
+    tokens: Sequence[int] = ()
     is_predicted: bool = False  # from the prediction of the caller
-
-
-NO_GUESS = Guess(())
 
 
 class Prediction:
@@ -265,10 +260,10 @@ class Drafter:
                 return Guess(coming, is_predicted=True)
         place = self._index.find(tokens)
         if place is None:
-            return NO_GUESS
+            return Guess()
         length = match_length(tokens, place)
         if length < self._min_match:
-            return NO_GUESS
+            return Guess()
         count = min(most, self._reach * length)
         found = tokens[place : place + count]
         if len(found) < count:  # what follows are the last tokens themselves: they repeat
@@ -339,6 +334,9 @@ class Speculation:
 
     def __init__(self, capacity: Capacity, *, is_on: bool = True) -> None:
         self._capacity = capacity
+        self._new_drafter = partial(Drafter, MIN_MATCH, reach=REACH)
+        if capacity.has_costly_rows:
+            self._new_drafter = partial(Drafter, MIN_COSTLY_MATCH)
         can_roll_back = not capacity.num_states or capacity.num_live_states > 1
         self.is_on = is_on and can_roll_back and capacity.max_drafts > 0
         self._entries: dict[int, _Drafted] = {}
@@ -349,11 +347,7 @@ class Speculation:
         sampling = request.sampling
         if not self.is_on or sampling.prompt_logprobs is not None or sampling.has_penalty:
             return
-        if self._capacity.has_costly_rows:
-            drafter = Drafter(MIN_COSTLY_MATCH, prediction)
-        else:
-            drafter = Drafter(MIN_MATCH, prediction, reach=REACH)
-        entry = self._entries[request.request_id] = _Drafted(request, drafter)
+        entry = self._entries[request.request_id] = _Drafted(request, self._new_drafter(prediction=prediction))
         if prediction and (most := self._most(len(self._entries))) > 0:
             request.draft = prediction[:most]
             entry.is_predicted = True
@@ -409,7 +403,7 @@ class Speculation:
             return
         has_grammar = request_id in masking.entries
         forced = masking.forced(request_id) if has_grammar else ()
-        guess = NO_GUESS if forced else entry.drafter.guess(request.tokens, request.num_prompt_tokens, most)
+        guess = Guess() if forced else entry.drafter.guess(request.tokens, request.num_prompt_tokens, most)
         entry.is_forced, entry.is_predicted = bool(forced), guess.is_predicted
         draft: Sequence[int] = forced or guess.tokens
         if not draft:
@@ -859,11 +853,8 @@ MEMORY_BOUND = 64  # tokens that may take no longer than one: the step is limite
 class Work(NamedTuple):
     """The amount of work of a step."""
 
-    num_tokens: int
-    effort: float  # in tokens, attention included
-
-
-NO_WORK = Work(0, 0.0)
+    num_tokens: int = 0
+    effort: float = 0.0  # in tokens, attention included
 
 
 def work_of(plan: StepPlan) -> Work:

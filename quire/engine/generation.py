@@ -518,12 +518,15 @@ class Generation:
 
     def output(self) -> GenerationOutput:
         """The whole answer. Failed samples have their error."""
+        prompt_logprobs = None
+        if self.request.sampling.prompt_logprobs is not None:
+            prompt_logprobs = tuple(map(self._prompt_logprobs.get, range(len(self.request.prompt))))
         return GenerationOutput(
             prompt=self.request.prompt,
             completions=tuple(self._completion(index) for index in range(self.request.n)),
             usage=self.usage,
             cache=self.cache,
-            prompt_logprobs=self._all_prompt_logprobs(),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _completion(self, index: int) -> Completion:
@@ -648,11 +651,6 @@ class Generation:
         self._updated.set()
 
     # Log probabilities
-
-    def _all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        if self.request.sampling.prompt_logprobs is None:
-            return None
-        return tuple(self._prompt_logprobs.get(position) for position in range(len(self.request.prompt)))
 
     def _readable(self, entry: TokenLogprobs, offset: int) -> TokenLogprob:
         top = tuple(self._named(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top))

@@ -92,10 +92,6 @@ class ModelText:
             )
         return tuple(self.template.encode(chat, max_chars=limit))
 
-    def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Where messages start in a prompt, except the first: see `find_boundaries`. The last starts the answer."""
-        return find_boundaries(prompt, self.template.starters)
-
     def request(
         self,
         prompt: Sequence[int],
@@ -122,7 +118,7 @@ class ModelText:
             pins=tuple(pins),
             grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
             prediction=self._encode_prediction(params.prediction) if params.prediction else None,
-            boundaries=self.boundaries(prompt) if chat is not None and self._has_points else (),
+            boundaries=find_boundaries(prompt, self.template.starters) if chat is not None and self._has_points else (),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
         )
 

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -331,7 +330,7 @@ def _call_front(method: str) -> str | None:
     handle = serve.get_deployment_handle(FRONT, FRONT_APPLICATION)
     try:
         answer: str = getattr(handle, method).remote().result(timeout_s=ANSWER_S)
-    except (RayError, TimeoutError, RayServeException):
+    except (ray.exceptions.RayError, TimeoutError, RayServeException):
         return None
     return answer
 
@@ -380,7 +379,7 @@ class ModelReplica(Replica):
             facts = await self.start(Path(path), engine, chain_secret, fingerprint)
         except QuireError as error:
             raise RuntimeError(f"{name}: {error}") from None  # not every process that reads it can import quire
-        self._max_num_seqs = engine.scheduling(facts.capacity).max_num_seqs
+        self._max_num_seqs = facts.capacity.max_num_seqs
         self._janitor = asyncio.get_running_loop().create_task(self._drop_silent_front())
 
     async def hello(self) -> None:

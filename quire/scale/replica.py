@@ -32,7 +32,6 @@ from quire.engine.worker.protocol import (
     FromWorker,
     GetStats,
     Load,
-    Loading,
     Ready,
     Refused,
     Stats,
@@ -240,8 +239,6 @@ class Replica:
             case Answered(query_id=query_id) if query_id == STATS_ID:
                 if self._stats is not None and not self._stats.done():
                     self._stats.set_result(ANSWERS[Stats].decode(message.result))
-                return
-            case Loading():
                 return
             case Stepped(outputs=outputs):
                 ended = (one.request_id for one in outputs if one.finish_reason is not None or one.error is not None)

@@ -220,7 +220,7 @@ def test_the_time_at_normal_priority_is_bounded(seed: int) -> None:
         taken_s = budget.take(owner)
         assert 0.0 <= taken_s <= PATIENCE_S
         used_s = taken_s * random.choice((0.1, 1.0, 1.0))
-        budget.give_back(owner, taken_s - used_s)
+        budget.use(owner, used_s - taken_s)
         uses.append((clock.now_s, owner, used_s))
     for start_s in {at_s for at_s, _, _ in uses[::40]}:
         since = [(at_s, owner, used_s) for at_s, owner, used_s in uses if at_s >= start_s]

@@ -66,7 +66,9 @@ class Sums(ctypes.Structure):
 def checksum(content: memoryview) -> bytes:
     if (library := load_library()) is not None:
         total = Sums()
-        library.add_bytes(total, content)
+        address, holder = _address(content)
+        library.add_bytes(total, address, content.nbytes)
+        del holder
         return bytes(total)
     import numpy as np  # part of every backend; `quire cache` needs it only if there is no C library
 
@@ -103,16 +105,11 @@ class FileLibrary:
         library = ctypes.CDLL(str(path))
         if not hasattr(library, "quire_files_abi") or library.quire_files_abi() != ABI:
             raise OSError(f"{path} is of another version of quire")
-        self._add_bytes, self._read_files = library.quire_add_bytes, library.quire_read_files
-        self._add_bytes.argtypes = (ctypes.POINTER(Sums), ctypes.c_void_p, ctypes.c_uint64)
+        # `add_bytes` adds content at an address to sums.
+        self.add_bytes, self._read_files = library.quire_add_bytes, library.quire_read_files
+        self.add_bytes.argtypes = (ctypes.POINTER(Sums), ctypes.c_void_p, ctypes.c_uint64)
         self._read_files.argtypes = (ctypes.POINTER(_File), ctypes.c_uint64, ctypes.c_int64)
-        self._add_bytes.restype = self._read_files.restype = None
-
-    def add_bytes(self, sums: Sums, part: memoryview) -> None:
-        """Add content to the sums."""
-        address, holder = _address(part)
-        self._add_bytes(sums, address, part.nbytes)
-        del holder
+        self.add_bytes.restype = self._read_files.restype = None
 
     def read_files(self, reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[bool]:
         """Read payloads that are used at this time. Returns False for files that are missing, or not as expected."""

@@ -388,9 +388,8 @@ class FileIndex:
 
     def knows(self, path: str) -> bool:
         """Whether the content of a file is known."""
-        with self._lock:
-            entry = self.entries.get(path)
-            return entry is not None and entry.content is not None
+        entry = self.entries.get(path)
+        return entry is not None and entry.content is not None
 
     # Room
 

@@ -290,7 +290,6 @@ def _describe(code: int) -> str:
 
 
 STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
-PROBE_ID = 0  # query id of probes of the only client of a worker, whose own ids start at 1
 MOVING_LIMIT_S = 8.0  # allowed silence while there is work; then /health reports the worker as stuck, within 10 s
 LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
 
@@ -304,7 +303,7 @@ class WorkerConnection:
     `on_end` is called when the worker has ended, unless it was closed on purpose. Its argument: whether the worker
     finished a request or was ready for `STEADY_S`. `on_lost`: called with each request that had not started by then.
     `connect`: starts the worker, or finds one on another machine. `probe_id`: the query
-    id of probes, which no caller of `ask` uses; a worker with several clients answers by the id.
+    id of probes, which no caller of `ask` uses: the ids of the only client of a worker start at 1.
     """
 
     def __init__(
@@ -319,7 +318,7 @@ class WorkerConnection:
         on_report: Callable[[CacheReport], None] = ignore,
         on_lost: Callable[[Generation, QuireError], None] = Generation.fail,
         connect: Connect = WorkerProcess,
-        probe_id: int = PROBE_ID,
+        probe_id: int = 0,
     ) -> None:
         self._name = name
         self._hang_limit_s = hang_limit_s
@@ -347,6 +346,11 @@ class WorkerConnection:
         return len(self._alive)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the worker is ready and has not ended."""
+        return self.facts is not None and not self.process.is_over
+
+    @property
     def is_moving(self) -> bool:
         """Whether the worker is idle, or sent a message recently."""
         limit_s = max(MOVING_LIMIT_S, self.process.announced_s)
@@ -355,10 +359,6 @@ class WorkerConnection:
     @property
     def _is_busy(self) -> bool:
         return bool(self._alive or self._queries)
-
-    def load(self, path: Path, config: EngineConfig, kv_events: KvEventsConfig | None) -> None:
-        self.process.send(Load(str(path), config, kv_events))
-        self.process.expect_message(LOAD_LIMIT_S)
 
     def submit(self, generation: Generation) -> None:
         if self.process.is_over:  # `on_end` may have run already: this request would wait forever
@@ -567,13 +567,23 @@ class ModelClient(ABC):
 
     @property
     @abstractmethod
+    def connections(self) -> list[WorkerConnection]:
+        """Those to workers that are ready, the first one first."""
+
+    @property
     def facts(self) -> Ready | None:
-        """A running worker's report about itself; None if there is none."""
+        """A running worker's report about itself; None if there is none. All have the same model and settings."""
+        return next((one.facts for one in self.connections), None)
 
     @property
     def system_fingerprint(self) -> str | None:
-        """Identifies everything on this side that changes answers. None: not known yet, see `Fingerprinting`."""
-        return (self.facts.system_fingerprint or None) if self.facts is not None else None
+        """Identifies everything on this side that changes answers.
+
+        None: not known yet, see `Fingerprinting`, or workers differ, in their devices for example: any of them may
+        answer.
+        """
+        found = {one.facts.system_fingerprint for one in self.connections if one.facts is not None}
+        return (found.pop() or None) if len(found) == 1 else None
 
     @property
     def capacity(self) -> Capacity | None:
@@ -585,9 +595,9 @@ class ModelClient(ABC):
         return None if self.capacity is None else self._config.scheduling(self.capacity)
 
     @property
-    @abstractmethod
     def is_moving(self) -> bool:
         """Whether a worker is ready, and is idle or sent a message recently."""
+        return any(one.is_moving for one in self.connections)
 
     @property
     def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
@@ -688,8 +698,7 @@ class EngineClient(ModelClient):
         its cache.
         """
         super().__init__(text, config, count(1))
-        self._path = path
-        self._kv_events = kv_events
+        self._load = Load(str(path), config, kv_events)
         self._connect = partial(
             WorkerConnection,
             text.name,
@@ -706,14 +715,8 @@ class EngineClient(ModelClient):
         self._closed = asyncio.Event()
 
     @property
-    def facts(self) -> Ready | None:
-        connection = self._serving_connection()
-        return None if connection is None else connection.facts
-
-    @property
-    def is_moving(self) -> bool:
-        connection = self._serving_connection()
-        return connection is not None and connection.is_moving
+    def connections(self) -> list[WorkerConnection]:
+        return [one for one in (self._connection,) if one is not None and one.is_open]
 
     async def start(self) -> None:
         await self._ready_connection()
@@ -753,8 +756,7 @@ class EngineClient(ModelClient):
             await connection.process.close()
 
     async def ask(self, query: Query, kind: type[T]) -> list[T]:
-        connection = self._serving_connection()
-        return [] if connection is None else [await connection.ask(next(self._ids), query, kind)]
+        return [await one.ask(next(self._ids), query, kind) for one in self.connections]
 
     # The worker
 
@@ -780,13 +782,9 @@ class EngineClient(ModelClient):
             self._count_death(False)
             raise WorkerDied(f"no process could be started for {self.text.name}: {error}") from error
         self._connection = connection
-        connection.load(self._path, self._config, self._kv_events)
+        connection.process.send(self._load)
+        connection.process.expect_message(LOAD_LIMIT_S)
         return connection
-
-    def _serving_connection(self) -> WorkerConnection | None:
-        connection = self._connection
-        is_serving = connection is not None and connection.facts is not None and not connection.process.is_over
-        return connection if is_serving else None
 
     def _count_death(self, has_served: bool) -> None:
         self._num_early_deaths = 1 if has_served else self._num_early_deaths + 1

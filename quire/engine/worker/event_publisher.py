@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import closing, suppress
 
 import zmq
 
@@ -118,17 +119,13 @@ class EventPublisher:
 
     def _answer(self, answering: zmq.Socket[bytes]) -> None:
         """Answer replay requests until the context is terminated."""
-        try:
+        with closing(answering), suppress(zmq.ContextTerminated):
             while True:
                 frames = answering.recv_multipart()
                 if len(frames) == 3 and len(frames[2]) == SEQUENCE_BYTES:
                     self._send_again(answering, frames[0], int.from_bytes(frames[2], "big"))
                 else:
                     log.warning("a replay request of KV events has %d frames; it is ignored", len(frames))
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            answering.close()
 
     def _send_again(self, answering: zmq.Socket[bytes], client: bytes, first: int) -> None:
         try:

@@ -255,7 +255,7 @@ ToWorker = Load | Add | Cancel | Finish | Ask
 FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | CacheReport | Refused | Answered | Failed
 
 encode = msgspec.msgpack.Encoder().encode
-to_worker = msgspec.msgpack.Decoder(ToWorker)
+to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
@@ -368,8 +368,7 @@ class Channel:
     def _decode(self, frame: bytes) -> ToWorker | None:
         """Decode a message. An invalid one fails only the requests that it names."""
         try:
-            message: ToWorker = to_worker.decode(frame)
-            return message
+            return to_worker.decode(frame)
         except msgspec.DecodeError as error:
             log.error("a message could not be decoded: %s", error)
             found = msgspec.msgpack.decode(frame)

@@ -28,7 +28,7 @@ from quire.core.request import Request
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
-from quire.engine.engine import NO_WORK, Engine, StepEstimator, Work, work_of
+from quire.engine.engine import Engine, StepEstimator, Work, work_of
 from quire.engine.generation import EngineOutput, GenerationRequest
 from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_tokenizer
 from quire.engine.process import calm_collector, setup_worker_log
@@ -109,8 +109,8 @@ class Worker:
         self._events = events  # since the last plan
         self._num_preemptions = 0
         self._estimator = StepEstimator()
-        self._planned = NO_WORK  # work of the last plan
-        self._running = NO_WORK  # enqueued by the previous call of `step`, if a step is in flight
+        self._planned = Work()  # work of the last plan
+        self._running = Work()  # enqueued by the previous call of `step`, if a step is in flight
         self._is_read_announced = False  # since the last progress: how long reads may take
         self._num_steps = 0
         self._num_violations = 0
@@ -270,8 +270,7 @@ class Worker:
             self._channel.send(Working(min(PATIENCE_FACTOR * predicted_s, MAX_PATIENCE_S)))
 
     def _describe(self, event: Admitted) -> Started:
-        request = self._engine.scheduler.requests.get(event.request_id)
-        assert request is not None  # just admitted, and its step has not run
+        request = self._engine.scheduler.requests[event.request_id]  # just admitted, and its step has not run
         return Started(event.request_id, event.waited_ns / 1e9, request.num_cached_tokens, request.cache_explanation)
 
     def _prepare(self) -> None:
