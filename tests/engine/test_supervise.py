@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.engine.worker.client import EngineClient, WorkerProcess
-from quire.engine.worker.protocol import Ask, Failed, GetStats, pack
+from quire.engine.worker.protocol import Ask, Failed, GetStats, Load, pack
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
 from tests.engine.serving import SLOW, client, generate, request, result, until, worker_pid
 
@@ -137,8 +137,8 @@ async def test_supervision_and_requests_start_only_one_worker(tiny_model: Path) 
 
 async def test_a_failure_of_the_first_load_is_raised(tiny_model: Path, tmp_path: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
-        engine._path = tmp_path / "broken.gguf"
-        engine._path.write_bytes(b"GGUF")
+        (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+        engine._load = Load(str(tmp_path / "broken.gguf"), engine._config)
         with pytest.raises(ModelFileError, match=r"broken\.gguf"):
             await engine.supervise()
 
@@ -148,12 +148,12 @@ async def test_later_load_failures_are_retried(
 ) -> None:
     monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 0.1)
     async with supervised(tiny_model) as (engine, watching):
-        good, engine._path = engine._path, tmp_path / "gone.gguf"
+        good, engine._load = engine._load, Load(str(tmp_path / "gone.gguf"), engine._config)
         kill(engine)
         await until(lambda: "could not be started again" in caplog.text)
         assert not watching.done()
         assert (engine.facts, engine.is_moving) == (None, False)
-        engine._path = good
+        engine._load = good
         await until(lambda: engine.facts is not None)
         assert engine.num_restarts >= 2
 
