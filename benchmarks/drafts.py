@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import harness
 
 from quire.core.step import StepPlan
-from quire.engine.engine import NO_WORK, StepEstimator, work_of
+from quire.engine.engine import StepEstimator, Work, work_of
 from quire.engine.generation import EngineOutput, GenerationParams
 from quire.engine.llm import LLM
 from quire.text.grammar import Grammar, GrammarKind
@@ -209,7 +209,7 @@ class Side:
         while engine.runner.prepare():
             pass
         self._estimator = StepEstimator()
-        self._planned = self._running = NO_WORK
+        self._planned = self._running = Work()
         self._num_steps = 0
         self._step = engine.step
         engine.on_plan = self._note

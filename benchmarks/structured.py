@@ -22,7 +22,7 @@ from quire.bench.driver import driven
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
-from quire.engine.grammars import Compiled, open_grammars
+from quire.engine.grammars import Compiled, Grammars, open_tokenizer
 from quire.text.grammar import json_schema_grammar
 from quire.weights.hub import resolve
 
@@ -91,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     path = resolve(args.model)
     engine = make_engine(path, EngineConfig(backend=args.backend, max_num_seqs=max(args.rows + 4, 8)))
-    grammars = open_grammars(path, "auto", engine.capacity.vocab_size)
+    grammars = Grammars(lambda: open_tokenizer(path, "auto"), engine.capacity.vocab_size)
     for name, schema in SCHEMAS.items():
         print(f"{name}: ", end="")
         compare(engine, grammars.compile(json_schema_grammar(schema)), args.rows, args.steps, args.rounds)

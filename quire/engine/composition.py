@@ -5,7 +5,6 @@ The speed of prompts and of loads is measured here, to load only what would take
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import os
@@ -17,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from itertools import repeat
+from math import inf
 from pathlib import Path
 from types import ModuleType
 
@@ -118,7 +118,7 @@ def measure_disk(space: Space, size: int, num_readers: int) -> LevelSpeed | None
     """
     count = max(2, min(MAX_PIECES, MAX_BYTES // size))
     content = Content(MemoryKind.BLOCK, os.urandom(KEY_BYTES), bytes(KEY_BYTES), b"")
-    payload = memoryview(os.urandom(size))
+    payload = memoryview(bytearray(os.urandom(size)))
     names = [f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}" for _ in range(count)]
     paths = [os.path.join(space.path, name) for name in names]
 
@@ -291,18 +291,22 @@ DEVICES = ("auto", "cpu", "cuda", "metal")
 QUANTIZING = ("mlx", "torch", "fake")  # backends that know `quantize`
 QUANTIZE_NAMES = {"4": 4, "8": 8, "int4": 4, "fp8": 8}  # bits; the names are those of formats on a GPU
 FP8_KV = ("torch", "fake")  # backends that know `kv_cache_dtype`
-LIMITS = {
-    "block_size": 1024,
-    "max_num_seqs": 4096,
-    "max_num_batched_tokens": 1 << 20,
-    "max_chunk_tokens": 1 << 20,
-    "max_mixed_tokens": 1 << 20,
-    "max_waiting": 1 << 24,
-}
 SIZES = ("kv_memory", "host_cache", "disk_cache")  # may be text such as 8G
-LOWEST = {"threads": 1, "num_blocks": 2, "kv_memory": 1, "max_model_len": 2, "host_cache": 0, "disk_cache": 0}
-# The backend sets these if the user does not.
-CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens", "max_mixed_tokens")
+BOUNDS = {  # of whole numbers
+    "threads": (1, inf),
+    "num_blocks": (2, inf),
+    "kv_memory": (1, inf),
+    "max_model_len": (2, inf),
+    "host_cache": (0, inf),
+    "disk_cache": (0, inf),
+    "block_size": (1, 1024),
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "max_chunk_tokens": (1, 1 << 20),
+    "max_mixed_tokens": (1, 1 << 20),
+    "max_waiting": (1, 1 << 24),
+}
+REQUIRED = ("block_size", "max_waiting")  # of these, None is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,16 +376,13 @@ class EngineConfig:
         if self.backend != "auto":
             _check_kv_cache_dtype(self)
         make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses invalid values
-        for name, low in LOWEST.items():
+        for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < low):
-                raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
-        for name, high in LIMITS.items():
-            value = getattr(self, name)
-            if value is None and name in CHOSEN:
+            if value is None and name not in REQUIRED:
                 continue
-            if type(value) is not int or not 1 <= value <= high:
-                raise InvalidRequest(f"{name} = {value!r} is not a whole number from 1 to {high}")
+            if type(value) is not int or not low <= value <= high:
+                span = f"of at least {low}" if high == inf else f"from {low} to {high}"
+                raise InvalidRequest(f"{name} = {value!r} is not a whole number {span}")
         self._check_cache()
 
     def _parse_sizes(self) -> None:

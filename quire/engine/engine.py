@@ -13,7 +13,9 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -150,15 +152,13 @@ MIN_DRAFTS = 2  # fewer are not worth waiting for the token before them, nor the
 GAIN = 1.1  # a draft must be worth this much more than no draft
 
 
+@dataclass(slots=True)
 class TokenIndex:
     """Knows where runs of `size` tokens occur in a sequence that only grows."""
 
-    __slots__ = ("_ends", "_num_indexed", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._ends: dict[tuple[int, ...], int] = {}  # tokens -> end of their last occurrence
-        self._num_indexed = 0  # ends of all occurrences up to here are known
+    size: int
+    _ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # tokens -> end of their last occurrence
+    _num_indexed: int = 0  # ends of all occurrences up to here are known
 
     def find(self, tokens: array[int]) -> int | None:
         """The end of the previous occurrence of the last tokens of a sequence.
@@ -199,11 +199,8 @@ def match_length(tokens: array[int], place: int, most: int = MAX_MATCH) -> int:
 
 
 class Guess(NamedTuple):
-    tokens: Sequence[int]
+    tokens: Sequence[int] = ()
     is_predicted: bool = False  # from the prediction of the caller
-
-
-NO_GUESS = Guess(())
 
 
 class Prediction:
@@ -263,10 +260,10 @@ class Drafter:
                 return Guess(coming, is_predicted=True)
         place = self._index.find(tokens)
         if place is None:
-            return NO_GUESS
+            return Guess()
         length = match_length(tokens, place)
         if length < self._min_match:
-            return NO_GUESS
+            return Guess()
         count = min(most, self._reach * length)
         found = tokens[place : place + count]
         if len(found) < count:  # what follows are the last tokens themselves: they repeat
@@ -284,15 +281,6 @@ class Drafter:
         if self._num_failures >= NUM_FAILURES:
             self._num_failures = 0
             self._min_match = min(2 * self._min_match, MAX_MATCH)
-
-
-def awaits_tokens(running: Collection[Request]) -> bool:
-    """Whether at least half of these requests cannot be planned before the step in flight is committed.
-
-    Then it is awaited before the next one is planned. Otherwise those requests would miss a whole step; the wait costs
-    only the time of planning, in which the device idles.
-    """
-    return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
 
 
 def num_paying(rate: float, most: int, num_rows: int, cost: StepCost) -> int:
@@ -319,18 +307,16 @@ NUM_SKIPPED = 3  # a lookup takes 1 % of the step of a small model
 REACH = 4  # guessed tokens for each token that matches, where a few more rows cost almost nothing
 
 
+@dataclass(slots=True)
 class _Drafted:
-    __slots__ = (
-        *("drafter", "expected", "is_forced", "is_predicted", "num_misses", "num_to_skip", "predicted", "request"),
-    )
-
-    def __init__(self, request: Request, drafter: Drafter) -> None:
-        self.request = request
-        self.drafter = drafter
-        self.expected: int | None = None  # the token for which the request is held
-        self.is_forced = self.is_predicted = False  # where the present draft comes from
-        self.predicted: Predicted | None = None
-        self.num_misses = self.num_to_skip = 0  # tokens in a row without a guess; next ones without a lookup
+    request: Request
+    drafter: Drafter
+    expected: int | None = None  # the token for which the request is held
+    is_forced: bool = False  # the present draft, by a grammar
+    is_predicted: bool = False  # the present draft, by the caller
+    predicted: Predicted | None = None
+    num_misses: int = 0  # tokens in a row without a guess
+    num_to_skip: int = 0  # next tokens without a lookup
 
 
 class Speculation:
@@ -348,40 +334,32 @@ class Speculation:
 
     def __init__(self, capacity: Capacity, *, is_on: bool = True) -> None:
         self._capacity = capacity
-        self.is_on = is_on and capacity.max_drafts > 0
-        if capacity.num_states and capacity.num_live_states < 2:
-            self.is_on = False  # a state cannot be rolled back
+        self._new_drafter = partial(Drafter, MIN_MATCH, reach=REACH)
+        if capacity.has_costly_rows:
+            self._new_drafter = partial(Drafter, MIN_COSTLY_MATCH)
+        can_roll_back = not capacity.num_states or capacity.num_live_states > 1
+        self.is_on = is_on and can_roll_back and capacity.max_drafts > 0
         self._entries: dict[int, _Drafted] = {}
-        self._active: set[int] = set()  # ids of requests that have a draft or are held
-        self._num_running, self._allowed = 1, self._most(1)  # drafts per request that were allowed in the last step
-
-    @property
-    def has_active(self) -> bool:
-        """Whether a request has a draft or is held."""
-        return bool(self._active)
+        self.active: set[int] = set()  # ids of requests that have a draft or are held
 
     def add(self, request: Request, prediction: Sequence[int] = ()) -> None:
         """Make drafts for a request, if its parameters allow that."""
         sampling = request.sampling
         if not self.is_on or sampling.prompt_logprobs is not None or sampling.has_penalty:
             return
-        if self._capacity.has_costly_rows:
-            drafter = Drafter(MIN_COSTLY_MATCH, prediction)
-        else:
-            drafter = Drafter(MIN_MATCH, prediction, reach=REACH)
-        entry = self._entries[request.request_id] = _Drafted(request, drafter)
+        entry = self._entries[request.request_id] = _Drafted(request, self._new_drafter(prediction=prediction))
         if prediction and (most := self._most(len(self._entries))) > 0:
             request.draft = prediction[:most]
             entry.is_predicted = True
-            self._active.add(request.request_id)
+            self.active.add(request.request_id)
 
     def remove(self, request_id: int) -> None:
         self._entries.pop(request_id, None)
-        self._active.discard(request_id)
+        self.active.discard(request_id)
 
     def predicted(self, request_id: int) -> Predicted | None:
         """How much of a request's prediction was right so far. None: it has none, or it was not used."""
-        entry = self._entries.get(request_id) if self._entries else None
+        entry = self._entries.get(request_id)
         return None if entry is None else entry.predicted
 
     def learn(self, request_id: int, num_drafts: int, num_tokens: int) -> None:
@@ -400,10 +378,8 @@ class Speculation:
         self, request_ids: Iterable[int], num_running: int, cost: StepCost | None, masking: GrammarMasks
     ) -> None:
         """Make new drafts for requests whose last tokens have arrived."""
-        if num_running != self._num_running:
-            self._num_running, self._allowed = num_running, self._most(num_running)
-        most = self._allowed
-        if most < 1 and not self._active:  # in a large batch nothing is done for each token
+        most = self._most(num_running)
+        if most < 1 and not self.active:  # in a large batch nothing is done for each token
             return
         for request_id in request_ids:
             if (entry := self._entries.get(request_id)) is None:
@@ -422,12 +398,12 @@ class Speculation:
                 entry.drafter.learn(1, 0)  # the awaited token differs from the guess
             entry.expected = None
         request.draft, request.is_held = (), False
-        self._active.discard(request_id)
+        self.active.discard(request_id)
         if most < 1:
             return
         has_grammar = request_id in masking.entries
         forced = masking.forced(request_id) if has_grammar else ()
-        guess = NO_GUESS if forced else entry.drafter.guess(request.tokens, request.num_prompt_tokens, most)
+        guess = Guess() if forced else entry.drafter.guess(request.tokens, request.num_prompt_tokens, most)
         entry.is_forced, entry.is_predicted = bool(forced), guess.is_predicted
         draft: Sequence[int] = forced or guess.tokens
         if not draft:
@@ -440,7 +416,7 @@ class Speculation:
             if len(draft) > MIN_DRAFTS:
                 request.is_held = True
                 entry.expected = None if forced else draft[0]
-                self._active.add(request_id)
+                self.active.add(request_id)
             return
         if self._capacity.has_costly_rows:
             rate = 1.0 if forced else entry.drafter.rate
@@ -450,7 +426,7 @@ class Speculation:
             draft = draft[: masking.num_valid(request_id, draft)]
         request.draft = draft
         if draft:
-            self._active.add(request_id)
+            self.active.add(request_id)
 
     def _most(self, num_running: int) -> int:
         """How many drafts a request may have among `num_running` requests. Drafts use rows that are free."""
@@ -566,9 +542,8 @@ class Engine:
 
     def finish(self, request_id: int, num_output_tokens: int) -> bool:
         """End the request after this many output tokens. It produces no further output."""
-        was_alive = self.scheduler.finish(request_id, num_output_tokens)
         self._forget(request_id)
-        return was_alive
+        return self.scheduler.finish(request_id, num_output_tokens)
 
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
@@ -611,12 +586,15 @@ class Engine:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether the next call of `step` collects the step in flight before it plans."""
-        return (
-            self._in_flight is not None
-            and self.speculation.has_active
-            and awaits_tokens(self.scheduler.running.requests)
-        )
+        """Whether the next call of `step` collects the step in flight before it plans.
+
+        It does if at least half of the requests cannot be planned before that. Otherwise those would miss a whole step;
+        the wait costs only the time of planning, in which the device idles.
+        """
+        if self._in_flight is None or not self.speculation.active:
+            return False
+        running = self.scheduler.running.requests
+        return 2 * sum([request.awaits_sample for request in running]) >= max(len(running), 1)
 
     # Levels below the device
 
@@ -701,15 +679,15 @@ class Engine:
         """
         outputs: list[EngineOutput] = []
         if self.capacity.has_overlap:
-            error = self._try(plan, lambda: self.runner.forward(plan))
+            error = self._try(plan, partial(self.runner.forward, plan))
             outputs += self._commit_in_flight()
             masks = self._masking.compute(plan)
         else:
             masks = self._masking.compute(plan)
-            error = self._try(plan, lambda: self.runner.forward(plan))
+            error = self._try(plan, partial(self.runner.forward, plan))
         outputs += [self._fail(request_id, why) for request_id, why in masks.failures.items()]
         if error is None:
-            error = self._try(plan, lambda: self.runner.sample(masks.by_batch_index))
+            error = self._try(plan, partial(self.runner.sample, masks.by_batch_index))
         launched = _InFlight(plan) if error is None else self._repeat(plan, masks.by_batch_index, error)
         if self.capacity.has_overlap:
             self._in_flight = launched
@@ -717,17 +695,14 @@ class Engine:
         return outputs + self._commit(launched)
 
     def _launch(self, plan: StepPlan) -> _InFlight:
-        def launch() -> None:
-            self.runner.forward(plan)
-            self.runner.sample(None)
-
-        error = self._try(plan, launch)
+        error = self._try(plan, partial(self.runner.forward, plan), partial(self.runner.sample, None))
         return _InFlight(plan) if error is None else self._repeat(plan, None, error)
 
-    def _try(self, plan: StepPlan, enqueue: Callable[[], None]) -> Exception | None:
-        """Enqueue a step or a part of it. Returns the exception of the backend, which must not end the engine."""
+    def _try(self, plan: StepPlan, *parts: Callable[[], None]) -> Exception | None:
+        """Enqueue parts of a step. Returns the exception of the backend, which must not end the engine."""
         try:
-            enqueue()
+            for enqueue in parts:
+                enqueue()
         except Exception as error:
             log.exception("a step of %d requests failed", len(plan.slices))
             self.runner.abandon()
@@ -770,7 +745,7 @@ class Engine:
     def _speculate(self, plan: StepPlan, updates: Sequence[TokenUpdate]) -> None:
         """Learn from the drafts of a step, and make new ones."""
         speculation, scheduler = self.speculation, self.scheduler
-        if speculation.has_active:  # else the step has no drafts
+        if speculation.active:  # else the step has no drafts
             drafted = {piece.request_id: piece.num_drafts for piece in plan.slices if piece.num_drafts}
             for update in updates:
                 if update.tokens and update.request_id in drafted:
@@ -878,11 +853,8 @@ MEMORY_BOUND = 64  # tokens that may take no longer than one: the step is limite
 class Work(NamedTuple):
     """The amount of work of a step."""
 
-    num_tokens: int
-    effort: float  # in tokens, attention included
-
-
-NO_WORK = Work(0, 0.0)
+    num_tokens: int = 0
+    effort: float = 0.0  # in tokens, attention included
 
 
 def work_of(plan: StepPlan) -> Work:
@@ -893,18 +865,16 @@ def work_of(plan: StepPlan) -> Work:
     return Work(num_tokens, num_tokens + context / CONTEXT_PER_TOKEN + pairs / PAIRS_PER_TOKEN)
 
 
+@dataclass(slots=True)
 class _Size:
     """The last steps of about one size: their efforts are within a factor of two."""
 
-    __slots__ = ("_last", "median")
-
-    def __init__(self) -> None:
-        self._last: deque[tuple[float, float]] = deque(maxlen=KEPT)  # seconds and effort
-        self.median = 0.0, 0.0  # of two steps, the shorter one: the first of a kind is often slow
+    last: deque[tuple[float, float]] = field(default_factory=partial(deque, maxlen=KEPT))  # seconds and effort
+    median: tuple[float, float] = 0.0, 0.0  # of two steps, the shorter one: the first of a kind is often slow
 
     def take(self, took_s: float, effort: float) -> None:
-        self._last.append((took_s, effort))
-        self.median = sorted(self._last)[(len(self._last) - 1) // 2]
+        self.last.append((took_s, effort))
+        self.median = sorted(self.last)[(len(self.last) - 1) // 2]
 
 
 class StepEstimator:

@@ -75,10 +75,10 @@ class GenerationParams:
             if getattr(self, name) is None:  # clients send null for unset fields
                 object.__setattr__(self, name, empty)
         check_temperature(self.temperature)
-        for name in ("ignore_eos", "include_stop", "skip_special"):
-            if type(getattr(self, name)) is not bool:
-                raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not true or false")
         for name, kinds, what in (
+            ("ignore_eos", bool, "true or false"),
+            ("include_stop", bool, "true or false"),
+            ("skip_special", bool, "true or false"),
             ("logit_bias", Mapping, "a mapping of token ids to numbers"),
             ("stop", str | list | tuple, "a string or a list of strings"),
             ("prediction", str, "text"),
@@ -483,7 +483,7 @@ class Generation:
             if not deltas:
                 self._is_raised = True
                 raise self.error
-            self.wake()  # the caller must call again to get the error
+            self._updated.set()  # the caller must call again to get the error
         return deltas
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -498,12 +498,6 @@ class Generation:
                 await self._updated.wait()
         finally:
             self.cancel()
-
-    async def result(self) -> GenerationOutput:
-        """The whole answer, or the part that was generated before it was cancelled."""
-        async for _ in self.deltas():
-            pass
-        return self.whole()
 
     def cancel(self) -> None:
         """Free the request's resources in the worker, and end its iteration. Does nothing if it has ended."""
@@ -524,12 +518,15 @@ class Generation:
 
     def output(self) -> GenerationOutput:
         """The whole answer. Failed samples have their error."""
+        prompt_logprobs = None
+        if self.request.sampling.prompt_logprobs is not None:
+            prompt_logprobs = tuple(map(self._prompt_logprobs.get, range(len(self.request.prompt))))
         return GenerationOutput(
             prompt=self.request.prompt,
             completions=tuple(self._completion(index) for index in range(self.request.n)),
             usage=self.usage,
             cache=self.cache,
-            prompt_logprobs=self._all_prompt_logprobs(),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _completion(self, index: int) -> Completion:
@@ -550,7 +547,7 @@ class Generation:
         self.queued_s, self.num_cached_tokens, self.cache = queued_s, num_cached_tokens, cache
         if self._on_start is not None:
             self._on_start(self)
-        self.wake()
+        self._updated.set()
 
     def push_token(self, index: int, token_id: int, now_s: float, previous: dict[float | None, int]) -> bool:
         """Take the next token of an unfinished sample, if it is plain text. False: the caller must use `push`.
@@ -574,14 +571,14 @@ class Generation:
         sink = self.sink
         if sink is None or self._deltas or not sink.take_token(index, token_id, text, now_s):
             self._deltas.append(Delta(index, text, (token_id,), (), None, None))
-            self.wake()
+            self._updated.set()
         return True
 
     def deliver(self, delta: Delta) -> None:
         sink = None if delta.finish_reason is not None else self.sink
         if sink is None or self._deltas or not sink.take_delta(delta):
             self._deltas.append(delta)
-            self.wake()
+            self._updated.set()
 
     def note_tokens(self, index: int, now_s: float) -> float | None:
         """Record that tokens of a sample arrived. Returns the time of the previous ones; None: these are the first."""
@@ -636,7 +633,7 @@ class Generation:
         """End all unfinished samples. Their text so far is the answer."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or FinishReason.CANCELLED
-        self.wake()
+        self._updated.set()
 
     def fail_sample(self, index: int, error: str) -> Delta:
         """End a sample with an error: its engine died, or its tokens could not be decoded."""
@@ -651,17 +648,9 @@ class Generation:
             self.fail_sample(index, str(error))
         if self.error is None:
             self.error = type(error)(str(error))  # a copy: each task that raises it adds to its traceback
-        self.wake()
-
-    def wake(self) -> None:
         self._updated.set()
 
     # Log probabilities
-
-    def _all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        if self.request.sampling.prompt_logprobs is None:
-            return None
-        return tuple(self._prompt_logprobs.get(position) for position in range(len(self.request.prompt)))
 
     def _readable(self, entry: TokenLogprobs, offset: int) -> TokenLogprob:
         top = tuple(self._named(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top))

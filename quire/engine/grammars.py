@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -116,7 +117,12 @@ def _problem(answer: Mapping[str, Any]) -> str:
         ended = died(answer["returncode"])
         if isinstance(ended, Interrupted):
             raise ended
-        return f"grammar is too complex: {_exceeded(-answer['returncode'])}"
+        limits = {  # by the signal that ended the trial
+            signal.SIGALRM: f"compiling it does not finish within {WAIT_LIMIT_S:g} s",
+            signal.SIGPROF: f"compiling it takes more than {COMPILE_LIMIT_S:g} s",
+        }
+        others = "its rules are nested too deeply, or compiling it takes too much memory"
+        return f"grammar is too complex: {limits.get(-answer['returncode'], others)}"
     error, first_mask_s = answer["error"], answer.get("first_mask_s", 0.0)
     if error.startswith("NoExtensionBias"):
         return "grammar: no answer matches it"
@@ -124,15 +130,6 @@ def _problem(answer: Mapping[str, Any]) -> str:
         took = f"choosing its first token takes {first_mask_s * 1000:.0f} ms"
         return f"grammar is too complex: {took}, more than {FIRST_MASK_LIMIT_S * 1000:.0f}"
     return error and f"grammar: {one_line(error)}"
-
-
-def _exceeded(number: int) -> str:
-    """The limit that ended a trial by this signal."""
-    if number == signal.SIGALRM:
-        return f"compiling it does not finish within {WAIT_LIMIT_S:g} s"
-    if number == signal.SIGPROF:
-        return f"compiling it takes more than {COMPILE_LIMIT_S:g} s"
-    return "its rules are nested too deeply, or compiling it takes too much memory"
 
 
 def one_line(error: str, limit: int = 300) -> str:
@@ -166,7 +163,7 @@ class NormalTime:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._earned_s: dict[str | None, float] = {}  # when an owner has earned again all that it has used
 
     def take(self, owner: str) -> float:
@@ -178,19 +175,16 @@ class NormalTime:
                 for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL))
             )
             taken_s = min(PATIENCE_S, left_s) if left_s >= MIN_S else 0.0
-            self._use(owner, taken_s)
+            self.use(owner, taken_s)
             return taken_s
 
-    def give_back(self, owner: str, seconds: float) -> None:
-        """Return time that was not used; a negative number of seconds was used beyond what was taken."""
+    def use(self, owner: str, seconds: float) -> None:
+        """Record time that was used beyond what was taken. A negative number of seconds was taken and not used."""
         with self._lock:
-            self._use(owner, -seconds)
-
-    def _use(self, owner: str, seconds: float) -> None:
-        now_s = self._clock()
-        for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL)):
-            self._earned_s[one] = max(self._earned_s.get(one, now_s), now_s) + seconds / allowance.share
-        self._earned_s = {one: earned_s for one, earned_s in self._earned_s.items() if earned_s > now_s}
+            now_s = self._clock()
+            for one, allowance in ((owner, OF_OWNER), (_ALL, OF_ALL)):
+                self._earned_s[one] = max(self._earned_s.get(one, now_s), now_s) + seconds / allowance.share
+            self._earned_s = {one: earned_s for one, earned_s in self._earned_s.items() if earned_s > now_s}
 
 
 MAX_COMPILED = 256
@@ -293,7 +287,7 @@ class Grammars:
         source = compiler.translate(grammar)
         taken_s = self._normal_time.take(owner)
         tried = compiler.trial.run(source, taken_s)  # in another process first: some grammars crash the compiler
-        self._normal_time.give_back(owner, taken_s - tried.normal_s)
+        self._normal_time.use(owner, tried.normal_s - taken_s)
         if tried.problem:
             raise InvalidRequest(tried.problem)
         if tried.is_slow:
@@ -302,7 +296,7 @@ class Grammars:
             return job.result()
         start_s = time.thread_time()
         compiled = compiler.compile(source, len(grammar.source))
-        self._normal_time.give_back(owner, start_s - time.thread_time())
+        self._normal_time.use(owner, time.thread_time() - start_s)
         return compiled
 
     def _open(self, *, is_early: bool = False) -> _Compiler:
@@ -340,12 +334,8 @@ def _submit(pool: ThreadPoolExecutor, function: Callable[..., T], *values: Any, 
         threading.stack_size(before)
 
 
-def open_grammars(path: Path, load_format: str, vocab_size: int) -> Grammars:
-    """Grammars for a process that has not opened the model's tokenizer yet."""
-    return Grammars(lambda: _open_tokenizer(path, load_format), vocab_size)
-
-
-def _open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int, ...]]:
+def open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int, ...]]:
+    """A model's tokenizer and end-of-text ids, for the grammars of a process that has not opened it yet."""
     checkpoint = open_checkpoint(path, load_format)
     try:
         tokenizer = make_tokenizer(path, checkpoint.tokenizer_files())
@@ -365,16 +355,14 @@ class Compiled(Protocol):
         """A matcher for one answer."""
 
 
+@dataclass(slots=True, eq=False)
 class _LLMatcher:
     """A `Matcher` that uses llguidance; at its start, the compiled grammar itself. Masks are returned unchanged."""
 
-    __slots__ = ("_mask_bytes", "_matcher", "family", "num_bytes")
-
-    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int, num_bytes: int, family: object) -> None:
-        self.family = family  # copies share the lexer, which is protected by a lock
-        self.num_bytes = num_bytes
-        self._matcher = matcher
-        self._mask_bytes = mask_bytes
+    _matcher: llguidance.LLMatcher
+    _mask_bytes: int
+    num_bytes: int
+    family: object  # copies share the lexer, which is protected by a lock
 
     def matcher(self) -> Matcher:
         return _LLMatcher(self._matcher.deep_copy(), self._mask_bytes, self.num_bytes, self.family)
@@ -435,9 +423,8 @@ class _TokenMask:
     def mask(self) -> bytes:
         return self._mask
 
-    def consume(self, token: int) -> bool:
-        del token  # no state: the answer ends at a stop token or at max_tokens
-        return False
+    def consume(self, _token: int) -> bool:
+        return False  # no state: the answer ends at a stop token or at max_tokens
 
     def forced(self) -> Sequence[int]:
         return ()
@@ -618,19 +605,13 @@ class GrammarQueue:
         self._abandoned += [one for one in self._compiling if request_id in one.message.request_ids]
         self._compiling = [one for one in self._compiling if request_id not in one.message.request_ids]
         for tenant, line in list(self._lines.items()):
-            kept = deque(message for message in line if request_id not in message.request_ids)
-            if kept:
-                self._lines[tenant] = kept
-            else:
-                del self._lines[tenant]
+            self._lines[tenant] = deque(message for message in line if request_id not in message.request_ids)
+        self._lines = {tenant: line for tenant, line in self._lines.items() if line}
 
     def take(self) -> Sequence[tuple[Add, Compiled | QuireError]]:
         """The requests whose grammars are compiled or failed, in the order in which their compilation began."""
-        done: list[_Compiling] = []
-        compiling: list[_Compiling] = []
-        for one in self._compiling:
-            (done if one.job.done() else compiling).append(one)
-        self._compiling = compiling
+        done = [one for one in self._compiling if one.job.done()]
+        self._compiling = [one for one in self._compiling if one not in done]
         self._begin()
         return [(one.message, _outcome(one.job)) for one in done]
 

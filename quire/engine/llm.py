@@ -16,7 +16,6 @@ from typing import Any
 
 from quire.backends.base import Progress
 from quire.core.kv_cache import CacheStats
-from quire.core.values import FinishReason
 from quire.engine.composition import EngineConfig, check_cache_folders, check_supported, make_engine
 from quire.engine.generation import (
     Delta,
@@ -223,7 +222,9 @@ class _Run:
         except Exception as error:  # ends this sample only
             delta = generation.fail_sample(index, f"the answer could not be read: {type(error).__name__}: {error}")
         if delta.finish_reason is not None:
-            self._end(output.request_id, output.finish_reason, generation.num_tokens(index))
+            del self._alive[output.request_id], self._llm.owners[output.request_id]
+            if output.finish_reason is None:  # the engine does not know the end yet
+                self._engine.finish(output.request_id, generation.num_tokens(index))
         self._deltas.append((number, delta))
 
     def close(self) -> None:
@@ -231,7 +232,8 @@ class _Run:
         with self._llm.lock:
             self._todo.clear()
             for request_id in list(self._alive):
-                self._end(request_id, None, None)
+                del self._alive[request_id], self._llm.owners[request_id]
+                self._engine.cancel(request_id)
             while not self._llm.owners and self._engine.has_work:
                 self._engine.step()
 
@@ -249,15 +251,6 @@ class _Run:
             self._todo.popleft()
             self._alive[request_id] = (number, index)
             self._llm.owners[request_id] = self
-
-    def _end(self, request_id: int, engine_reason: FinishReason | None, num_tokens: int | None) -> None:
-        del self._alive[request_id], self._llm.owners[request_id]
-        if engine_reason is not None:
-            return  # already ended in the engine
-        if num_tokens is None:
-            self._engine.cancel(request_id)
-        else:
-            self._engine.finish(request_id, num_tokens)
 
 
 @contextmanager

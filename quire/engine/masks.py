@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from quire.backends.machine import usable_cores
@@ -58,14 +59,12 @@ class Masks(NamedTuple):
     failures: Mapping[int, str]  # request id -> why it has no mask
 
 
+@dataclass(slots=True)
 class _Entry:
     """A request's matcher and its time above the limit."""
 
-    __slots__ = ("matcher", "overrun_s")
-
-    def __init__(self, matcher: Matcher) -> None:
-        self.matcher = matcher
-        self.overrun_s = 0.0
+    matcher: Matcher
+    overrun_s: float = 0.0
 
 
 _Row = tuple[SeqSlice, _Entry]

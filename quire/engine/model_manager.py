@@ -63,7 +63,6 @@ class ManagedModel(ABC):
         self.is_load_requested = False  # by a call of `load`, without a waiting request
         self.is_evicted = False  # unloading to free memory; cancelled if another model can be unloaded instead
         self.is_closing = False  # the unload can no longer be cancelled
-        self.is_loaded = False
         self.idle = asyncio.Event()  # there are no leases
         self.unloading: asyncio.Task[None] | None = None
         self.loading: asyncio.Task[None] | None = None
@@ -220,7 +219,8 @@ class ModelManager:
         if tasks:
             await asyncio.wait(tasks)
         self.refuse()
-        await asyncio.gather(*(self._close(managed) for managed in self.models if managed.is_loaded))
+        loaded = [one for one in self.models if one.state in (ModelState.READY, ModelState.UNLOADING)]
+        await asyncio.gather(*map(self._close, loaded))
 
     def eta_s(self, managed: ManagedModel) -> float | None:
         """Estimated seconds until the model is ready, from the last load's duration; None: there was none."""
@@ -286,7 +286,6 @@ class ModelManager:
                 if is_last or not isinstance(error, ModelTooLarge):
                     raise
             else:
-                managed.is_loaded = True
                 return
 
     def _ready(self, managed: ManagedModel) -> None:
@@ -428,7 +427,7 @@ class ModelManager:
             log.exception("unloading %s failed", managed.name)  # its process has ended anyway, or ends with this one
         finally:
             managed.num_unloads += 1
-            managed.num_bytes, managed.is_loaded = 0, False
+            managed.num_bytes = 0
             managed.unloading, managed.is_closing, managed.is_evicted = None, False, False
             managed.state = ModelState.UNLOADED
             self._change.set()

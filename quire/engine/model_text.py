@@ -84,21 +84,13 @@ class ModelText:
         return tuple(self.tokenizer.encode(text, add_special=add_special, max_chars=limit))
 
     def encode_chat(self, chat: ChatRequest, max_model_len: int) -> tuple[int, ...]:
-        self._check_size(chat, max_model_len)
-        return tuple(self.template.encode(chat, max_chars=MAX_CHARS_PER_TOKEN * max_model_len))
-
-    def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Where messages start in a prompt, except the first: see `find_boundaries`. The last starts the answer."""
-        return find_boundaries(prompt, self.template.starters)
-
-    def _check_size(self, chat: ChatRequest, max_model_len: int) -> None:
-        """Refuse a conversation that is too long before it is rendered, which takes time."""
         limit = MAX_CHARS_PER_TOKEN * max_model_len
-        if chat.num_chars > limit:
+        if chat.num_chars > limit:  # refused before it is rendered, which takes time
             raise ContextTooLong(
                 f"messages of {chat.num_chars} characters cannot fit the context of {max_model_len} tokens:"
                 f" {TOO_LONG_HINT}"
             )
+        return tuple(self.template.encode(chat, max_chars=limit))
 
     def request(
         self,
@@ -126,7 +118,7 @@ class ModelText:
             pins=tuple(pins),
             grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
             prediction=self._encode_prediction(params.prediction) if params.prediction else None,
-            boundaries=self.boundaries(prompt) if chat is not None and self._has_points else (),
+            boundaries=find_boundaries(prompt, self.template.starters) if chat is not None and self._has_points else (),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
         )
 

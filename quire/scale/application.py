@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -37,7 +36,7 @@ from quire.scale.cluster_client import ClusterClient
 from quire.scale.config import DeployConfig, ModelDeployment, QueuePolicy, equal_share
 from quire.scale.ray_cluster import DeployFailed
 from quire.scale.ray_serve import RayTransport, ReplicaWatcher
-from quire.scale.replica import Replica, ids_of, make_front_number
+from quire.scale.replica import Replica, ids_of
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.http import bind
 from quire.server.launcher import Launcher, Startup, setup_logging
@@ -86,7 +85,8 @@ def check_resources(deployments: Mapping[str, ModelDeployment]) -> None:
     for name, one in deployments.items():
         wanted = needs(one)
         if not any(all(machine.get(kind, 0) >= amount for kind, amount in wanted.items()) for machine in machines):
-            text = f"{name}: no machine of the cluster has what one replica needs: {_text(wanted)}"
+            listed = ", ".join(f"{kind} {amount:g}" for kind, amount in wanted.items())
+            text = f"{name}: no machine of the cluster has what one replica needs: {listed}"
             raise InvalidRequest(f"{text}; --wait waits until such a machine joins")
 
 
@@ -98,10 +98,6 @@ def has_room(deployments: Sequence[ModelDeployment]) -> bool:
         for kind, amount in needs(one).items():
             total[kind] = total.get(kind, 0.0) + amount * one.min_replicas
     return all(free.get(kind, 0.0) >= amount for kind, amount in total.items())
-
-
-def _text(wanted: Mapping[str, float]) -> str:
-    return ", ".join(f"{kind} {amount:g}" for kind, amount in wanted.items())
 
 
 _ERROR = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*(?:Error|Request|Model|Extra|Failed|Died)(?:\([^)]*\))?: (.+)")
@@ -334,7 +330,7 @@ def _call_front(method: str) -> str | None:
     handle = serve.get_deployment_handle(FRONT, FRONT_APPLICATION)
     try:
         answer: str = getattr(handle, method).remote().result(timeout_s=ANSWER_S)
-    except (RayError, TimeoutError, RayServeException):
+    except (ray.exceptions.RayError, TimeoutError, RayServeException):
         return None
     return answer
 
@@ -383,7 +379,7 @@ class ModelReplica(Replica):
             facts = await self.start(Path(path), engine, chain_secret, fingerprint)
         except QuireError as error:
             raise RuntimeError(f"{name}: {error}") from None  # not every process that reads it can import quire
-        self._max_num_seqs = engine.scheduling(facts.capacity).max_num_seqs
+        self._max_num_seqs = facts.capacity.max_num_seqs
         self._janitor = asyncio.get_running_loop().create_task(self._drop_silent_front())
 
     async def hello(self) -> None:
@@ -435,7 +431,7 @@ class Front:
         `fingerprint`: of all settings.
         """
         setup_logging(config.log_level, as_json=config.log_format == "json")
-        self._number = make_front_number()
+        self._number = 1 + secrets.randbelow(1 << 20)  # no other front of the cluster has it
         self._ids = ids_of(self._number)
         self._fingerprint = fingerprint
         self._applications = {model.names[0]: one for model, one in zip(config.models, applications, strict=True)}

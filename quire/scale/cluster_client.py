@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.backends.base import Capacity
 from quire.core.cache import TokenChain, hash_block_tokens, root_key
 from quire.core.kv_cache import CacheStats
-from quire.engine.composition import EngineConfig, Scheduling
+from quire.engine.composition import EngineConfig
 from quire.engine.generation import Generation, GenerationRequest
 from quire.engine.model_text import ModelText
 from quire.engine.worker.client import HANG_LIMIT_S, HeldRanges, ModelClient, WorkerConnection, ignore
@@ -31,7 +32,6 @@ from quire.engine.worker.protocol import (
     GetBlocks,
     GetStats,
     Query,
-    Ready,
     ReplicaStatus,
     Stats,
     Stepped,
@@ -81,9 +81,8 @@ class ClusterClient(ModelClient):
         """
         super().__init__(text, config, ids)
         self._transport = transport
-        self._hang_limit_s = hang_limit_s
+        self._new_connection = partial(WorkerConnection, hang_limit_s=hang_limit_s, on_gap=on_gap, on_lost=self._move)
         self._on_step = on_step
-        self._on_gap = on_gap
         self._router = PrefixRouter[ReplicaView](config.block_size)
         self._replicas: dict[str, ReplicaView] = {}
         self._fingerprint = fingerprint
@@ -92,7 +91,6 @@ class ClusterClient(ModelClient):
         self._is_ready = asyncio.Event()  # there was a replica
         self._has_open = asyncio.Event()  # a replica accepts requests, or none will
         self._departed: Stats | None = None  # counts of replicas that have left
-        self._num_lost = 0
         self._is_closed = False
 
     # What is known about the replicas
@@ -108,34 +106,12 @@ class ClusterClient(ModelClient):
         return [one for one in self.replicas if one.is_accepting]
 
     @property
-    def facts(self) -> Ready | None:
-        """The report of one replica: all have the same model and settings."""
-        return next((one.connection.facts for one in self.replicas), None)
-
-    @property
-    def system_fingerprint(self) -> str | None:
-        """That of all replicas; None if they differ, in their devices for example: any of them may answer."""
-        facts = (one.connection.facts for one in self.replicas)
-        found = {one.system_fingerprint for one in facts if one is not None}
-        return (found.pop() or None) if len(found) == 1 else None
-
-    @property
-    def is_moving(self) -> bool:
-        return any(one.connection.is_moving for one in self.replicas)
-
-    @property
-    def num_restarts(self) -> int:
-        """The number of replicas that ended without being asked to."""
-        return self._num_lost
+    def connections(self) -> list[WorkerConnection]:
+        return [one.connection for one in self.replicas]
 
     @property
     def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
         return tuple(view.status() for view in self.replicas)
-
-    @property
-    def index_bytes(self) -> int:
-        """Memory of the router's index."""
-        return self._router.index.num_bytes
 
     async def start(self) -> None:
         """Wait for the first replica."""
@@ -267,7 +243,7 @@ class ClusterClient(ModelClient):
         """Use the replicas that accept requests now. Returns these, and those that finish their requests."""
         for replica in replicas:
             if replica not in self._replicas and not self._is_closed:
-                view = self._replicas[replica] = ReplicaView(replica, self._config, self._fingerprint)
+                view = self._replicas[replica] = ReplicaView(replica, self._fingerprint)
                 self._connect(view)
         for view in tuple(self._replicas.values()):  # some are forgotten
             view.is_accepting = view.replica in replicas
@@ -276,14 +252,11 @@ class ClusterClient(ModelClient):
         return self._replicas.keys()
 
     def _connect(self, view: ReplicaView) -> None:
-        view.connection = connection = WorkerConnection(
+        view.connection = connection = self._new_connection(
             f"{self.text.name} on replica {view.replica}",
-            self._hang_limit_s,
             on_step=partial(self._take_step, view),
-            on_gap=self._on_gap,
             on_end=partial(self._take_end, view),
             on_report=partial(self._take_report, view),
-            on_lost=self._move,
             connect=partial(ReplicaLink, view.replica, self._transport),
             probe_id=next(self._ids),
         )
@@ -327,7 +300,7 @@ class ClusterClient(ModelClient):
         if not self._uses(view):
             return
         if view.is_accepting:
-            self._num_lost += view.connection.facts is not None
+            self.num_restarts += view.connection.facts is not None
             pause_s = view.note_end(has_served)
             log.warning("replica %s of %s has ended; connecting again in %g s", view.replica, self.text.name, pause_s)
             self._spawn(self._reconnect(view, pause_s))
@@ -486,16 +459,14 @@ class ReplicaView:
 
     connection: WorkerConnection  # set when it is connected, again after its end
 
-    def __init__(self, replica: str, config: EngineConfig, fingerprint: str) -> None:
+    def __init__(self, replica: str, fingerprint: str) -> None:
         self.replica = replica
-        self._config = config
         self._fingerprint = fingerprint
         self.num_free_blocks = 0
         self.num_routed = 0  # requests
         self.is_accepting = True  # False: it is being stopped, and ends its requests
         self.stats: Stats | None = None  # the last known
         self._num_ends = 0  # of connections in a row that served nothing
-        self._limits: Scheduling | None = None
         self._sent: dict[Generation, int] = {}  # requests without a token so far -> prompt tokens to compute
 
     @property
@@ -505,7 +476,7 @@ class ReplicaView:
 
     @property
     def is_open(self) -> bool:
-        return self.connection.facts is not None and not self.is_foreign and not self.connection.process.is_over
+        return self.connection.is_open and not self.is_foreign
 
     @property
     def figures(self) -> Stats | None:
@@ -524,17 +495,14 @@ class ReplicaView:
         return min(RECONNECT_S * 2.0 ** min(self._num_ends - 1, 10), MAX_RECONNECT_S)
 
     @property
-    def limits(self) -> Scheduling:
-        """The replica's settings, which never change."""
-        if self._limits is None:
-            assert self.connection.facts is not None
-            self._limits = self._config.scheduling(self.connection.facts.capacity)
-        return self._limits
+    def capacity(self) -> Capacity:
+        assert self.connection.facts is not None
+        return self.connection.facts.capacity
 
     @property
     def num_blocks(self) -> int:
         """Without the null block."""
-        return self.limits.num_blocks - 1
+        return self.capacity.num_blocks - 1
 
     def status(self) -> ReplicaStatus:
         cache = CacheStats() if self.stats is None else self.stats.cache
@@ -551,7 +519,8 @@ class ReplicaView:
 
     def load(self) -> ReplicaLoad:
         """Its load: from this front's own requests, which is at once, and from its last report."""
-        for generation in [one for one in self._sent if _has_begun(one)]:
+        # Its prompt is computed, or it has ended.
+        for generation in [one for one in self._sent if one.first_s is not None or one.is_finished]:
             del self._sent[generation]
         queued = [0, 0, 0]
         for generation, num_tokens in self._sent.items():
@@ -559,12 +528,7 @@ class ReplicaView:
         return ReplicaLoad(
             (queued[0], queued[1], queued[2]),
             num_requests=self.connection.num_requests,
-            max_num_seqs=self.limits.max_num_seqs,
+            max_num_seqs=self.capacity.max_num_seqs,
             num_free_blocks=self.num_free_blocks,
-            num_blocks=self.limits.num_blocks,
+            num_blocks=self.capacity.num_blocks,
         )
-
-
-def _has_begun(generation: Generation) -> bool:
-    """Whether its prompt is computed, or it has ended."""
-    return generation.first_s is not None or generation.error is not None or generation.is_finished

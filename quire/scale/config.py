@@ -179,16 +179,16 @@ def wanted_replicas(current: int, figures: Iterable[Figures], queue_age_s: float
     return current - 1 if is_spare else current
 
 
+@dataclass(frozen=True, slots=True)
 class QueuePolicy:
     """An autoscaling policy of Ray Serve, which adds the delays and calls it several times per second."""
 
-    def __init__(self, queue_age_s: float, waiting_tokens: float) -> None:
-        self._queue_age_s = queue_age_s
-        self._waiting_tokens = waiting_tokens
+    queue_age_s: float
+    waiting_tokens: float
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         current = context.target_num_replicas
-        wanted = wanted_replicas(current, _figures(context), self._queue_age_s, self._waiting_tokens)
+        wanted = wanted_replicas(current, _figures(context), self.queue_age_s, self.waiting_tokens)
         return min(max(wanted, context.capacity_adjusted_min_replicas), context.capacity_adjusted_max_replicas), {}
 
 

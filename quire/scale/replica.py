@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -33,7 +32,6 @@ from quire.engine.worker.protocol import (
     FromWorker,
     GetStats,
     Load,
-    Loading,
     Ready,
     Refused,
     Stats,
@@ -51,11 +49,6 @@ HANDOVER_S = 10.0  # for a front to open the next stream
 SILENT_LIMIT_S = 30.0  # a front that has sent nothing for this long is gone: its requests are cancelled
 
 log = logging.getLogger(__name__)
-
-
-def make_front_number() -> int:
-    """A number that no other front of the cluster has."""
-    return 1 + secrets.randbelow(1 << 20)
 
 
 def ids_of(front: int) -> Iterator[int]:
@@ -130,10 +123,6 @@ class Replica:
         self.process.send(Load(str(path), config, chain_secret=chain_secret, reports_cache=True))
         self.process.expect_message(LOAD_LIMIT_S)
         return await self._facts
-
-    @property
-    def num_requests(self) -> int:
-        return 0 if self._front is None else len(self._front.request_ids)
 
     async def stats(self) -> Stats:
         """The worker's own figures. Concurrent calls share one query."""
@@ -250,8 +239,6 @@ class Replica:
             case Answered(query_id=query_id) if query_id == STATS_ID:
                 if self._stats is not None and not self._stats.done():
                     self._stats.set_result(ANSWERS[Stats].decode(message.result))
-                return
-            case Loading():
                 return
             case Stepped(outputs=outputs):
                 ended = (one.request_id for one in outputs if one.finish_reason is not None or one.error is not None)

@@ -219,10 +219,9 @@ class RecentWork(Generic[R]):
 class PrefixRouter(Generic[R]):
     """Chooses replicas by what they report about their caches (`index`), their load, sessions and earlier choices."""
 
-    def __init__(self, block_size: int, max_blocks: int = DEFAULT_MAX_BLOCKS, max_sessions: int = MAX_SESSIONS) -> None:
+    def __init__(self, block_size: int, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         self.index = PrefixIndex[R](max_blocks)
         self.block_size = block_size
-        self._max_sessions = max_sessions
         self._sessions: OrderedDict[str, R] = OrderedDict()  # the least recently used first
         self._recent = RecentWork[R]()
 
@@ -262,7 +261,7 @@ class PrefixRouter(Generic[R]):
             if own in work and work[own] < work[chosen] + STICKY_TOKENS:
                 chosen = own
             self._sessions[session] = chosen
-            if len(self._sessions) > self._max_sessions:
+            if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         self._recent.add(chosen, prompt.num_tokens - cached.get(chosen, 0) + ROW_TOKENS, now_ns)
         return chosen

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -19,9 +19,9 @@ from quire.core.events import Event
 from quire.core.values import SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
-from quire.engine.generation import Delta, GenerationParams, GenerationRequest
+from quire.engine.generation import Delta, Generation, GenerationOutput, GenerationParams, GenerationRequest
 from quire.engine.model_text import ModelText
-from quire.engine.worker.client import EngineClient
+from quire.engine.worker.client import EngineClient, ModelClient, WorkerProcess
 from quire.engine.worker.protocol import (
     Add,
     Answered,
@@ -38,9 +38,6 @@ from quire.engine.worker.protocol import (
 )
 from quire.engine.worker.worker import Worker
 from tests.waiting import HANG_S
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 SLOW = {"backend": "fake", "device": "20ms"}  # per step: thousands of tokens outlast the rest of the test
@@ -68,6 +65,21 @@ def request(engine: EngineClient, prompt: str = "The quick brown fox", **params:
     others = {name: params.pop(name) for name in ("priority", "salt", "pins") if name in params}
     settings = GenerationParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params})
     return engine.text.request(engine.text.encode(prompt, engine.max_model_len), settings, **others)
+
+
+async def result(generation: Generation) -> GenerationOutput:
+    async for _ in generation.deltas():
+        pass
+    return generation.whole()
+
+
+async def generate(engine: ModelClient, asked: GenerationRequest) -> GenerationOutput:
+    return await result(await engine.submit(asked))
+
+
+def worker_pid(engine: EngineClient) -> int | None:
+    process = None if engine._connection is None else engine._connection.process
+    return process.pid if isinstance(process, WorkerProcess) and not process.is_over else None
 
 
 async def stats(engine: EngineClient) -> Stats:

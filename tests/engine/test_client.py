@@ -11,7 +11,7 @@ import pytest
 from quire.core.values import Priority
 from quire.engine.generation import Generation, PinPrefix
 from quire.errors import InvalidRequest, QueueFull, RequestFailed
-from tests.engine.serving import SLOW, client, request, stats, until, usage
+from tests.engine.serving import SLOW, client, generate, request, result, stats, until, usage, worker_pid
 
 pytestmark = pytest.mark.anyio
 
@@ -61,11 +61,11 @@ async def test_a_callback_that_raises_ends_its_request_only(
     bad: list[Generation | None] = [None]
 
     async with client(tiny_model, **SLOW) as engine:
-        expected = [(await engine.generate(request(engine, f"prompt {i}"))).text for i in range(4)]
+        expected = [(await generate(engine, request(engine, f"prompt {i}"))).text for i in range(4)]
         monkeypatch.setattr(Generation, place, fail)
         generations = [await engine.submit(request(engine, f"prompt {i}")) for i in range(4)]
         bad[0] = generations[0]
-        results = await asyncio.gather(*(one.result() for one in generations), return_exceptions=True)
+        results = await asyncio.gather(*(result(one) for one in generations), return_exceptions=True)
         assert isinstance(results[0], RequestFailed)
         assert [one.text for one in results[1:] if not isinstance(one, BaseException)] == expected[1:]
         assert await usage(engine) == (0, 0, 0)
@@ -105,7 +105,7 @@ async def test_waiting_requests_are_counted_by_tier(tiny_model: Path) -> None:
         assert (later.num_running, later.num_waiting, later.num_violations) == (1, 4, 0)
         running.cancel()
         for other in others:
-            await other.result()
+            await result(other)
             assert other.queued_s is not None
             assert other.queued_s > 0
 
@@ -117,8 +117,8 @@ async def test_pinning_and_clearing_the_cache(tiny_model: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
         prompt = tuple(request(engine, LONG).prompt.tokens)
         await engine.clear_cache()
-        assert (engine.worker_pid, engine.facts, engine.capacity) == (None, None, None)  # no worker, no cache
-        await engine.generate(request(engine, LONG, salt="mine", pins=(PinPrefix("p", 40, 60.0),)))
+        assert (worker_pid(engine), engine.facts, engine.capacity) == (None, None, None)  # no worker, no cache
+        await generate(engine, request(engine, LONG, salt="mine", pins=(PinPrefix("p", 40, 60.0),)))
         assert (await stats(engine)).cache.num_pinned == 1
         await engine.clear_cache()
         found = await stats(engine)

@@ -97,8 +97,10 @@ def test_invalid_replay_requests_are_ignored() -> None:
         assert len(subscriber.replay()) == 1
 
 
-def test_the_buffer_is_limited_in_number_and_bytes() -> None:
-    buffer = ReplayBuffer(max_batches=3, max_bytes=100)
+def test_the_buffer_is_limited_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_publisher, "MAX_BATCHES", 3)
+    monkeypatch.setattr(event_publisher, "MAX_BATCH_BYTES", 100)
+    buffer = ReplayBuffer()
     for number in range(5):
         buffer.append(number, b"x" * 10)
     assert [number for number, _ in buffer.since(0)] == [2, 3, 4]

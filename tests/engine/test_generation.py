@@ -73,7 +73,6 @@ async def test_every_change_sets_the_event(text: ModelText) -> None:
         lambda: feed.generation.start(0.0, 1, explanation),
         lambda: feed.push(70),
         lambda: feed.generation.fail(RequestFailed("x")),
-        feed.generation.wake,
     ):
         updated.clear()
         happen()

@@ -59,7 +59,7 @@ class Vocabulary:
 
 @pytest.fixture(scope="module")
 def vocabulary(default_model: Path) -> Iterator[Vocabulary]:
-    made = Vocabulary(*grammars_module._open_tokenizer(default_model, "auto"))
+    made = Vocabulary(*grammars_module.open_tokenizer(default_model, "auto"))
     yield made
     made.grammars.close()
 

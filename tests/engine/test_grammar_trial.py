@@ -21,7 +21,7 @@ from quire.errors import InvalidRequest, RequestFailed
 from quire.text.child_process import Interrupted
 from quire.text.grammar import Grammar, GrammarKind, choice_grammar, regex_grammar
 from quire.text.tokenizer import Tokenizer
-from tests.engine.serving import client
+from tests.engine.serving import client, worker_pid
 from tests.engine.test_grammars import answer
 from tests.waiting import HANG_S, ManualClock, eventually
 
@@ -35,7 +35,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have no p
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
-    return grammars_module._open_tokenizer(tiny_model, "auto")[0]
+    return grammars_module.open_tokenizer(tiny_model, "auto")[0]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def wait_for_end(fork: psutil.Process) -> None:
 async def test_a_worker_starts_the_child_before_the_first_grammar(tiny_model: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
         await engine.start()
-        pid = engine.worker_pid
+        pid = worker_pid(engine)
         assert pid is not None
         (child,) = await asyncio.to_thread(eventually, lambda: trial_children(pid), "the child is started")
         assert (await answer(engine, grammar=choice_grammar(["on"]))).text == "on"
@@ -220,7 +220,7 @@ def test_the_time_at_normal_priority_is_bounded(seed: int) -> None:
         taken_s = budget.take(owner)
         assert 0.0 <= taken_s <= PATIENCE_S
         used_s = taken_s * random.choice((0.1, 1.0, 1.0))
-        budget.give_back(owner, taken_s - used_s)
+        budget.use(owner, used_s - taken_s)
         uses.append((clock.now_s, owner, used_s))
     for start_s in {at_s for at_s, _, _ in uses[::40]}:
         since = [(at_s, owner, used_s) for at_s, owner, used_s in uses if at_s >= start_s]

@@ -19,7 +19,7 @@ import pytest
 from quire.core.values import FinishReason, SamplingParams
 from quire.engine import grammars as grammars_module
 from quire.engine.generation import GenerationOutput, GenerationParams, GenerationRequest
-from quire.engine.grammars import Compiled, GrammarQueue, Grammars, open_grammars
+from quire.engine.grammars import Compiled, GrammarQueue, Grammars
 from quire.engine.llm import LLM
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.protocol import Add
@@ -35,7 +35,7 @@ from quire.text.grammar import (
     token_grammar,
 )
 from quire.text.tokenizer import Tokenizer
-from tests.engine.serving import client, usage
+from tests.engine.serving import client, result, usage, worker_pid
 from tests.waiting import paused
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +53,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
-    return grammars_module._open_tokenizer(tiny_model, "auto")[0]
+    return grammars_module.open_tokenizer(tiny_model, "auto")[0]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ SLICED = (
 
 def test_slices_change_no_mask(default_model: Path) -> None:
     """They only affect speed: every mask is the same without them."""
-    tokenizer, eos_token_ids = grammars_module._open_tokenizer(default_model, "auto")
+    tokenizer, eos_token_ids = grammars_module.open_tokenizer(default_model, "auto")
     compiler = grammars_module._Compiler(tokenizer, eos_token_ids, tokenizer.vocab_size)
     tokenizers = (compiler._tokenizer, compiler._tokenizer.with_slices([]))
     for schema, text in SLICED:
@@ -335,7 +335,7 @@ def ask(engine: EngineClient, prompt: str = "The quick", **params: Any) -> Gener
 
 async def answer(engine: EngineClient, **params: Any) -> GenerationOutput:
     generation = await engine.submit(ask(engine, **params))
-    return await generation.result()
+    return await result(generation)
 
 
 async def test_answers_of_a_worker_follow_their_grammars(tiny_model: Path) -> None:
@@ -372,7 +372,7 @@ async def test_a_hostile_grammar_does_not_affect_other_requests(tiny_model: Path
     """A stream continues while a grammar takes two seconds of CPU time to compile, in the same worker."""
     async with client(tiny_model, backend="fake", device="5ms", max_num_seqs=32) as engine:
         await engine.start()
-        pid = engine.worker_pid
+        pid = worker_pid(engine)
         first = await answer(engine, grammar=regex_grammar("a"))  # the child has started
         assert first.text == "a"
         refused = [
@@ -386,14 +386,14 @@ async def test_a_hostile_grammar_does_not_affect_other_requests(tiny_model: Path
         assert num_meanwhile >= 10
         found = await asyncio.gather(*refused, return_exceptions=True)
         assert {type(one) for one in found} == {InvalidRequest}
-        assert engine.worker_pid == pid
+        assert worker_pid(engine) == pid
 
 
 async def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(tiny_model: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
         assert (await answer(engine, grammar=choice_grammar(["off"]))).text == "off"  # the child has started
-        assert engine.worker_pid is not None
-        (child,) = psutil.Process(engine.worker_pid).children()
+        assert worker_pid(engine) is not None
+        (child,) = psutil.Process(worker_pid(engine)).children()
         with paused(child.pid):
             generation = await engine.submit(ask(engine, grammar=regex_grammar("[a-z]{3}")))
             assert await usage(engine) == (0, 1, 0)
@@ -416,7 +416,7 @@ def test_a_stop_string_and_a_bias_hold_inside_a_grammar(tiny_model: Path) -> Non
 
 
 def test_the_vocabulary_of_a_gguf_is_opened_from_its_file(default_model: Path) -> None:
-    made = open_grammars(default_model, "auto", 49152)
+    made = Grammars(lambda: grammars_module.open_tokenizer(default_model, "auto"), 49152)
     matcher = made.compile(json_object_grammar()).matcher()
     assert not matcher.consume(min(allowed(matcher.mask())))
     made.close()

@@ -184,7 +184,7 @@ def test_answers_do_not_depend_on_batching(seed: int, max_drafts: int, has_overl
         assert outputs[request_id][-1].finish_reason is reason
     assert not engine._masking.entries  # no matchers of finished requests are left
     assert bool(engine.scheduler.num_accepted) == bool(max_drafts)
-    assert not engine.speculation.has_active
+    assert not engine.speculation.active
 
 
 @pytest.mark.parametrize(("has_overlap", "is_late"), MODES)

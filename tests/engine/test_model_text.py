@@ -11,7 +11,7 @@ import pytest
 
 from quire.engine.generation import EngineOutput, Generation, GenerationParams
 from quire.engine.model_text import ModelText
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import ChatTemplate, find_boundaries
 from quire.text.grammar import json_object_grammar
 from quire.text.messages import (
     CallStart,
@@ -231,7 +231,7 @@ def test_calls_of_gemma(make: Made) -> None:
         answer = ids_of(text, before + '<|tool_call>call:get{city:<|"|>Oslo<|"|>}<tool_call|>')
         found = shown(pieces_of(text, chat, answer))
         assert found == [*expected, ("CallStart", "get"), ("CallArguments", '{"city": "Oslo"}')]
-        assert text.boundaries(prompt_of(text, chat)) != ()
+        assert find_boundaries(prompt_of(text, chat), text.template.starters) != ()
 
 
 def test_thinking_of_qwen35(make: Made) -> None:
@@ -246,7 +246,7 @@ def test_thinking_of_qwen35(make: Made) -> None:
     assert text.num_thought_tokens(on, prompt_of(text, on), ids_of(text, "hm\n</think>\n\nHi")) > 0
     assert text.num_thought_tokens(off, prompt_of(text, off), ids_of(text, "Hi")) == 0
     prompt = prompt_of(text, on)
-    (asked, answer) = text.boundaries(prompt)
+    (asked, answer) = find_boundaries(prompt, text.template.starters)
     assert text.request(prompt, GenerationParams(), chat=on).boundaries == ()  # not needed without states or windows
     short_conv = replace(text.spec.layers[0], mixer=ShortConvSpec(3))
     spec = replace(text.spec, layers=(short_conv, *text.spec.layers[1:]))

@@ -10,7 +10,7 @@ import pytest
 
 from quire.core.step import SeqSlice, StepPlan
 from quire.core.values import SamplingParams
-from quire.engine.engine import NO_WORK, StepEstimator, work_of
+from quire.engine.engine import StepEstimator, Work, work_of
 
 Slices = Sequence[tuple[int, int]]  # start and number of tokens of each
 
@@ -46,10 +46,10 @@ def takes(slices: Slices, base_s: float = BASE_S, token_s: float = TOKEN_S) -> f
 def test_without_samples_the_prediction_is_0() -> None:
     estimator = StepEstimator()
     assert predict(estimator, [(0, 16_384)]) == 0
-    estimator.learn(NO_WORK, 5.0)
+    estimator.learn(Work(), 5.0)
     assert predict(estimator, [(0, 16_384)]) == 0
     learn(estimator, [(DECODE, 1.0)])
-    assert estimator.predict_s(NO_WORK) == 0
+    assert estimator.predict_s(Work()) == 0
 
 
 def test_steps_of_one_effort_do_not_show_the_cost_of_a_token() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from quire.engine.worker.client import EngineClient, WorkerProcess
-from quire.engine.worker.protocol import Ask, Failed, GetStats, pack
+from quire.engine.worker.protocol import Ask, Failed, GetStats, Load, pack
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
-from tests.engine.serving import SLOW, client, request, until
+from tests.engine.serving import SLOW, client, generate, request, result, until, worker_pid
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +36,7 @@ async def supervised(path: Path, **settings: Any) -> AsyncIterator[tuple[EngineC
 
 
 def kill(engine: EngineClient, number: signal.Signals = signal.SIGKILL) -> int:
-    pid = engine.worker_pid
+    pid = worker_pid(engine)
     assert pid is not None
     os.kill(pid, number)
     return pid
@@ -48,7 +48,7 @@ async def test_a_worker_does_not_get_the_keys_of_the_server(tiny_model: Path, mo
         monkeypatch.setenv(name, "sk-secret-00000001")
 
     async with supervised(tiny_model) as (engine, _):
-        variables = Path(f"/proc/{engine.worker_pid}/environ").read_bytes().split(b"\0")
+        variables = Path(f"/proc/{worker_pid(engine)}/environ").read_bytes().split(b"\0")
         assert [one.partition(b"=")[0] for one in variables if b"sk-secret" in one] == [b"OF_ANOTHER_PROGRAM"]
 
 
@@ -62,11 +62,11 @@ async def test_running_requests_get_worker_died_and_waiting_ones_lost_before_sta
         await until(lambda: bool(running.take()))
         kill(engine)
         with pytest.raises(WorkerDied, match="was ended by SIGKILL") as died:
-            await running.result()
+            await result(running)
         with pytest.raises(LostBeforeStart, match="was ended by SIGKILL"):
-            await waiting.result()
+            await result(waiting)
         assert not isinstance(died.value, LostBeforeStart)
-        assert (await engine.generate(waiting.request)).usage.completion_tokens == 8
+        assert (await generate(engine, waiting.request)).usage.completion_tokens == 8
 
 
 async def test_a_request_in_the_first_step_gets_worker_died(tiny_model: Path) -> None:
@@ -75,7 +75,7 @@ async def test_a_request_in_the_first_step_gets_worker_died(tiny_model: Path) ->
         killed: list[int] = []
         generation = await engine.submit(request(engine), on_start=lambda _: killed.append(kill(engine)))
         with pytest.raises(WorkerDied) as died:
-            await generation.result()
+            await result(generation)
         assert not isinstance(died.value, LostBeforeStart)
 
 
@@ -115,7 +115,7 @@ async def test_a_worker_ignores_sigterm_and_sigint(tiny_model: Path) -> None:
         await until(lambda: bool(generation.take()))
         kill(engine, signal.SIGTERM)
         kill(engine, signal.SIGINT)
-        assert (await generation.result()).usage.completion_tokens == 40
+        assert (await result(generation)).usage.completion_tokens == 40
 
 
 # Restarts
@@ -125,11 +125,11 @@ async def test_supervision_and_requests_start_only_one_worker(tiny_model: Path) 
     async with client(tiny_model, backend="fake") as engine:
         watching = asyncio.create_task(engine.supervise())
         asked = request(engine)
-        await asyncio.gather(*(engine.generate(asked) for _ in range(5)))
+        await asyncio.gather(*(generate(engine, asked) for _ in range(5)))
         assert engine.num_restarts == 0
         pid = kill(engine)
-        await until(lambda: engine.worker_pid != pid)
-        await asyncio.gather(*(engine.generate(asked) for _ in range(5)))
+        await until(lambda: worker_pid(engine) != pid)
+        await asyncio.gather(*(generate(engine, asked) for _ in range(5)))
         assert engine.num_restarts == 1
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -137,8 +137,8 @@ async def test_supervision_and_requests_start_only_one_worker(tiny_model: Path) 
 
 async def test_a_failure_of_the_first_load_is_raised(tiny_model: Path, tmp_path: Path) -> None:
     async with client(tiny_model, backend="fake") as engine:
-        engine._path = tmp_path / "broken.gguf"
-        engine._path.write_bytes(b"GGUF")
+        (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+        engine._load = Load(str(tmp_path / "broken.gguf"), engine._config)
         with pytest.raises(ModelFileError, match=r"broken\.gguf"):
             await engine.supervise()
 
@@ -148,12 +148,12 @@ async def test_later_load_failures_are_retried(
 ) -> None:
     monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 0.1)
     async with supervised(tiny_model) as (engine, watching):
-        good, engine._path = engine._path, tmp_path / "gone.gguf"
+        good, engine._load = engine._load, Load(str(tmp_path / "gone.gguf"), engine._config)
         kill(engine)
         await until(lambda: "could not be started again" in caplog.text)
         assert not watching.done()
         assert (engine.facts, engine.is_moving) == (None, False)
-        engine._path = good
+        engine._load = good
         await until(lambda: engine.facts is not None)
         assert engine.num_restarts >= 2
 

@@ -26,7 +26,7 @@ from quire.engine.worker.client import WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
 from quire.engine.worker.worker import Worker
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, WorkerDied
-from tests.engine.serving import client, request, run, until, usage
+from tests.engine.serving import client, generate, request, result, run, until, usage, worker_pid
 from tests.waiting import HANG_S, is_running, num_switches
 
 pytestmark = pytest.mark.anyio
@@ -36,8 +36,8 @@ async def test_requests_are_batched_and_loading_is_reported(tiny_model: Path) ->
     progress: list[tuple[int, int]] = []
     async with client(tiny_model, on_loading=lambda done, total: progress.append((done, total))) as engine:
         prompts = [f"The dog number {i}" for i in range(12)]
-        alone = [(await engine.generate(request(engine, prompt))).text for prompt in prompts[:3]]
-        together = await asyncio.gather(*(engine.generate(request(engine, prompt)) for prompt in prompts))
+        alone = [(await generate(engine, request(engine, prompt))).text for prompt in prompts[:3]]
+        together = await asyncio.gather(*(generate(engine, request(engine, prompt)) for prompt in prompts))
         assert [output.text for output in together[:3]] == alone
         assert all(output.usage.completion_tokens == 8 for output in together)
         assert await usage(engine) == (0, 0, 0)
@@ -47,21 +47,21 @@ async def test_requests_are_batched_and_loading_is_reported(tiny_model: Path) ->
 async def test_a_worker_that_hangs_is_killed(tiny_model: Path) -> None:
     async with client(tiny_model, hang_limit_s=1.0) as engine:
         await engine.start()
-        pid = engine.worker_pid
+        pid = worker_pid(engine)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(1.5)  # idle: silence is normal
-        assert engine.worker_pid == pid
+        assert worker_pid(engine) == pid
         with pytest.raises(WorkerDied, match="sent no message for 1 s"):
-            await engine.generate(request(engine))
+            await generate(engine, request(engine))
         assert not is_running(pid)
 
 
 async def test_a_stop_string_ends_the_request_in_the_worker(tiny_model: Path) -> None:
     async with client(tiny_model) as engine:
-        whole = await engine.generate(request(engine, max_tokens=60))
+        whole = await generate(engine, request(engine, max_tokens=60))
         stop = whole.text[5:8]
-        output = await engine.generate(request(engine, max_tokens=2000, stop=stop))
+        output = await generate(engine, request(engine, max_tokens=2000, stop=stop))
         assert output.text == whole.text[: whole.text.index(stop)]
         assert output.completions[0].finish_reason is FinishReason.STOP
         assert output.usage.completion_tokens < 60
@@ -72,16 +72,16 @@ async def test_cancelling_one_waiter_of_a_load_does_not_affect_others(tiny_model
     async with client(tiny_model) as engine:
         asked = request(engine)
         first = asyncio.create_task(engine.start())
-        await until(lambda: engine.worker_pid is not None)
-        second = asyncio.create_task(engine.generate(asked))
-        third = asyncio.create_task(engine.generate(asked))
+        await until(lambda: worker_pid(engine) is not None)
+        second = asyncio.create_task(generate(engine, asked))
+        third = asyncio.create_task(generate(engine, asked))
         await asyncio.sleep(0)
-        pid = engine.worker_pid
+        pid = worker_pid(engine)
         first.cancel()
         second.cancel()
         assert (await third).usage.completion_tokens == 8
-        assert (await engine.generate(asked)).usage.completion_tokens == 8
-        assert engine.worker_pid == pid
+        assert (await generate(engine, asked)).usage.completion_tokens == 8
+        assert worker_pid(engine) == pid
 
 
 async def test_the_late_end_of_a_worker_does_not_affect_its_successor(
@@ -102,9 +102,9 @@ async def test_the_late_end_of_a_worker_does_not_affect_its_successor(
 
         monkeypatch.setattr(first, "_wait_or_kill", wait_longer)
         os.kill(first.pid, signal.SIGSTOP)
-        lost = asyncio.create_task(engine.generate(request(engine)))
+        lost = asyncio.create_task(generate(engine, request(engine)))
         await until(lambda: first.is_over)
-        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+        assert (await generate(engine, request(engine))).usage.completion_tokens == 8
         assert not lost.done()
         is_served.set()
         with pytest.raises(WorkerDied):
@@ -123,7 +123,7 @@ async def test_repeated_deaths_back_off_and_close_is_final(tiny_model: Path, mon
 
         for num_deaths in (1, 2, 3):
             await engine.start()
-            pid = engine.worker_pid
+            pid = worker_pid(engine)
             assert pid is not None
             with monkeypatch.context() as patch:
                 patch.setattr("quire.engine.worker.client.asyncio.wait_for", note)
@@ -131,13 +131,13 @@ async def test_repeated_deaths_back_off_and_close_is_final(tiny_model: Path, mon
                 while engine._num_early_deaths < num_deaths:
                     await asyncio.sleep(0.01)
                 await engine.start()
-        assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+        assert (await generate(engine, request(engine))).usage.completion_tokens == 8
         waiting = asyncio.create_task(engine.start())
         await engine.close()
         with pytest.raises(WorkerDied, match="closed"):
             await engine.start()
         await asyncio.gather(waiting, return_exceptions=True)
-        assert engine.worker_pid is None
+        assert worker_pid(engine) is None
     assert waits[:2] == [1.0, 2.0]
 
 
@@ -152,8 +152,8 @@ async def test_an_invalid_message_ends_only_its_request(tiny_model: Path) -> Non
         engine._connection.process._writer.push(len(raw).to_bytes(4, "little") + raw)
         engine._connection.process._flush()
         with pytest.raises(InvalidRequest):
-            await forged.result()
-        assert (await running.result()).usage.completion_tokens == 60
+            await result(forged)
+        assert (await result(running)).usage.completion_tokens == 60
 
 
 async def test_too_much_unread_data_is_refused(tiny_model: Path) -> None:
@@ -161,9 +161,9 @@ async def test_too_much_unread_data_is_refused(tiny_model: Path) -> None:
         innocent = await engine.submit(request(engine, max_tokens=30))
         large = GenerationRequest.of((70_000,) * 3_000_000, request(engine).sampling)
         with pytest.raises((QueueFull, ContextTooLong)) as caught:
-            await asyncio.gather(*[engine.generate(large) for _ in range(8)])
+            await asyncio.gather(*[generate(engine, large) for _ in range(8)])
         assert caught.type in (QueueFull, ContextTooLong)
-        assert (await innocent.result()).usage.completion_tokens == 30
+        assert (await result(innocent)).usage.completion_tokens == 30
 
 
 async def test_modules_in_the_working_directory_are_not_imported(
@@ -173,15 +173,15 @@ async def test_modules_in_the_working_directory_are_not_imported(
     monkeypatch.chdir(tmp_path)
 
     async with client(tiny_model) as engine:
-        await engine.generate(request(engine))
+        await generate(engine, request(engine))
     assert not (tmp_path / "HACKED").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_idle_costs_no_cpu(tiny_model: Path) -> None:
     async with client(tiny_model) as engine:
-        await engine.generate(request(engine))
-        pid = engine.worker_pid
+        await generate(engine, request(engine))
+        pid = worker_pid(engine)
         assert pid is not None
         while True:  # until the audit has ended: then the worker sleeps without limit
             before, own_s = num_switches(pid), time.process_time()

@@ -29,6 +29,7 @@ from quire.errors import Draining, InvalidRequest, LostBeforeStart, QueueFull, R
 from quire.scale.cluster_client import ClusterClient
 from quire.scale.replica import FRONT_BITS, Replica, ids_of
 from quire.scale.transport import Batches, ReplicaGone, SetReplicas, joined
+from tests.engine.serving import generate, result
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -143,19 +144,19 @@ def routed(client: ClusterClient) -> list[int]:
 
 @pytest.mark.parametrize("num_replicas", [2])
 async def test_a_prefix_is_found_again_and_others_spread(client: ClusterClient) -> None:
-    await client.generate(request(client))
-    await until(lambda: client.index_bytes, "the report of the cache has arrived")
-    output = await client.generate(request(client))
+    await generate(client, request(client))
+    await until(lambda: client._router.index.num_bytes, "the report of the cache has arrived")
+    output = await generate(client, request(client))
     assert output.usage.cached_tokens >= 96
     assert sorted(routed(client)) == [0, 2]
-    await asyncio.gather(*(client.generate(request(client, first, 60)) for first in range(20, 28)))
+    await asyncio.gather(*(generate(client, request(client, first, 60)) for first in range(20, 28)))
     assert min(routed(client)) >= 3
 
 
 @pytest.mark.parametrize("num_replicas", [2])
 async def test_a_salt_finds_nothing_of_another(client: ClusterClient) -> None:
-    await client.generate(request(client, salt="a"))
-    await until(lambda: client.index_bytes, "the report of the cache has arrived")
+    await generate(client, request(client, salt="a"))
+    await until(lambda: client._router.index.num_bytes, "the report of the cache has arrived")
     for salt, expected in (("a", 96), ("b", 0), ("", 0)):
         cached = await client._cached_tokens(request(client, salt=salt))
         found = max(cached.values(), default=0)
@@ -169,7 +170,7 @@ async def test_waiting_requests_move_and_started_ones_fail(direct: Direct, clien
     Those that were running at other replicas, and those that moved, have the same tokens as without the kill.
     """
     firsts = range(10, 40)
-    whole = await asyncio.gather(*(client.generate(request(client, first, 40, 900)) for first in firsts))
+    whole = await asyncio.gather(*(generate(client, request(client, first, 40, 900)) for first in firsts))
     running = [await client.submit(request(client, first, 40, 900, salt="again")) for first in firsts]
 
     def at_victim(is_started: bool) -> list[Generation]:
@@ -182,9 +183,9 @@ async def test_waiting_requests_move_and_started_ones_fail(direct: Direct, clien
     for one, expected in zip(running, whole, strict=True):
         if one in started:
             with pytest.raises(WorkerDied):
-                await one.result()
+                await result(one)
         else:
-            assert (await one.result()).completions == expected.completions
+            assert (await result(one)).completions == expected.completions
     assert client.num_restarts == 1
 
 
@@ -192,8 +193,8 @@ async def test_waiting_requests_move_and_started_ones_fail(direct: Direct, clien
 async def test_a_replica_that_is_stopped_finishes_its_requests(direct: Direct, client: ClusterClient) -> None:
     running = [await client.submit(request(client, first, 40, 300)) for first in (30, 40)]
     client.set_replicas(["r0"])  # r1 is being stopped
-    await client.generate(request(client, 50))
-    assert [(await one.result()).usage.completion_tokens for one in running] == [300, 300]
+    await generate(client, request(client, 50))
+    assert [(await result(one)).usage.completion_tokens for one in running] == [300, 300]
     await until(lambda: direct.replicas["r1"]._front is None, "the front leaves it when it is idle")
     assert direct.replicas["r0"]._front is not None
     assert client.num_restarts == 0
@@ -207,7 +208,7 @@ async def test_cancelled_requests_and_lost_fronts_hold_nothing(direct: Direct, c
     assert stats is not None
     await client.close()  # cancels nothing
     for replica in direct.replicas.values():
-        while replica.num_requests or (await replica.stats()).cache.num_in_use:
+        while (replica._front and replica._front.request_ids) or (await replica.stats()).cache.num_in_use:
             await asyncio.sleep(0.01)
 
 
@@ -218,13 +219,13 @@ async def test_a_front_that_is_silent_is_dropped(
     await until(lambda: running.is_started, "it has started")
     monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", 3600.0)
     direct.replicas["r0"].drop_silent_front()
-    assert direct.replicas["r0"].num_requests == 1
+    assert len(direct.replicas["r0"]._find(FRONT).request_ids) == 1
     monkeypatch.setattr("quire.scale.replica.SILENT_LIMIT_S", -1.0)
     direct.replicas["r0"].drop_silent_front()
-    assert direct.replicas["r0"].num_requests == 0
+    assert direct.replicas["r0"]._front is None
     with pytest.raises(WorkerDied):
-        await running.result()
-    await client.generate(request(client))  # the replica lives: the front connects again
+        await result(running)
+    await generate(client, request(client))  # the replica lives: the front connects again
     assert (client.num_restarts, routed(client)) == (1, [2])
 
 
@@ -237,7 +238,7 @@ async def test_a_front_takes_the_place_of_the_one_before_it(direct: Direct, clie
     second = ClusterClient(client.text, CONFIG, other, ids=ids_of(FRONT + 1))
     await client.close()
     await second.start()
-    output = await second.generate(request(second, 30, 40, 50))
+    output = await generate(second, request(second, 30, 40, 50))
     assert output.usage.completion_tokens == 50
     assert next(client._ids) >> FRONT_BITS == FRONT
     with pytest.raises(InvalidRequest, match=f"front {FRONT} is not connected"):
@@ -250,7 +251,7 @@ async def test_a_replica_that_is_stopped_while_it_is_idle(direct: Direct, client
     """The front leaves it at once, and goes on with the others."""
     client.set_replicas(["r2"])
     assert [one.name for one in client.replica_statuses] == ["r2"]
-    await client.generate(request(client))
+    await generate(client, request(client))
     await until(lambda: direct.replicas["r0"]._front is direct.replicas["r1"]._front is None, "the front has left them")
 
 
@@ -277,10 +278,10 @@ async def test_a_request_that_ends_at_a_stop_string_is_forgotten(
     """The worker sends nothing after it, which must not look like a hang."""
     replica = direct.replicas["short"] = await make_replica("short", tiny_model, hang_limit_s=0.5)
     client.set_replicas(["short"])
-    text = (await client.generate(request(client, max_tokens=40))).completions[0].text
-    stopped = await client.generate(request(client, max_tokens=4000, stop=(text[10:14],)))
+    text = (await generate(client, request(client, max_tokens=40))).completions[0].text
+    stopped = await generate(client, request(client, max_tokens=4000, stop=(text[10:14],)))
     assert stopped.completions[0].finish_reason == "stop"
-    await until(lambda: not replica.num_requests, "it is forgotten")
+    await until(lambda: not replica._find(FRONT).request_ids, "it is forgotten")
     await asyncio.sleep(1.0)
     assert replica.error is None
     assert (await replica.stats()).cache.num_in_use == 0
@@ -337,11 +338,10 @@ async def test_messages_that_the_worker_cannot_take_are_refused(
 
     monkeypatch.setattr(replica.process, "send", refuse)
     with pytest.raises(QueueFull):
-        await client.generate(request(client))
+        await generate(client, request(client))
     assert await client.stats() is None
     frames = [encode(Cancel(running.request_ids[0]))]
     await replica.send(FRONT, frames)
-    assert not replica.num_requests
     assert not replica._find(FRONT).is_waiting
 
 
@@ -373,7 +373,7 @@ async def test_a_link_that_cannot_send_is_replaced(
         await send(replica, frames)
 
     monkeypatch.setattr(direct, "send", fail)
-    output = await client.generate(request(client))
+    output = await generate(client, request(client))
     assert output.usage.completion_tokens == 4
     view = client.replicas[0]
     assert (client.num_restarts, view._num_ends) == (3, 3)
@@ -394,7 +394,7 @@ async def test_a_request_is_moved_a_bounded_number_of_times(
     monkeypatch.setattr(direct, "send", lose)
     running = await client.submit(request(client))
     with pytest.raises(LostBeforeStart, match="6 replicas of m ended before the request began"):
-        await running.result()
+        await result(running)
     assert num_tried == 6
 
 
@@ -402,7 +402,7 @@ async def test_a_request_is_moved_a_bounded_number_of_times(
 async def test_a_replica_that_ends_before_the_front_knows_it(direct: Direct, client: ClusterClient) -> None:
     """The requests that were sent there move to the other one."""
     replica = direct.replicas.pop("r0")
-    outputs = await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30)))
+    outputs = await asyncio.gather(*(generate(client, request(client, first)) for first in (10, 20, 30)))
     assert [output.usage.completion_tokens for output in outputs] == [4, 4, 4]
     assert [one.name for one in client.replica_statuses] == ["r1"]
     await replica.close()
@@ -414,14 +414,14 @@ async def test_a_request_that_is_cancelled_at_once_is_sent_before_its_cancellati
     for _ in range(3):
         running = await client.submit(request(client, max_tokens=4000))
         running.cancel()
-        await running.result()
+        await result(running)
     await client.stats()
     added = {one.request_ids[0]: at for at, one in enumerate(direct.sent) if isinstance(one, Add)}
     cancelled = {one.request_id: at for at, one in enumerate(direct.sent) if isinstance(one, Cancel)}
     assert len(added) == 3
     assert added.keys() == cancelled.keys()
     assert all(added[number] < cancelled[number] for number in added)
-    assert direct.replicas["r0"].num_requests == 0
+    assert not direct.replicas["r0"]._find(FRONT).request_ids
 
 
 async def test_a_request_whose_caller_gives_up_is_not_sent(direct: Direct, client: ClusterClient) -> None:
@@ -431,7 +431,7 @@ async def test_a_request_whose_caller_gives_up_is_not_sent(direct: Direct, clien
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     client.set_replicas(["r0"])
-    await client.generate(request(client))
+    await generate(client, request(client))
     assert sum(isinstance(one, Add) for one in direct.sent) == 1
     assert not client._routing
 
@@ -440,7 +440,7 @@ async def test_a_request_whose_caller_gives_up_is_not_sent(direct: Direct, clien
 @pytest.mark.parametrize("num_replicas", [2])
 async def test_counts_of_a_replica_that_dies_during_a_query(direct: Direct, client: ClusterClient) -> None:
     """They are neither lost nor added twice, also not after its successor has begun to count."""
-    await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30, 40)))
+    await asyncio.gather(*(generate(client, request(client, first)) for first in (10, 20, 30, 40)))
     before = await client.stats()
     assert before is not None
     process = direct.replicas["r0"].process
@@ -476,16 +476,16 @@ async def test_requests_without_a_replica_fail_when_the_client_is_closed(direct:
     await client.close()
     for one in waiting:
         with pytest.raises(LostBeforeStart, match="the engine was closed"):
-            await one.result()
+            await result(one)
     with pytest.raises(LostBeforeStart, match="the engine was closed"):
-        await (await submitting).result()
+        await result(await submitting)
 
 
 @pytest.mark.nightly
 async def test_requests_without_a_replica_can_be_cancelled(direct: Direct, client: ClusterClient) -> None:
     first, *_ = await lose_the_replica(direct, client)
     asyncio.get_running_loop().call_later(0.05, first.cancel)
-    assert (await first.result()).completions[0].finish_reason == "cancelled"
+    assert (await result(first)).completions[0].finish_reason == "cancelled"
 
 
 async def test_an_unexpected_error_of_the_cluster_fails_a_moved_request(
@@ -500,16 +500,16 @@ async def test_an_unexpected_error_of_the_cluster_fails_a_moved_request(
     client.set_replicas(["r1"])
     for one in waiting:
         with pytest.raises(RequestFailed, match="could not be sent again: RuntimeError"):
-            await one.result()
+            await result(one)
 
 
 async def test_streams_that_continue(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream has a bounded number of batches. Nothing is lost between two."""
     monkeypatch.setattr("quire.scale.replica.MAX_BATCHES", 2)
     async with running(tiny_model, 1) as (direct, client):
-        whole = await client.generate(request(client, max_tokens=300))
+        whole = await generate(client, request(client, max_tokens=300))
         assert direct.num_streams > 3  # batches of a busy machine contain several steps
-        again = await client.generate(request(client, max_tokens=300))
+        again = await generate(client, request(client, max_tokens=300))
         assert again.completions == whole.completions
         assert (client.num_restarts, direct.replicas["r0"]._front is not None) == (0, True)
         await client.close()
@@ -557,14 +557,14 @@ async def test_a_replica_with_another_model_is_not_used(
     await other.start(tiny_model, CONFIG, b"0123456789abcdef", "other model")
     client.set_replicas(["r0", "other"])
     await until(lambda: client._replicas["other"].is_foreign and other._front is None, "it is left")
-    await asyncio.gather(*(client.generate(request(client, first)) for first in (10, 20, 30)))
+    await asyncio.gather(*(generate(client, request(client, first)) for first in (10, 20, 30)))
     assert [(one.name, one.num_routed) for one in client.replica_statuses] == [("r0", 3)]
     client.set_replicas([])
-    waiting = asyncio.ensure_future(client.generate(request(client)))
+    waiting = asyncio.ensure_future(generate(client, request(client)))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     client.set_replicas(["other"])
     with pytest.raises(Draining, match="m is being replaced"):
         await waiting
     client.set_replicas(["r0"])  # the earlier settings were deployed again
-    await client.generate(request(client))
+    await generate(client, request(client))

@@ -84,8 +84,9 @@ def test_a_session_stays_where_it_is_unless_that_is_much_more_work() -> None:
     assert chosen(7) == 0, "its replica is gone"
 
 
-def test_sessions_are_bounded_and_forgotten_with_their_replica() -> None:
-    router = PrefixRouter[int](32, max_sessions=3)
+def test_sessions_are_bounded_and_forgotten_with_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.scale.routing.MAX_SESSIONS", 3)
+    router = PrefixRouter[int](32)
     for number in range(5):
         router.choose(PROMPT, {}, {number % 2: IDLE}, f"user {number}", 0)
     assert len(router._sessions) == 3

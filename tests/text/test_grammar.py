@@ -152,7 +152,7 @@ TRANSLATED: list[tuple[str, list[str], list[str]]] = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
-    return grammars_module._open_tokenizer(tiny_model, "auto")[0]
+    return grammars_module.open_tokenizer(tiny_model, "auto")[0]
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,9 @@ class Sums(ctypes.Structure):
 def checksum(content: memoryview) -> bytes:
     if (library := load_library()) is not None:
         total = Sums()
-        library.add_bytes(total, content)
+        address, holder = _address(content)
+        library.add_bytes(total, address, content.nbytes)
+        del holder
         return bytes(total)
     import numpy as np  # part of every backend; `quire cache` needs it only if there is no C library
 
@@ -103,16 +105,11 @@ class FileLibrary:
         library = ctypes.CDLL(str(path))
         if not hasattr(library, "quire_files_abi") or library.quire_files_abi() != ABI:
             raise OSError(f"{path} is of another version of quire")
-        self._add_bytes, self._read_files = library.quire_add_bytes, library.quire_read_files
-        self._add_bytes.argtypes = (ctypes.POINTER(Sums), ctypes.c_void_p, ctypes.c_uint64)
+        # `add_bytes` adds content at an address to sums.
+        self.add_bytes, self._read_files = library.quire_add_bytes, library.quire_read_files
+        self.add_bytes.argtypes = (ctypes.POINTER(Sums), ctypes.c_void_p, ctypes.c_uint64)
         self._read_files.argtypes = (ctypes.POINTER(_File), ctypes.c_uint64, ctypes.c_int64)
-        self._add_bytes.restype = self._read_files.restype = None
-
-    def add_bytes(self, sums: Sums, part: memoryview) -> None:
-        """Add content to the sums."""
-        address, holder = _address(part)
-        self._add_bytes(sums, address, part.nbytes)
-        del holder
+        self.add_bytes.restype = self._read_files.restype = None
 
     def read_files(self, reads: Sequence[BlockRead], space: bytes, now_ns: int) -> list[bool]:
         """Read payloads that are used at this time. Returns False for files that are missing, or not as expected."""
@@ -132,12 +129,9 @@ class FileLibrary:
 
 
 def _address(buffer: memoryview) -> tuple[int, object]:
-    """The address of a buffer, and what keeps it valid."""
+    """The address of a writable buffer, and what keeps it valid."""
     if not buffer.nbytes:
         return 0, None
-    if buffer.readonly:
-        copy = ctypes.create_string_buffer(bytes(buffer), buffer.nbytes)
-        return ctypes.addressof(copy), copy
     shared = ctypes.c_char.from_buffer(buffer)
     return ctypes.addressof(shared), shared
 
@@ -248,13 +242,12 @@ def write_private(path: Path | str, parts: Sequence[bytes | memoryview], *, may_
             os.unlink(temporary)
 
 
-def write_block(path: Path | str, space: bytes, content: Content, payload: memoryview) -> int:
-    """Write a file of content. Returns its size. A file that is lost costs no more than computing the content again."""
+def write_block(path: Path | str, space: bytes, content: Content, payload: memoryview) -> None:
+    """Write a file of content. A file that is lost costs no more than computing the content again."""
     payload = payload.cast("B")
     header = _pack_header(space, content, payload.nbytes)
     digest = sha256(header + checksum(payload)).digest()
     write_private(path, [header, payload, digest])
-    return file_bytes(len(content.tokens), payload.nbytes)
 
 
 def read_block(path: Path | str, space: bytes, content: Content, out: memoryview) -> None:

@@ -267,11 +267,6 @@ def _scan(folder: Path | str, unreadable: list[str]) -> list[os.DirEntry[str]]:
     return []
 
 
-def list_drafts(root: Path) -> list[str]:
-    """Temporary files in the root itself."""
-    return [entry.path for entry in _scan(root, []) if entry.name.startswith(TEMPORARY_PREFIX)]
-
-
 def remove_stale(temporaries: Iterable[str]) -> None:
     """Remove temporary files of processes that died."""
     for path in temporaries:
@@ -393,9 +388,8 @@ class FileIndex:
 
     def knows(self, path: str) -> bool:
         """Whether the content of a file is known."""
-        with self._lock:
-            entry = self.entries.get(path)
-            return entry is not None and entry.content is not None
+        entry = self.entries.get(path)
+        return entry is not None and entry.content is not None
 
     # Room
 
@@ -536,15 +530,12 @@ class DiskStore:
                 self._note_damage(read.path, damage.fault)
         return found
 
-    def remove(self, content: Content) -> bool:
-        """Delete content. Returns whether it was there. Raises OSError if it cannot be deleted."""
+    def remove(self, content: Content) -> None:
+        """Delete content. Raises OSError if it cannot be deleted."""
         path = self.space.file(content.kind, content.key)
         self.index.drop(path)
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
 
     def clear(self, cleared_ns: int | None = None) -> None:
         """Delete all content of this space. If some of it cannot be deleted, deletes the rest and raises OSError.
@@ -663,7 +654,7 @@ class DiskStore:
         """List the files of all spaces. Returns those of this space, least recently used first."""
         begin_s = self._clock()
         found: list[StoredFile] = []
-        remove_stale(list_drafts(self._root))
+        remove_stale(entry.path for entry in _scan(self._root, []) if entry.name.startswith(TEMPORARY_PREFIX))
         for folder in space_folders(self._root):
             listing = list_files(folder)
             found += listing.files

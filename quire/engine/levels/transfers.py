@@ -43,16 +43,14 @@ log = logging.getLogger(__name__)
 Allocate = Callable[[int], memoryview]
 
 
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Memory for one piece."""
 
-    __slots__ = ("kind", "memory", "num_users", "slots")
-
-    def __init__(self, slots: Slots, kind: MemoryKind, memory: memoryview) -> None:
-        self.slots = slots
-        self.kind = kind
-        self.memory = memory
-        self.num_users = 0
+    slots: Slots
+    kind: MemoryKind
+    memory: memoryview
+    num_users: int = 0
 
     def release(self) -> None:
         self.num_users -= 1
@@ -607,9 +605,8 @@ def _warn_of(damages: Sequence[DamagedBlock]) -> None:
         text = "%d files of the disk cache are missing, such as %s: their content is computed again"
         log.warning(text, len(missing), missing[0].path)
     for damage in damages:
-        if damage.fault in KEPT_FAULTS and damage.fault is not Fault.MISSING:
-            text = "a file of the disk cache cannot be used (%s): %s. It is kept, and its content is computed again"
-            log.warning(text, FAULT_WORDS[damage.fault], damage.path)
-        elif damage.fault is not Fault.MISSING:
+        if damage.fault is not Fault.MISSING:
             text = "a file of the disk cache was damaged (%s): %s. It was deleted, and its content is computed again"
+            if damage.fault in KEPT_FAULTS:
+                text = "a file of the disk cache cannot be used (%s): %s. It is kept, and its content is computed again"
             log.warning(text, FAULT_WORDS[damage.fault], damage.path)

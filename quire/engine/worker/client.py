@@ -28,7 +28,6 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from quire import errors
 from quire.backends.base import Capacity, Progress
 from quire.core.cache import CacheExplanation, StopReason
 from quire.core.values import PackedPrompt, check_salt
@@ -36,7 +35,6 @@ from quire.engine.composition import EngineConfig, Scheduling
 from quire.engine.generation import (
     EngineOutput,
     Generation,
-    GenerationOutput,
     GenerationRequest,
     NewParser,
 )
@@ -81,6 +79,7 @@ from quire.errors import (
     QuireError,
     RequestFailed,
     WorkerDied,
+    error_of,
 )
 
 HANG_LIMIT_S = 30.0  # without a message, while there is work
@@ -108,8 +107,6 @@ class WorkerLink(ABC):
 
     `on_end` is called once, with the reason, unless the link was closed on purpose. `is_over` may be True before.
     """
-
-    pid = 0  # of a process of this machine
 
     def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -245,7 +242,7 @@ class WorkerProcess(WorkerLink):
             self._watch = self._loop.call_at(self._heard_s + limit_s, self._check)
             return
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
+            os.kill(self.pid, signal.SIGABRT)  # faulthandler writes its stack to stderr
         self.end(f"sent no message for {limit_s:g} s and was killed", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
@@ -293,7 +290,6 @@ def _describe(code: int) -> str:
 
 
 STEADY_S = 60.0  # if a worker was ready for this long, its death is not counted as a failed start
-PROBE_ID = 0  # query id of probes of the only client of a worker, whose own ids start at 1
 MOVING_LIMIT_S = 8.0  # allowed silence while there is work; then /health reports the worker as stuck, within 10 s
 LOAD_LIMIT_S = 180.0  # allowed silence while loading: importing libraries, or reading the largest tensor
 
@@ -307,7 +303,7 @@ class WorkerConnection:
     `on_end` is called when the worker has ended, unless it was closed on purpose. Its argument: whether the worker
     finished a request or was ready for `STEADY_S`. `on_lost`: called with each request that had not started by then.
     `connect`: starts the worker, or finds one on another machine. `probe_id`: the query
-    id of probes, which no caller of `ask` uses; a worker with several clients answers by the id.
+    id of probes, which no caller of `ask` uses: the ids of the only client of a worker start at 1.
     """
 
     def __init__(
@@ -322,7 +318,7 @@ class WorkerConnection:
         on_report: Callable[[CacheReport], None] = ignore,
         on_lost: Callable[[Generation, QuireError], None] = Generation.fail,
         connect: Connect = WorkerProcess,
-        probe_id: int = PROBE_ID,
+        probe_id: int = 0,
     ) -> None:
         self._name = name
         self._hang_limit_s = hang_limit_s
@@ -350,6 +346,11 @@ class WorkerConnection:
         return len(self._alive)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the worker is ready and has not ended."""
+        return self.facts is not None and not self.process.is_over
+
+    @property
     def is_moving(self) -> bool:
         """Whether the worker is idle, or sent a message recently."""
         limit_s = max(MOVING_LIMIT_S, self.process.announced_s)
@@ -358,10 +359,6 @@ class WorkerConnection:
     @property
     def _is_busy(self) -> bool:
         return bool(self._alive or self._queries)
-
-    def load(self, path: Path, config: EngineConfig, kv_events: KvEventsConfig | None) -> None:
-        self.process.send(Load(str(path), config, kv_events))
-        self.process.expect_message(LOAD_LIMIT_S)
 
     def submit(self, generation: Generation) -> None:
         if self.process.is_over:  # `on_end` may have run already: this request would wait forever
@@ -416,11 +413,15 @@ class WorkerConnection:
             case Begun():
                 self._begin(message)
             case Refused(request_ids=request_ids):
-                self._refuse(request_ids, errors.error_of(message.kind, message.message))
+                self._refuse(request_ids, error_of(message.kind, message.message))
             case Loading(num_done=num_done, num_bytes=num_bytes):
                 self._on_loading(num_done, num_bytes)
             case Ready():
-                self._take_ready(message)
+                self.facts = message
+                self._ready_s = self._loop.time()
+                self._watch()
+                if not self.ready.done():
+                    self.ready.set_result(None)
             case Fingerprinted(system_fingerprint=system_fingerprint):
                 assert self.facts is not None  # it follows Ready
                 self.facts = msgspec.structs.replace(self.facts, system_fingerprint=system_fingerprint)
@@ -429,19 +430,12 @@ class WorkerConnection:
                     query.set_result(result)
                 self._watch()
             case Failed(kind=kind, message=text):
-                self._error = errors.error_of(kind, text)
+                self._error = error_of(kind, text)
                 self.process.end()  # at once, so that the next request starts another worker
             case CacheReport():
                 self._on_report(message)
             case Working():
                 pass  # handled by the watchdog of the process
-
-    def _take_ready(self, message: Ready) -> None:
-        self.facts = message
-        self._ready_s = self._loop.time()
-        self._watch()
-        if not self.ready.done():
-            self.ready.set_result(None)
 
     def _begin(self, message: Begun) -> None:
         """Mark generations as started. The cache result is that of the first sample: the others share its KV."""
@@ -566,22 +560,30 @@ class ModelClient(ABC):
     def __init__(self, text: ModelText, config: EngineConfig, ids: Iterator[int]) -> None:
         self.text = text
         self.max_model_len = text.spec.max_model_len  # until a worker reports what fits its pool
+        self.is_caching = config.enable_prefix_caching
+        self.num_restarts = 0  # workers started after the first, or lost
         self._config = config
         self._ids = ids  # of requests and queries
 
     @property
     @abstractmethod
+    def connections(self) -> list[WorkerConnection]:
+        """Those to workers that are ready, the first one first."""
+
+    @property
     def facts(self) -> Ready | None:
-        """A running worker's report about itself; None if there is none."""
+        """A running worker's report about itself; None if there is none. All have the same model and settings."""
+        return next((one.facts for one in self.connections), None)
 
     @property
     def system_fingerprint(self) -> str | None:
-        """Identifies everything on this side that changes answers. None: not known yet, see `Fingerprinting`."""
-        return (self.facts.system_fingerprint or None) if self.facts is not None else None
+        """Identifies everything on this side that changes answers.
 
-    @property
-    def is_caching(self) -> bool:
-        return self._config.enable_prefix_caching
+        None: not known yet, see `Fingerprinting`, or workers differ, in their devices for example: any of them may
+        answer.
+        """
+        found = {one.facts.system_fingerprint for one in self.connections if one.facts is not None}
+        return (found.pop() or None) if len(found) == 1 else None
 
     @property
     def capacity(self) -> Capacity | None:
@@ -593,14 +595,9 @@ class ModelClient(ABC):
         return None if self.capacity is None else self._config.scheduling(self.capacity)
 
     @property
-    @abstractmethod
     def is_moving(self) -> bool:
         """Whether a worker is ready, and is idle or sent a message recently."""
-
-    @property
-    @abstractmethod
-    def num_restarts(self) -> int:
-        """The number of workers started after the first, or lost."""
+        return any(one.is_moving for one in self.connections)
 
     @property
     def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
@@ -638,9 +635,6 @@ class ModelClient(ABC):
     @abstractmethod
     async def send(self, generation: Generation) -> None:
         """Send the request of a generation to a worker, and set its `on_cancel`. Waits until there is a worker."""
-
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await (await self.submit(request)).result()
 
     @abstractmethod
     async def close(self) -> None:
@@ -704,8 +698,7 @@ class EngineClient(ModelClient):
         its cache.
         """
         super().__init__(text, config, count(1))
-        self._path = path
-        self._kv_events = kv_events
+        self._load = Load(str(path), config, kv_events)
         self._connect = partial(
             WorkerConnection,
             text.name,
@@ -717,27 +710,13 @@ class EngineClient(ModelClient):
         )
         self._connection: WorkerConnection | None = None
         self._starting = asyncio.Lock()
-        self._num_starts = 0
+        self._starts = count()  # of workers
         self._num_early_deaths = 0  # in a row, without a finished request in between
         self._closed = asyncio.Event()
 
     @property
-    def facts(self) -> Ready | None:
-        connection = self._serving_connection()
-        return None if connection is None else connection.facts
-
-    @property
-    def worker_pid(self) -> int | None:
-        return None if self._connection is None or self._connection.process.is_over else self._connection.process.pid
-
-    @property
-    def is_moving(self) -> bool:
-        connection = self._serving_connection()
-        return connection is not None and connection.is_moving
-
-    @property
-    def num_restarts(self) -> int:
-        return max(self._num_starts - 1, 0)
+    def connections(self) -> list[WorkerConnection]:
+        return [one for one in (self._connection,) if one is not None and one.is_open]
 
     async def start(self) -> None:
         await self._ready_connection()
@@ -777,8 +756,7 @@ class EngineClient(ModelClient):
             await connection.process.close()
 
     async def ask(self, query: Query, kind: type[T]) -> list[T]:
-        connection = self._serving_connection()
-        return [] if connection is None else [await connection.ask(next(self._ids), query, kind)]
+        return [await one.ask(next(self._ids), query, kind) for one in self.connections]
 
     # The worker
 
@@ -797,20 +775,16 @@ class EngineClient(ModelClient):
         return connection
 
     def _start_worker(self) -> WorkerConnection:
-        self._num_starts += 1
+        self.num_restarts = next(self._starts)
         try:
             connection = self._connect()
         except OSError as error:  # out of processes, descriptors or memory
             self._count_death(False)
             raise WorkerDied(f"no process could be started for {self.text.name}: {error}") from error
         self._connection = connection
-        connection.load(self._path, self._config, self._kv_events)
+        connection.process.send(self._load)
+        connection.process.expect_message(LOAD_LIMIT_S)
         return connection
-
-    def _serving_connection(self) -> WorkerConnection | None:
-        connection = self._connection
-        is_serving = connection is not None and connection.facts is not None and not connection.process.is_over
-        return connection if is_serving else None
 
     def _count_death(self, has_served: bool) -> None:
         self._num_early_deaths = 1 if has_served else self._num_early_deaths + 1

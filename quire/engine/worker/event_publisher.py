@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import closing, suppress
 
 import zmq
 
@@ -118,17 +119,13 @@ class EventPublisher:
 
     def _answer(self, answering: zmq.Socket[bytes]) -> None:
         """Answer replay requests until the context is terminated."""
-        try:
+        with closing(answering), suppress(zmq.ContextTerminated):
             while True:
                 frames = answering.recv_multipart()
                 if len(frames) == 3 and len(frames[2]) == SEQUENCE_BYTES:
                     self._send_again(answering, frames[0], int.from_bytes(frames[2], "big"))
                 else:
                     log.warning("a replay request of KV events has %d frames; it is ignored", len(frames))
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            answering.close()
 
     def _send_again(self, answering: zmq.Socket[bytes], client: bytes, first: int) -> None:
         try:
@@ -145,9 +142,7 @@ class EventPublisher:
 class ReplayBuffer:
     """The last batches, within limits of their number and size. Shared by two threads."""
 
-    def __init__(self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BATCH_BYTES) -> None:
-        self._max_batches = max_batches
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._batches: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -156,7 +151,7 @@ class ReplayBuffer:
         with self._lock:
             self._batches.append((number, payload))
             self._num_bytes += len(payload)
-            while len(self._batches) > self._max_batches or self._num_bytes > self._max_bytes:
+            while len(self._batches) > MAX_BATCHES or self._num_bytes > MAX_BATCH_BYTES:
                 self._num_bytes -= len(self._batches.popleft()[1])
 
     def since(self, first: int) -> list[tuple[int, bytes]]:

@@ -158,9 +158,8 @@ class CacheEvents:
         self._below: Sequence[LowerLevel] = ()
         self._levels: dict[bytes, int] = {}  # key of announced content -> bits of the levels that hold it
         self._events: list[KvEvent] = []  # since the last batch
-        self._changed: dict[bytes, None] = {}  # keys, since the last report
-        self._is_cleared = False  # since the last report
-        self._encoder = msgspec.msgpack.Encoder()
+        self.changed: dict[bytes, None] = {}  # keys, since the last report
+        self.is_cleared = False  # since the last report
         self._is_first = True
 
     def follow(self, cache: KVCacheManager) -> None:
@@ -175,7 +174,7 @@ class CacheEvents:
         for level in self._below:
             level.on_change = self._take_level
             for stored in level.pieces(MemoryKind.BLOCK).values() if self._has_salts else ():
-                self._store_content(level.level, stored.content)
+                self.stored(level.level, *stored.content[1:])
         self._announce_after(self._root)
 
     def _take_level(self, level: Level, content: Content, is_stored: bool) -> None:
@@ -184,7 +183,7 @@ class CacheEvents:
         if not is_stored:
             self.removed(level, (content.key,))
             return
-        self._store_content(level, content)
+        self.stored(level, *content[1:])
         if content.key in self._levels:
             self._announce_after(content.key)
 
@@ -196,10 +195,7 @@ class CacheEvents:
                 for stored in level.after(MemoryKind.BLOCK, parent_key) or ():
                     if stored.content.key not in self._levels:
                         keys.append(stored.content.key)
-                    self._store_content(level.level, stored.content)
-
-    def _store_content(self, level: Level, content: Content) -> None:
-        self.stored(level, content.key, content.parent_key, content.tokens)
+                    self.stored(level.level, *stored.content[1:])
 
     def take(self, change: TreeChange) -> None:
         """Announce a change of the prefix tree. This is its `on_change`."""
@@ -219,7 +215,7 @@ class CacheEvents:
             return
         known[key] = levels | bit
         if self._has_salts:
-            self._changed[key] = None
+            self.changed[key] = None
             return
         name, parent = block_hash(key), None if parent_key == self._root else block_hash(parent_key)
         last = self._events[-1] if self._events else None
@@ -242,7 +238,7 @@ class CacheEvents:
             if not known[key]:
                 del known[key]
         if self._has_salts:
-            self._changed |= dict.fromkeys(gone)
+            self.changed |= dict.fromkeys(gone)
             return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and last.medium == MEDIA[level]:
@@ -254,7 +250,7 @@ class CacheEvents:
         """Announce that the device level is empty. The event for that clears all levels: others need single events."""
         if all(levels == _BITS[Level.DEVICE] for levels in self._levels.values()):
             self._levels.clear()
-            self._events, self._changed, self._is_cleared = [AllBlocksCleared()], {}, True
+            self._events, self.changed, self.is_cleared = [AllBlocksCleared()], {}, True
         else:
             self.removed(Level.DEVICE, [*reversed(self._levels)])  # children before their parents
 
@@ -270,20 +266,15 @@ class CacheEvents:
         if self._is_first:
             events.insert(0, AllBlocksCleared())
             self._is_first = False
-        return self._encoder.encode(Batch(now_s, events))
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether there is something to report."""
-        return bool(self._changed) or self._is_cleared
+        return msgspec.msgpack.encode(Batch(now_s, events))
 
     def pop_report(self, num_free_blocks: int) -> CacheReport:
         """The changes since the last call, as a report."""
-        known, changed = self._levels, self._changed
+        known, changed = self._levels, self.changed
         added = b"".join([key[:HASH_BYTES] for key in changed if key in known])
         removed = b"".join([key[:HASH_BYTES] for key in changed if key not in known])
-        report = CacheReport(added, removed, self._is_cleared, num_free_blocks)
-        self._changed, self._is_cleared = {}, False
+        report = CacheReport(added, removed, self.is_cleared, num_free_blocks)
+        self.changed, self.is_cleared = {}, False
         return report
 
 
@@ -326,7 +317,7 @@ class CacheReporter:
     def pop(self, *, is_idle: bool) -> CacheReport | None:
         """The report that is due. While steps run, one is due after an interval."""
         num_free = self._pool.num_free
-        if not self._events.has_changes and num_free == self._num_free:
+        if not self._events.changed and not self._events.is_cleared and num_free == self._num_free:
             return None
         now_s = time.monotonic()
         if not is_idle and now_s - self._last_s < INTERVAL_S:

@@ -16,7 +16,6 @@ from struct import Struct
 from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from quire.backends.base import Capacity, RunnerFacts
 from quire.core.cache import CacheExplanation
@@ -216,13 +215,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     """One replica of a model in a cluster."""
 
     name: str
-    is_accepting: Annotated[bool, Meta(description="False: it is being stopped, and finishes its requests.")]
-    num_requests: Annotated[int, Meta(description="Sequences that run or wait there.")]
-    num_routed: Annotated[int, Meta(description="Requests sent there so far.")]
+    is_accepting: Annotated[bool, msgspec.Meta(description="False: it is being stopped, and finishes its requests.")]
+    num_requests: Annotated[int, msgspec.Meta(description="Sequences that run or wait there.")]
+    num_routed: Annotated[int, msgspec.Meta(description="Requests sent there so far.")]
     num_blocks: int
-    num_free_blocks: Annotated[int, Meta(description="Blocks that no request or pin holds.")]
+    num_free_blocks: Annotated[int, msgspec.Meta(description="Blocks that no request or pin holds.")]
     num_queried_tokens: int
-    num_hit_tokens: Annotated[int, Meta(description="Of the queried tokens, those found in its prefix cache.")]
+    num_hit_tokens: Annotated[int, msgspec.Meta(description="Of the queried tokens, those found in its prefix cache.")]
 
 
 class Running(NamedTuple):
@@ -256,7 +255,7 @@ ToWorker = Load | Add | Cancel | Finish | Ask
 FromWorker = Loading | Ready | Fingerprinted | Begun | Stepped | Working | CacheReport | Refused | Answered | Failed
 
 encode = msgspec.msgpack.Encoder().encode
-to_worker = msgspec.msgpack.Decoder(ToWorker)
+to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
@@ -369,8 +368,7 @@ class Channel:
     def _decode(self, frame: bytes) -> ToWorker | None:
         """Decode a message. An invalid one fails only the requests that it names."""
         try:
-            message: ToWorker = to_worker.decode(frame)
-            return message
+            return to_worker.decode(frame)
         except msgspec.DecodeError as error:
             log.error("a message could not be decoded: %s", error)
             found = msgspec.msgpack.decode(frame)

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +28,9 @@ from quire.core.request import Request
 from quire.core.step import StepPlan
 from quire.core.values import Priority, SamplingParams
 from quire.engine.composition import begin_fingerprint, import_backend, make_bare_engine, make_engine
-from quire.engine.engine import NO_WORK, Engine, StepEstimator, Work, work_of
+from quire.engine.engine import Engine, StepEstimator, Work, work_of
 from quire.engine.generation import EngineOutput, GenerationRequest
-from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_grammars
+from quire.engine.grammars import SIGN_OF_LIFE_S, Compiled, GrammarQueue, Grammars, open_tokenizer
 from quire.engine.process import calm_collector, setup_worker_log
 from quire.engine.worker.block_map import BlockMap, held_ranges
 from quire.engine.worker.kv_events import CacheReporter
@@ -108,8 +109,8 @@ class Worker:
         self._events = events  # since the last plan
         self._num_preemptions = 0
         self._estimator = StepEstimator()
-        self._planned = NO_WORK  # work of the last plan
-        self._running = NO_WORK  # enqueued by the previous call of `step`, if a step is in flight
+        self._planned = Work()  # work of the last plan
+        self._running = Work()  # enqueued by the previous call of `step`, if a step is in flight
         self._is_read_announced = False  # since the last progress: how long reads may take
         self._num_steps = 0
         self._num_violations = 0
@@ -269,8 +270,7 @@ class Worker:
             self._channel.send(Working(min(PATIENCE_FACTOR * predicted_s, MAX_PATIENCE_S)))
 
     def _describe(self, event: Admitted) -> Started:
-        request = self._engine.scheduler.requests.get(event.request_id)
-        assert request is not None  # just admitted, and its step has not run
+        request = self._engine.scheduler.requests[event.request_id]  # just admitted, and its step has not run
         return Started(event.request_id, event.waited_ns / 1e9, request.num_cached_tokens, request.cache_explanation)
 
     def _prepare(self) -> None:
@@ -462,7 +462,7 @@ def _load_and_run(channel: Channel) -> int:
         prepared: list[Grammars] = []  # while the weights are loaded
 
         def prepare_grammars(vocab_size: int) -> None:
-            prepared.append(open_grammars(Path(first.path), first.config.load_format, vocab_size))
+            prepared.append(Grammars(partial(open_tokenizer, Path(first.path), first.config.load_format), vocab_size))
             prepared[-1].prepare()
 
         with _timed(timings_s, "weights"):

@@ -22,7 +22,7 @@ def make_content(number: int, kind: MemoryKind = MemoryKind.BLOCK, num_tokens: i
 def make_payload(content: Content, num_bytes: int = PAYLOAD_BYTES) -> memoryview:
     """The payload that a test expects for this content."""
     seed = sha256(content.key).digest()
-    return memoryview((seed * (num_bytes // len(seed) + 1))[:num_bytes])
+    return memoryview(bytearray((seed * (num_bytes // len(seed) + 1))[:num_bytes]))
 
 
 def new_buffer(num_bytes: int = PAYLOAD_BYTES) -> memoryview:

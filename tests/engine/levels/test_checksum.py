@@ -29,7 +29,7 @@ def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         assert load_library() is not None, "the C library is not built"
     else:
         monkeypatch.setattr(module, "load_library", lambda: None)
-    return lambda content: checksum(memoryview(content))
+    return lambda content: checksum(memoryview(bytearray(content)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 31, 32, 33, 63, 64, 100, 4096, 4097, 70_001])

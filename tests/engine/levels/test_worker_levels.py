@@ -21,7 +21,7 @@ from quire.engine.worker.protocol import Add, Stepped, Working
 from quire.engine.worker.worker import SAVE_INTERVAL_S, Worker
 from tests.engine.levels.contents import all_files
 from tests.engine.levels.test_engine_levels import make
-from tests.engine.serving import client, request, run, stats
+from tests.engine.serving import client, generate, request, run, stats
 from tests.waiting import HANG_S, eventually
 
 
@@ -84,7 +84,7 @@ def test_a_worker_saves_at_its_end(tiny_model: Path, tmp_path: Path) -> None:
     async def work() -> int:
         async with client(tiny_model, **settings) as engine:
             asked = request(engine, "The quick brown fox jumps over the lazy dog. " * 8, max_tokens=1)
-            output = await engine.generate(asked)
+            output = await generate(engine, asked)
             return output.usage.cached_tokens
 
     async def count() -> int:
