@@ -45,12 +45,12 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 
 
 # At most so many statements and files. A package that needs more raises its numbers in the same commit, which says why.
-# The aim of decision 0048 is 41,000 statements in 320 files; 402 are missing.
+# Decision 0048 allows 41,000 statements in 320 files of quire, and 44,000 statements of tests.
 BUDGETS = {
-    "quire/backends": (10_760, 75), "quire/batch": (390, 2), "quire/bench": (610, 3), "quire/cli": (3_510, 16),
-    "quire/core": (4_240, 15), "quire/engine": (5_510, 23), "quire/scale": (1_430, 9), "quire/server": (7_020, 26),
-    "quire/sim": (580, 4), "quire/text": (3_780, 15), "quire/weights": (3_540, 20),
-    "benchmarks": (2_790, 25), "tests": (43_880, 377),
+    "quire/backends": (10_630, 75), "quire/batch": (390, 2), "quire/bench": (610, 3), "quire/cli": (3_440, 16),
+    "quire/core": (4_220, 15), "quire/engine": (5_410, 23), "quire/scale": (1_410, 9), "quire/server": (6_900, 26),
+    "quire/sim": (580, 4), "quire/text": (3_730, 15), "quire/weights": (3_480, 20),
+    "benchmarks": (2_790, 25), "tests": (43_900, 377),
 }  # fmt: skip
 MAX_FILES_ENTERED = 35  # by a chat request, its end and its line of the log included
 
