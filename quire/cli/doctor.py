@@ -49,10 +49,9 @@ from quire.engine.model_text import make_tokenizer
 from quire.errors import InvalidRequest, QuireError, install_command
 from quire.sizes import file_size, memory_size, reported_size
 from quire.version import __version__
-from quire.weights.checkpoint import Checkpoint
+from quire.weights.checkpoint import BLOCKS, Checkpoint
 from quire.weights.config import DTYPES
 from quire.weights.fields import member, read_json
-from quire.weights.gguf import BLOCKS
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models, resolve, size_of
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import ModelSpec

@@ -53,6 +53,44 @@ class TensorType(StrEnum):
     INT4 = "INT4"
 
 
+class Block(NamedTuple):
+    """The smallest unit of a quantised row."""
+
+    num_elements: int
+    num_bytes: int
+
+
+# The types that are read, by their number in a GGUF file. A type that is not here is refused by name.
+FILE_TYPES: dict[int, tuple[TensorType, Block]] = {
+    0: (TensorType.F32, Block(1, 4)),
+    1: (TensorType.F16, Block(1, 2)),
+    2: (TensorType.Q4_0, Block(32, 18)),
+    3: (TensorType.Q4_1, Block(32, 20)),
+    6: (TensorType.Q5_0, Block(32, 22)),
+    7: (TensorType.Q5_1, Block(32, 24)),
+    8: (TensorType.Q8_0, Block(32, 34)),
+    10: (TensorType.Q2_K, Block(256, 84)),
+    11: (TensorType.Q3_K, Block(256, 110)),
+    12: (TensorType.Q4_K, Block(256, 144)),
+    13: (TensorType.Q5_K, Block(256, 176)),
+    14: (TensorType.Q6_K, Block(256, 210)),
+    16: (TensorType.IQ2_XXS, Block(256, 66)),
+    17: (TensorType.IQ2_XS, Block(256, 74)),
+    18: (TensorType.IQ3_XXS, Block(256, 98)),
+    19: (TensorType.IQ1_S, Block(256, 50)),
+    20: (TensorType.IQ4_NL, Block(32, 18)),
+    21: (TensorType.IQ3_S, Block(256, 110)),
+    22: (TensorType.IQ2_S, Block(256, 82)),
+    23: (TensorType.IQ4_XS, Block(256, 136)),
+    29: (TensorType.IQ1_M, Block(256, 56)),
+    30: (TensorType.BF16, Block(1, 2)),
+    34: (TensorType.TQ1_0, Block(256, 54)),
+    35: (TensorType.TQ2_0, Block(256, 66)),
+    39: (TensorType.MXFP4, Block(32, 17)),
+}
+BLOCKS: dict[TensorType, Block] = dict(FILE_TYPES.values())
+
+
 PACKED_TYPES = (TensorType.FP8, TensorType.INT8, TensorType.INT4)  # of safetensors with scales beside the codes
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
+from quire.weights.checkpoint import BLOCKS, Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.config import DTYPES, has_packed_experts
 from quire.weights.fields import Fields
 from quire.weights.folder import ModelFolder
-from quire.weights.gguf import BLOCKS, GgufCheckpoint, is_later_part, part_paths
+from quire.weights.gguf import GgufCheckpoint, is_later_part, part_paths
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 from quire.weights.tensors import expected_tensors
 

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import MissingExtra, UnsupportedModel
-from quire.weights.checkpoint import RawTensor, TensorType
-from quire.weights.gguf import BLOCKS
+from quire.weights.checkpoint import BLOCKS, RawTensor, TensorType
 from quire.weights.packed import CodeType, PackedMatrix, floats, pack_pairs
 
 CHUNK_ELEMENTS = 1 << 20  # decoded at once: the decoders make several copies of their input

@@ -36,9 +36,9 @@ from quire.backends.torch.packed import format_of, pack
 from quire.errors import InvalidRequest, LoadFailed, ModelFileError, ModelNotFound, TemplateError, TemplateRefusal
 from quire.text.chat_template import COMPILE_LIMIT_S, Renderer
 from quire.text.tokenizer import Tokenizer
-from quire.weights.checkpoint import RawTensor, map_file
+from quire.weights.checkpoint import FILE_TYPES, RawTensor, map_file
 from quire.weights.families import BY_ARCHITECTURE
-from quire.weights.gguf import FILE_TYPES, MAX_ARRAY, read_header
+from quire.weights.gguf import MAX_ARRAY, read_header
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import dequantize
 from quire.weights.quants import to_float32

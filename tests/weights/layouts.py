@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.weights.checkpoint import TensorType
-from quire.weights.gguf import BLOCKS, FILE_TYPES
+from quire.weights.checkpoint import BLOCKS, FILE_TYPES, TensorType
 from tests.weights.makers import (
     EXPERTS,
     VOCAB,

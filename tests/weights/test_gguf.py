@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import TensorType, map_file
+from quire.weights.checkpoint import BLOCKS, FILE_TYPES, TensorType, map_file
 from quire.weights.families import BY_NAME
-from quire.weights.gguf import BLOCKS, FILE_TYPES, GgufCheckpoint
+from quire.weights.gguf import GgufCheckpoint
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.tensors import Target, check_tensors, gguf_targets

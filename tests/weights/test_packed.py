@@ -11,8 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.errors import ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
-from quire.weights.gguf import BLOCKS
+from quire.weights.checkpoint import BLOCKS, Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.opening import open_checkpoint
 from quire.weights.packed import CodeType, PackedMatrix, dequantize, take_rows
 from quire.weights.quants import pack_blocks, to_float32

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from quire.errors import MissingExtra, UnsupportedModel
 from quire.weights import quants
-from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
-from quire.weights.gguf import BLOCKS
+from quire.weights.checkpoint import BLOCKS, RawTensor, TensorInfo, TensorType
 from quire.weights.quants import to_float32
 from tests.weights.makers import set_scales
 

@@ -23,8 +23,7 @@ from quire.backends.mlx.loading import load_from_tensors, load_model
 from quire.backends.mlx.parameters import Layout, flat_parameters, main_layout, num_bytes
 from quire.backends.mlx.spec_model import MODEL_TYPES
 from quire.errors import InvalidRequest, ModelFileError, UnsupportedModel
-from quire.weights.checkpoint import Checkpoint, RawTensor, TensorInfo, TensorType
-from quire.weights.gguf import BLOCKS
+from quire.weights.checkpoint import BLOCKS, Checkpoint, RawTensor, TensorInfo, TensorType
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import pack_blocks, to_float32
 from quire.weights.tensors import check_tensors

@@ -11,8 +11,7 @@ import pytest
 
 from quire.backends.native.library import GROUP, Floats, Linear, load_library
 from quire.backends.native.packing import SOURCES, PackedModel, pack_model
-from quire.weights.checkpoint import Checkpoint, TensorType
-from quire.weights.gguf import BLOCKS, FILE_TYPES
+from quire.weights.checkpoint import BLOCKS, FILE_TYPES, Checkpoint, TensorType
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
 from quire.weights.spec import ModelSpec
