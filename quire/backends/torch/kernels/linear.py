@@ -85,30 +85,16 @@ def _inputs(start, is_row, first, WIDTH: tl.constexpr, SPAN: tl.constexpr, PARTS
     return tl.load(tl.expand_dims(start, -2) + k[:, None], mask=is_row[None, :] & (k < SPAN)[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _few_rows(
-    x, weight, bias, out, num_rows,
-    IN: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+@triton.jit
+def _few_sums(
+    start, rows, is_row, SPAN: tl.constexpr, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
-    # FIRST, SECOND, THIRD: columns of each part that are loaded before the wait. INPUTS: of the others, at a time.
-    let_next_start()
-    SPAN: tl.constexpr = IN // PARTS
-    o, r = tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
-    if IS_GATED:  # each gate next to its up
-        row = tl.program_id(0) * (OUTPUTS // 2) + o // 2
-        is_in = row < OUT // 2
-        row += (o % 2) * (OUT // 2)
-    else:
-        row = tl.program_id(0) * OUTPUTS + o
-        is_in = row < OUT
-    is_row = r < num_rows
-    start = weight + tl.where(is_in, row, 0).to(tl.int64) * IN
-    rows = x + r * IN
+    """Multiply the rows at `rows` [.., R] by the weights at `start` [.., O], SPAN columns each. Returns [.., O, R].
+
+    FIRST, SECOND, THIRD: columns that are loaded before the wait for the inputs. INPUTS: of the others, at a time.
+    """
     if PARTS > 1:
-        part = tl.arange(0, PARTS) * SPAN
-        start, rows = start[None, :] + part[:, None], rows[None, :] + part[:, None]
         total = tl.zeros((PARTS, OUTPUTS, ROWS), tl.float32)
     else:
         total = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -127,21 +113,54 @@ def _few_rows(
     for k in tl.range(FIRST + SECOND + THIRD, SPAN, INPUTS, num_stages=STAGES):
         inputs = _inputs(rows, is_row, k, INPUTS, SPAN, PARTS)
         total = tl.dot(_weights(start, k, INPUTS, SPAN), inputs, total, input_precision="ieee")
-    y = total
+    return total
+
+
+@triton.jit
+def _gated_pairs(y, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr):
+    """Return the values [O / 2, R] of products [O, R], each gate next to its up, rounded as when stored."""
+    pairs = tl.reshape(y.to(dtype).to(tl.float32), (OUTPUTS // 2, 2, ROWS))
+    gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+    return _gated_value(gate, up, KIND).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows(
+    x, weight, bias, out, num_rows,
+    IN: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
+    IS_GATED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    let_next_start()
+    SPAN: tl.constexpr = IN // PARTS
+    o, r = tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    if IS_GATED:  # each gate next to its up
+        row = tl.program_id(0) * (OUTPUTS // 2) + o // 2
+        is_in = row < OUT // 2
+        row += (o % 2) * (OUT // 2)
+    else:
+        row = tl.program_id(0) * OUTPUTS + o
+        is_in = row < OUT
+    is_row = r < num_rows
+    start = weight + tl.where(is_in, row, 0).to(tl.int64) * IN
+    rows = x + r * IN
+    if PARTS > 1:
+        part = tl.arange(0, PARTS) * SPAN
+        start, rows = start[None, :] + part[:, None], rows[None, :] + part[:, None]
+    sums = _few_sums(start, rows, is_row, SPAN, PARTS, OUTPUTS, ROWS, FIRST, SECOND, THIRD, INPUTS, STAGES)
+    y = sums
     if PARTS > 1:
         number = tl.arange(0, PARTS)[:, None, None]
-        y = tl.sum(tl.where(number == 0, total, 0.0), 0)
+        y = tl.sum(tl.where(number == 0, sums, 0.0), 0)
     if bias is not None:
         y += tl.load(bias + row, mask=is_in, other=0.0).to(tl.float32)[:, None]
     for part in tl.static_range(1, PARTS):
-        y += tl.sum(tl.where(number == part, total, 0.0), 0)
+        y += tl.sum(tl.where(number == part, sums, 0.0), 0)
     dtype: tl.constexpr = out.dtype.element_ty
     if IS_GATED:
-        pairs = tl.reshape(y.to(dtype).to(tl.float32), (OUTPUTS // 2, 2, ROWS))  # rounded as when stored
-        gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
         column = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
         is_stored = (column < OUT // 2)[:, None] & is_row[None, :]
-        value = (_activated(gate, IS_SILU) * up).to(dtype)
+        value = _gated_pairs(y, OUTPUTS, ROWS, dtype, KIND)
         tl.store(out + r[None, :] * (OUT // 2) + column[:, None], value, mask=is_stored)
     else:
         tl.store(out + r[None, :] * OUT + row[:, None], y.to(dtype), mask=is_in[:, None] & is_row[None, :])
@@ -151,7 +170,7 @@ def _few_rows(
 def _tile_product(
     x, weight, bias, out, num_rows, num_inputs, num_outputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr, IS_SPLIT: tl.constexpr,
-    IS_WHOLE: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     # Programs of one strip of the matrix are adjacent, so the strip is read from memory once.
@@ -159,10 +178,7 @@ def _tile_product(
     tile, strip = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     t = tile * ROWS + tl.arange(0, ROWS)
     o = tl.arange(0, OUTPUTS)
-    if IS_GATED:  # each gate next to its up
-        row = (strip * (OUTPUTS // 2) + o // 2) % (num_outputs // 2) + (o % 2) * (num_outputs // 2)
-    else:
-        row = (strip * OUTPUTS + o) % num_outputs
+    row = (strip * OUTPUTS + o) % num_outputs
     span = num_inputs // PARTS
     first = tl.program_id(1) * span  # of a split product
     k = first + tl.arange(0, INPUTS)
@@ -191,18 +207,11 @@ def _tile_product(
                 part_sum = tl.zeros((ROWS, OUTPUTS), tl.float32)
     if PARTS == 1 or IS_SPLIT:
         total += part_sum
-    dtype: tl.constexpr = out.dtype.element_ty
-    if IS_GATED:
-        gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))  # as when stored
-        column = strip * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        is_in = (t < num_rows)[:, None] & (column < num_outputs // 2)[None, :]
-        value = (_activated(gate, IS_SILU) * up).to(dtype)
-        tl.store(out + t[:, None] * (num_outputs // 2) + column[None, :], value, mask=is_in)
-    else:
-        column = strip * OUTPUTS + o
-        is_in = (t < num_rows)[:, None] & (column < num_outputs)[None, :]
-        place = (tl.program_id(1) * num_rows + t).to(tl.int64)
-        tl.store(out + place[:, None] * num_outputs + column[None, :], total.to(dtype), mask=is_in)
+    column = strip * OUTPUTS + o
+    is_in = (t < num_rows)[:, None] & (column < num_outputs)[None, :]
+    place = (tl.program_id(1) * num_rows + t).to(tl.int64)
+    value = total.to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * num_outputs + column[None, :], value, mask=is_in)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -241,7 +250,7 @@ def num_parts(weight: Tensor) -> int:
     return PARTS if num_inputs >= 2 * num_outputs and num_inputs % (PARTS * 128) == 0 else 1
 
 
-class _Few(NamedTuple):
+class Few(NamedTuple):
     """How a program of `few_rows` reads its strip of the matrix."""
 
     outputs: int
@@ -252,15 +261,18 @@ class _Few(NamedTuple):
 
 
 @cache
-def _few(num_outputs: int, span: int, parts: int, rows: int) -> _Few:
+def few_strip(num_outputs: int, span: int, parts: int, rows: int) -> Few:
     """Return the strip for a matrix. Measured in docs/performance.md."""
+    if parts > PARTS:  # of experts
+        return Few(16, (128, 0, 0), 128, 3, 4)
     if parts > 1:
-        return _Few(16, (256, 256, 256 if span == 768 else 0), 256, 3, 4)
+        return Few(16, (256, 256, 256 if span == 768 else 0), 256, 3, 4)
     if span > 1024:
-        return _Few(32, (512, 0, 0), 512, 4, 4) if num_outputs <= 4096 else _Few(32, (256, 0, 0), 256, 4, 1)
+        return Few(32, (512, 0, 0), 512, 4, 4) if num_outputs <= 4096 else Few(32, (256, 0, 0), 256, 4, 1)
     if span <= 512:
-        return _Few(16, (max(triton.next_power_of_2(span), 16), 0, 0), 16, 1, 1)
-    return _Few(32, (512, 512, 0), 16, 1, 2) if rows <= 8 else _Few(64, (512, 512, 0), 16, 1, 4)
+        return Few(16, (max(triton.next_power_of_2(span), 16), 0, 0), 16, 1, 1)
+    columns = (512, triton.next_power_of_2(span - 512), 0)
+    return Few(32, columns, 16, 1, 2) if rows <= 8 else Few(64, columns, 16, 1, 4)
 
 
 def few_rows(
@@ -274,45 +286,35 @@ def few_rows(
     if out is None:
         out = x.new_empty((len(x), num_outputs if activation is None else num_outputs // 2))
     parts, rows = num_parts(weight), 8 if len(x) <= 8 else 16 if len(x) <= 16 else MAX_FEW
-    outputs, columns, inputs, num_stages, num_warps = _few(num_outputs, num_inputs // parts, parts, rows)
+    outputs, columns, inputs, num_stages, num_warps = few_strip(num_outputs, num_inputs // parts, parts, rows)
     _few_rows[(-(-num_outputs // outputs),)](
         x, weight, bias, out, len(x), IN=num_inputs, OUT=num_outputs, PARTS=parts, ROWS=rows, OUTPUTS=outputs,
         FIRST=columns[0], SECOND=columns[1], THIRD=columns[2], INPUTS=inputs, STAGES=num_stages,
-        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU,
+        IS_GATED=activation is not None, KIND=0 if activation is None else KINDS[activation],
         num_warps=num_warps, launch_pdl=can_launch_early(),
     )  # fmt: skip
     return out
 
 
 def tile_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: Activation | None = None,
-    *,
-    is_split: bool = False,
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, is_split: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """Like `few_rows`, of any number of rows. `is_split`: return the sums of the parts [PARTS, T, O] in fp32."""
+    """Multiply any number of rows. `is_split`: return the sums of the parts [PARTS, T, O] in fp32."""
     num_rows, num_inputs = x.shape
     num_outputs, parts = len(weight), num_parts(weight)
-    is_gated = activation is not None
     if is_split:
         out = x.new_empty((parts, num_rows, num_outputs), dtype=torch.float32)
     elif out is None:
-        out = x.new_empty((num_rows, num_outputs // 2 if is_gated else num_outputs))
+        out = x.new_empty((num_rows, num_outputs))
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64 if num_rows <= 128 or not is_split else 128
-    outputs = 64 if is_gated or rows > 64 else 32
-    num_strips = -(-num_outputs // outputs)
-    if is_split and rows >= 64 and num_strips >= WHOLE_TILES:
-        outputs, num_strips = 128, -(-num_outputs // 128)
-    inputs = 64 if rows * outputs >= 4096 else 128
-    _tile_product[(-(-num_rows // rows) * num_strips, parts if is_split else 1)](
+    outputs = 64 if rows > 64 else 32
+    if is_split and rows >= 64 and num_outputs >= WHOLE_TILES * 32:
+        outputs = 128
+    is_large, inputs = rows * outputs > 8192, 64 if rows * outputs >= 4096 else 128
+    _tile_product[(-(-num_rows // rows) * -(-num_outputs // outputs), parts if is_split else 1)](
         x, weight, bias, out, num_rows, num_inputs, num_outputs,
         ROWS=rows, OUTPUTS=outputs, INPUTS=inputs, PARTS=parts, IS_SPLIT=is_split, IS_WHOLE=num_inputs % inputs == 0,
-        IS_GATED=is_gated, IS_SILU=activation is Activation.SILU,
-        num_warps=8 if rows * outputs > 8192 else 4, num_stages=3 if rows * outputs > 8192 else 4,
-        launch_pdl=is_early(num_rows),
+        num_warps=8 if is_large else 4, num_stages=3 if is_large else 4, launch_pdl=is_early(num_rows),
     )  # fmt: skip
     return out
 
