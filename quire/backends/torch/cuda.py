@@ -50,6 +50,7 @@ from quire.backends.torch.inputs import (
 from quire.backends.torch.kernel_compilation import Compiling
 from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
+from quire.backends.torch.kernels.linear import padded_rows
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.runner import BaseRunner
@@ -262,7 +263,7 @@ class CudaRunner(BaseRunner):
         step = arrange(slices, self._tables, self._division)
         step = step._replace(order=tuple(indices[place] for place in step.order))
         graph = self._graph(step) if has_graphs and self._has_graphs else None
-        layout = step.layout if graph is None else graph.layout
+        layout = step.layout.padded(padded_rows(step.layout.num_rows)) if graph is None else graph.layout
         places = tuple([place for place, piece in enumerate(step.slices) for _ in range(piece.num_sampled)])
         rows = [one for piece in step.slices if piece.wants_token for one in sampled_pieces(piece)]
         num_sampled, num_updates, num_slices = len(places), len(updates[0]), len(step.slices)

@@ -13,14 +13,7 @@ from torch import Tensor
 from quire.backends.machine import MIN_FP8_CAPABILITY
 from quire.backends.torch.kernels.elementwise import gated
 from quire.backends.torch.kernels.fp8_rows import gated_in_fp8, quantize_rows
-from quire.backends.torch.kernels.linear import (
-    PARTS,
-    THIN,
-    is_single,
-    is_small,
-    row_product,
-    tile_product,
-)
+from quire.backends.torch.kernels.linear import MAX_FEW, MAX_SPLIT, PARTS, few_rows, num_parts, product, tile_product
 from quire.backends.torch.kernels.packed_linear import (
     MAX_ROWS,
     ROW_COUNTS,
@@ -46,32 +39,34 @@ from quire.weights.spec import Activation
 
 
 class FusedLinear(Linear):
-    """A dense matrix of 16 or 32 bits. The kernels for graphs are compiled by the time a graph is captured."""
+    """A dense matrix of 16 or 32 bits. The kernels for graphs are compiled by the time a graph is captured.
+
+    The bits of a row of 16-bit numbers do not depend on the number of rows, nor on whether it is part of a graph.
+    """
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is not None and len(x) <= MAX_FEW:  # the head of a graph
+            return few_rows(x, self.weight, self.bias, out=out)
+        return product(x, self.weight, self.bias, out=out)
 
     def project(self, x: Inputs, *, is_graph: bool) -> Tensor:
         x = plain(x)
-        multiply = self._kernel(len(x)) if is_graph else None
-        return self(x) if multiply is None else multiply(x, self.weight, self.bias)
+        return few_rows(x, self.weight, self.bias) if is_graph and len(x) <= MAX_FEW else self(x)
 
     def project_back(self, x: Inputs, *, is_graph: bool) -> Outputs:
         x = plain(x)
-        if is_graph and len(self.weight) <= THIN and is_small(len(x), self.weight):
-            return tile_product(x, self.weight, self.bias, num_parts=PARTS)
+        if is_graph and MAX_FEW < len(x) <= MAX_SPLIT and num_parts(self.weight) > 1:
+            return tile_product(x, self.weight, self.bias, is_split=True)
         return self.project(x, is_graph=is_graph)
 
     def gated(self, x: Inputs, activation: Activation, *, is_graph: bool, reader: Linear | None = None) -> Inputs:  # noqa: ARG002
         x = plain(x)
-        multiply = self._kernel(len(x)) if is_graph else None
-        return gated(self(x), activation) if multiply is None else multiply(x, self.weight, self.bias, activation)
+        if is_graph and len(x) <= MAX_FEW:
+            return few_rows(x, self.weight, self.bias, activation)
+        return gated(self(x), activation)
 
     def has_kernel(self, num_rows: int) -> bool:
-        return self._kernel(num_rows) is not None
-
-    def _kernel(self, num_rows: int) -> Callable[..., Tensor] | None:
-        """Return the kernel for a product of so many rows; None: the library's is faster."""
-        if is_single(num_rows, self.weight):
-            return row_product
-        return tile_product if is_small(num_rows, self.weight) else None
+        return num_rows <= (MAX_FEW if num_parts(self.weight) == 1 else MAX_SPLIT)
 
 
 class FusedPackedLinear(PackedLinear):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.backends.torch.inputs import Layout, StepInputs
-from quire.backends.torch.kernels.linear import MAX_ROWS
+from quire.backends.torch.kernels.linear import MAX_SPLIT
 
 SAMPLED = 32  # numbers per row sent with the inputs of a step for sampling; long tables are sent separately
 WHOLE_SIZE = 48  # from this size on contexts are rarely split, and a graph without the merge is worth its capture
@@ -128,7 +128,7 @@ class StepGraphs:
         is_compiled = self._is_compiled()
         for kind in dict.fromkeys([*self._prepared_kinds(), *self._graphs]):
             if kind not in self._graphs:
-                if not is_compiled and kind.size <= MAX_ROWS:
+                if not is_compiled and kind.size <= MAX_SPLIT:
                     continue
             elif (graph := self._graphs[kind]) is None or graph.is_final or not is_compiled:
                 continue
@@ -175,7 +175,7 @@ class StepGraphs:
         run = partial(self._run, inputs, kind, is_compiled)
         try:
             recording = self._record(run) if self._device.type == "cuda" else _Repeat(run)
-            graph = StepGraph(kind, layout, recording, is_compiled or kind.size > MAX_ROWS)
+            graph = StepGraph(kind, layout, recording, is_compiled or kind.size > MAX_SPLIT)
         except Exception as error:  # for example out of memory: steps of this kind run without a graph
             log.warning("a graph of %d rows was not captured: %s", kind.size, error)
             if (earlier := self._graphs.get(kind)) is not None:

@@ -56,6 +56,11 @@ class Layout(NamedTuple):
         """Whether a step of the other layout fits. Both are of one model."""
         return all(map(ge, self, other))
 
+    def padded(self, num_rows: int) -> Layout:
+        """Return a layout with so many rows."""
+        parts = num_rows + 1 if self.num_window_parts else 0
+        return self._replace(num_rows=num_rows, num_window_parts=parts, num_kept=num_rows if self.num_kept else 0)
+
     @property
     def size(self) -> int:
         return _bounds(self)[-1][1]

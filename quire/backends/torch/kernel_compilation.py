@@ -47,7 +47,7 @@ from quire.backends.torch.kernels.elementwise import (
     norm,
     norm_columns,
 )
-from quire.backends.torch.kernels.linear import PARTS
+from quire.backends.torch.kernels.linear import MAX_FEW, MAX_SPLIT, PARTS, large_product, tile_product
 from quire.backends.torch.kernels.packed_products import is_unscaled
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.routed_experts import Calls as Calls
@@ -241,6 +241,9 @@ def first_calls(
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=True, is_changed=False
         ),
     ]
+    if dtype != torch.float32:  # products of a step without a graph
+        matrices = (zeros(128, 128), zeros(64, 512))  # sums of one part, and of several
+        calls += [partial(tile_product, zeros(rows, one.shape[1]), one, None) for rows in (16, 32, 64) for one in matrices]
     for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
         if isinstance(mlp, MlpSpec):
             calls.append(partial(gated, zeros(2, 2 * mlp.size), mlp.activation))
@@ -407,6 +410,10 @@ def later_calls(
         return torch.empty(shape, dtype=kind, device="meta")
 
     calls = _product_calls(spec, dtype, packed_format)
+    if dtype != torch.float32:
+        for num_outputs, sizes in ((4096, (300, 600, 1300)), (1024, (300, 2048, 8192))):  # one part, and several
+            weight = meta(num_outputs, 4096)
+            calls += [partial(large_product, meta(size, 4096), weight, None) for size in sizes]
     calls += _norm_calls(spec, dtype)
     calls += _fp8_norm_calls(spec, dtype, packed_format, MAX_EARLY_ROWS, is_graph=True)
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
@@ -436,13 +443,13 @@ def _norm_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     calls: Calls = []
     weight = torch.empty(hidden, dtype=NORM_DTYPE, device="meta")
     has_post_norms = any(layer.has_post_norms for layer in spec.layers)
-    for num_rows in (1, MAX_EARLY_ROWS, 2 * MAX_EARLY_ROWS):
+    for num_rows, has_parts in ((1, False), (MAX_FEW, False), (MAX_SPLIT, True)):
         row = torch.empty(num_rows, hidden, dtype=dtype, device="meta")
         parts = torch.empty(PARTS, num_rows, hidden, dtype=torch.float32, device="meta")
-        x = row if num_rows == 1 else parts
+        x = parts if has_parts else row
         run = partial(add_norm, x, row, weight, spec.norm_eps, is_graph=True)
-        calls += [partial(run, factor, total if num_rows == 1 else 1.0) for factor, total in _scales(spec)]
-        if num_rows == 1:
+        calls += [partial(run, factor, 1.0 if has_parts else total) for factor, total in _scales(spec)]
+        if not has_parts:
             calls.append(partial(add_norm, row, None, weight, spec.norm_eps, is_graph=True))
         if has_post_norms:
             calls.append(partial(norm, x, weight, spec.norm_eps, dtype, is_graph=True))
@@ -494,6 +501,7 @@ def _matrices(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFormat |
             back[layer.ple_size, False, False] = None
     if spec.ple_size:
         inner[spec.num_layers * spec.ple_size, False, False] = None
+    inner[spec.vocab_size, False, False] = None  # the head
     return _Matrices(
         [meta(size, hidden, *flags) for size, *flags in inner],
         [meta(hidden, size, *flags) for size, *flags in back],
@@ -559,7 +567,7 @@ def _product_calls(spec: ModelSpec, dtype: torch.dtype, packed_format: PackedFor
             x = torch.empty(num_rows, linear.shape[1], dtype=dtype, device="meta")
             calls.append(partial(call, x, *arguments, is_graph=True))
 
-    for num_rows in (1, 2, 4, 16, 32, 64, 128):
+    for num_rows in (1, 2, 4, 16, 32, 64, 128, 256):
         for linear, activation in gated_linears:
             add(num_rows, linear, linear.gated, activation)
         for linear in linears:

@@ -65,7 +65,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 80,
         "attn_logit_softcapping": 30.0,
         **SIZES,
-        "hidden_size": 576,  # not a multiple of the tiles: `_tile_product` is compiled for the other model
+        "hidden_size": 576,  # not a multiple of the tiles
         "intermediate_size": 500,
         "head_dim": 80,
     },
@@ -165,7 +165,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     compiled = {path.stem for path in cache.glob("*/*.cubin")}
     sampling = {"_change", "_count", "_edit", "_find_floors", "_measure", "_pick", "_weigh"}
     blocks = {"_copy_blocks", "_update_tables", "_move_pieces"}
-    layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product"}
+    layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_few_rows"}
     layers |= {"_packed_rows", "_packed_tiles", "_quantize_rows", "_fp8_product", "_expand_packed"}
     layers |= {"_apply_scales", "_gated_rows"}
     experts = {"_route", "_sort", "_grouped_product", "_weighted_sum", "_gated_alone", "_down_alone"}
@@ -173,7 +173,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     experts |= {"_quantized_product", "_gated_alone_quantized", "_down_alone_quantized"}
     states = {"_decode", "_convolved", "_prepare", "_pass_states", "_finish", "_gate_output"}
     states |= {"_short_decode", "_short_chunk", "_short_store"}
-    assert compiled == sampling | blocks | layers | experts | states | {"_tile_product", "_norm_columns"}
+    assert compiled == sampling | blocks | layers | experts | states | {"_tile_product", "_large_product", "_norm_columns"}
 
 
 def kind(value: object) -> object:

@@ -109,7 +109,7 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "num_chosen", "size", "width"),
     [(1, 4, 1, 64, 32), (1, 16, 8, 70, 33), (2, 24, 3, 33, 65), (MAX_ALONE, 32, 2, 40, 24)],
@@ -205,6 +205,18 @@ def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiling(dtype: torch.dt
     assert torch.equal(experts.fused(x.flip(0), logits.flip(0)), whole.flip(0))
     logits[1:, 3] = 10  # every other row chooses this expert
     assert torch.equal(experts.fused(x, logits)[0], whole[0])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter's sums follow the shape")
+@pytest.mark.parametrize(("num_experts", "num_chosen", "size", "width"), [(128, 8, 2048, 768), (32, 4, 2880, 2880)])
+def test_bits_do_not_depend_on_the_number_of_rows(num_experts: int, num_chosen: int, size: int, width: int) -> None:
+    experts = make_experts(num_experts, num_chosen, size, width, BF16, has_bias=num_experts == 32)
+    x, logits = make_rows(experts, 4096)
+    whole = experts.fused(x, logits)
+    for count in (1, 2, 3, 4, 5, 8, 16, 64, 300, 1024, 2500):
+        assert torch.equal(experts.fused(x[:count].clone(), logits[:count].clone()), whole[:count]), count
+        last = experts.fused(x[-count:].clone(), logits[-count:].clone())
+        assert torch.equal(last, whole[-count:]), count
 
 
 def check_sorted(ids: Tensor, num_experts: int, tile_rows: int) -> None:

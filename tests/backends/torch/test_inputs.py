@@ -414,7 +414,7 @@ def test_a_size_that_is_missed_often_is_captured(is_wide: bool) -> None:
 
 
 def test_a_graph_of_few_rows_is_captured_again_once_its_kernels_are_compiled() -> None:
-    graphs = Graphs([1, 4, 100])
+    graphs = Graphs([1, 4, 400])
     graphs.is_compiled = False
     for _ in range(MAX_MISSES - 1):
         assert graphs.find(Layout(3, 4, 0), has_parts=True) is None
@@ -423,11 +423,11 @@ def test_a_graph_of_few_rows_is_captured_again_once_its_kernels_are_compiled() -
     assert not any(graphs.has_special_kernels)
     while graphs.prepare():
         pass
-    assert graphs.kinds() == [Kind(4, False, True), Kind(100, False, False), Kind(100, False, True)]
+    assert graphs.kinds() == [Kind(4, False, True), Kind(400, False, False), Kind(400, False, True)]
     graphs.is_compiled = True
     while graphs.prepare():
         pass
-    assert set(graphs.kinds()) == {Kind(size, False, True) for size in (1, 4, 100)} | {Kind(100, False, False)}
+    assert set(graphs.kinds()) == {Kind(size, False, True) for size in (1, 4, 400)} | {Kind(400, False, False)}
     assert graphs.has_special_kernels[-2:] == [True, True]
     assert graphs.find(Layout(3, 4, 0), has_parts=True) is not graph
     assert not graphs.prepare()

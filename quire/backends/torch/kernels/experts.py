@@ -8,8 +8,8 @@ slots is cut into tiles of at most ROWS rows, and a tile reads its expert once. 
 memory's speed; large tiles are for prompts. All shapes depend on the number of rows only, and the host never waits, so
 a graph can contain everything: programs for tiles that do not exist return at once.
 
-The result of a row does not depend on its place in a tile, nor on the other rows: the same row has the same bits in any
-batch for which `tiling` returns the same. Gate, up and down are rounded as in a dense MLP; routing weights and the sum
+All products of 16-bit matrices add up in the order of the inputs, and a row's experts in the order of its choice, so the
+bits of a row do not depend on its place in a tile, on the other rows, or on their number. Gate, up and down are rounded as in a dense MLP; routing weights and the sum
 over the experts are fp32.
 """
 
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.backends.torch.kernels.linear import _gated_value
+from quire.backends.torch.kernels.linear import PARTS, _few_sums, _gated_pairs, _gated_value, few_strip
 
 # T rows of the batch, N experts, K experts chosen per row, S = T * K slots, E hidden size, F width of an expert
 
@@ -233,67 +233,55 @@ def _weighted_sum(y, weights, out, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.c
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(K):
         value = tl.load(y + (row * K + k) * E + column, mask=column < E, other=0.0)
-        total += tl.load(weights + row * K + k) * value.to(tl.float32)
+        total = tl.fma(value.to(tl.float32), tl.load(weights + row * K + k), total)
     tl.store(out + row * E + column, total.to(out.dtype.element_ty), mask=column < E)
 
 
 @triton.jit
 def _gated_alone(
     x, weight, bias, ids, out,
-    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    # A program computes one gate and its up: small programs keep the most loads in flight.
-    column, slot = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(ids + slot).to(tl.int64)
-    w_at = weight + (expert * (2 * F) + column + tl.arange(0, 2) * F) * E
-    x_at = x + (slot // K).to(tl.int64) * E
-    total = tl.zeros((2, INPUTS), tl.float32)
-    for first in range(0, E, INPUTS):
-        i = first + tl.arange(0, INPUTS)
-        if E % INPUTS == 0:
-            w = tl.load(w_at[:, None] + i[None, :], eviction_policy="evict_first")
-            value = tl.load(x_at + i)
-        else:
-            w = tl.load(w_at[:, None] + i[None, :], mask=(i < E)[None, :], other=0.0)
-            value = tl.load(x_at + i, mask=i < E, other=0.0)
-        total += w.to(tl.float32) * value.to(tl.float32)[None, :]
-    dtype: tl.constexpr = out.dtype.element_ty
-    y = tl.sum(total, 1)
+    # A program computes some gates, each next to its up, of one slot: the first row of a tile of the matrix units.
+    slot = tl.program_id(1)
+    o, r = tl.arange(0, OUTPUTS), tl.arange(0, 8)
+    column = tl.program_id(0) * (OUTPUTS // 2) + o // 2
+    row = tl.load(ids + slot).to(tl.int64) * (2 * F) + column % F + (o % 2) * F
+    rows = x + (slot // K).to(tl.int64) * E + r * 0
+    y = _few_sums(weight + row * E, rows, r == 0, E, 1, OUTPUTS, 8, FIRST, SECOND, 0, INPUTS, STAGES)
     if bias is not None:
-        y += tl.load(bias + expert * (2 * F) + column + tl.arange(0, 2) * F).to(tl.float32)
-    gate, up = tl.split(y.to(dtype).to(tl.float32))  # rounded as when stored
-    tl.store(out + slot.to(tl.int64) * F + column, _gated_value(gate, up, KIND).to(dtype))
+        y += tl.load(bias + row).to(tl.float32)[:, None]
+    value = _gated_pairs(y, OUTPUTS, 8, out.dtype.element_ty, KIND)
+    column = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+    target = out + slot.to(tl.int64) * F + column
+    tl.store(target[:, None] + r[None, :], value, mask=(column < F)[:, None] & (r == 0)[None, :])
 
 
 @triton.jit
 def _down_alone(
     x, weight, bias, ids, weights, out,
-    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, INPUTS: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A program computes one output of all experts of a row.
-    column, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k = tl.arange(0, SLOTS)
+    # A program computes some outputs of all experts of a row: they are the parts of a sum.
+    row = tl.program_id(1).to(tl.int64)
+    k, o, r = tl.arange(0, SLOTS), tl.arange(0, OUTPUTS), tl.arange(0, 8)
+    column = tl.program_id(0) * OUTPUTS + o
     expert = tl.load(ids + row * K + k, mask=k < K, other=0).to(tl.int64)
-    w_at = weight + (expert * E + column) * F
-    x_at = x + (row * K + k) * F
-    total = tl.zeros((SLOTS, INPUTS), tl.float32)
-    for first in range(0, F, INPUTS):
-        i = first + tl.arange(0, INPUTS)
-        if F % INPUTS == 0 and K == SLOTS:
-            w = tl.load(w_at[:, None] + i[None, :], eviction_policy="evict_first")
-            value = tl.load(x_at[:, None] + i[None, :])
-        else:
-            is_in = (k < K)[:, None] & (i < F)[None, :]
-            w = tl.load(w_at[:, None] + i[None, :], mask=is_in, other=0.0)
-            value = tl.load(x_at[:, None] + i[None, :], mask=is_in, other=0.0)
-        total += w.to(tl.float32) * value.to(tl.float32)
-    dtype: tl.constexpr = out.dtype.element_ty
-    y = tl.sum(total, 1)
+    place = expert[:, None] * E + (column % E)[None, :]  # [SLOTS, O]
+    rows = (x + (row * K + tl.where(k < K, k, 0)) * F)[:, None] + (r * 0)[None, :]
+    y = _few_sums(weight + place * F, rows, r == 0, F, SLOTS, OUTPUTS, 8, FIRST, SECOND, 0, INPUTS, STAGES)
     if bias is not None:
-        y += tl.load(bias + expert * E + column).to(tl.float32)
+        y += tl.load(bias + place).to(tl.float32)[:, :, None]
+    dtype: tl.constexpr = out.dtype.element_ty
     y = y.to(dtype).to(tl.float32)
-    y = tl.sum(y * tl.load(weights + row * K + k, mask=k < K, other=0.0), 0)
-    tl.store(out + row * E + column, y.to(dtype))
+    total = tl.zeros((OUTPUTS, 8), tl.float32)
+    for one in tl.static_range(K):  # in the order of `_weighted_sum`
+        value = tl.sum(tl.where(k[:, None, None] == one, y, 0.0), 0)
+        total = tl.fma(value, tl.load(weights + row * K + one), total)
+    is_stored = (column < E)[:, None] & (r == 0)[None, :]
+    tl.store((out + row * E + column)[:, None] + r[None, :], total.to(dtype), mask=is_stored)
 
 
 @cache
@@ -408,9 +396,11 @@ def gated_alone(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, kin
     """Return the gated products [S, F] of a few rows x [T, E], which read their experts independently."""
     size, width, (num_rows, num_chosen) = x.shape[1], weight.shape[1] // 2, ids.shape
     out = x.new_empty((num_rows * num_chosen, width))
-    _gated_alone[(width, num_rows * num_chosen)](
-        x, weight, bias, ids, out, E=size, F=width, K=num_chosen, INPUTS=1024, KIND=kind, num_warps=2
-    )
+    strip = few_strip(2 * width, size, 1, 1)
+    _gated_alone[(-(-2 * width // strip.outputs), num_rows * num_chosen)](
+        x, weight, bias, ids, out, E=size, F=width, K=num_chosen, OUTPUTS=strip.outputs, FIRST=strip.columns[0],
+        SECOND=strip.columns[1], INPUTS=strip.inputs, STAGES=strip.num_stages, KIND=kind, num_warps=strip.num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -418,8 +408,10 @@ def down_alone(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, weig
     """Return the weighted sums [T, E] of the products of x [S, F]. `num_slots`: a power of two from K on."""
     size, width, (num_rows, num_chosen) = weight.shape[1], x.shape[1], ids.shape
     out = x.new_empty((num_rows, size))
-    _down_alone[(size, num_rows)](
-        x, weight, bias, ids, weights, out, E=size, F=width, K=num_chosen, SLOTS=num_slots,
-        INPUTS=min(max(1024 // num_slots, 128), 512), num_warps=2 if width <= 4096 else 4,
+    strip = few_strip(size, width, max(num_slots, PARTS + 1), 1)
+    _down_alone[(-(-size // strip.outputs), num_rows)](
+        x, weight, bias, ids, weights, out, E=size, F=width, K=num_chosen, SLOTS=max(num_slots, 2),
+        OUTPUTS=strip.outputs, FIRST=strip.columns[0], SECOND=strip.columns[1], INPUTS=strip.inputs,
+        STAGES=strip.num_stages, num_warps=strip.num_warps,
     )  # fmt: skip
     return out

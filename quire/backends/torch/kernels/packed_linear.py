@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.torch.kernels.chaining import can_launch_early, is_early, let_next_start, wait_for_inputs
-from quire.backends.torch.kernels.linear import PARTS, Strip, _activated, _store_row
+from quire.backends.torch.kernels.linear import PARTS, Strip, _activated
 from quire.backends.torch.packed import PackedFormat, PackedWeight
 from quire.weights.packed import CodeType
 from quire.weights.spec import Activation
@@ -50,6 +50,24 @@ class Tile(NamedTuple):
     outputs: int
     num_warps: int
     num_stages: int
+
+
+@triton.jit
+def _store_row(
+    products, row, is_in, bias, out,
+    OUT: tl.constexpr, OUTPUTS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
+    """Add up the products [OUTPUTS, INPUTS] of one input row, and store its outputs."""
+    y = tl.sum(products, 1)
+    if bias is not None:
+        y += tl.load(bias + row, mask=is_in, other=0.0).to(tl.float32)
+    if IS_GATED:
+        dtype: tl.constexpr = out.dtype.element_ty
+        gate, up = tl.split(tl.reshape(y.to(dtype).to(tl.float32), (OUTPUTS // 2, 2)))  # rounded as when stored
+        column = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        tl.store(out + column, (_activated(gate, IS_SILU) * up).to(dtype), mask=column < OUT // 2)
+    else:
+        tl.store(out + row, y.to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit

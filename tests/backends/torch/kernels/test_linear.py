@@ -11,7 +11,11 @@ from quire.backends.torch.kernels import linear
 from quire.backends.torch.kernels.elementwise import add_norm, norm
 from quire.backends.torch.kernels.linear import (
     PARTS,
-    row_product,
+    few_rows,
+    is_library_exact,
+    large_product,
+    padded_rows,
+    product,
     tile_product,
 )
 from quire.weights.spec import Activation
@@ -64,60 +68,91 @@ def exact_result(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Act
     return exact if activation is None else exact_gated(exact, activation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(
-    ("num_outputs", "num_inputs"),
-    [(2, 1), (14, 40), (33, 576), (64, 1024), (26, 2048), (51, 3000), *LARGE],
-)
-def test_row_product(
-    num_outputs: int, num_inputs: int, has_bias: bool, activation: Activation | None, dtype: torch.dtype
-) -> None:
-    num_outputs += num_outputs % 2 if activation else 0
-    x, weight, bias = random_product(4, num_outputs, num_inputs, has_bias, dtype)
-    whole = row_product(x, weight, bias, activation)
-    assert_near(whole, exact_result(x, weight, bias, activation), roundings=4 if activation else 1)
-    for count in (1, 2):  # a row is computed in the same way, whatever the others
-        assert torch.equal(row_product(x[:count].clone(), weight, bias, activation), whole[:count])
-
-
-@pytest.mark.parametrize("shape", [(2049, 1152), (4100, 4096), (64, 1024), (1024, 3072)])
-def test_strips_of_large_matrices(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test the strips for a matrix of this shape on a small matrix."""
-    strip = linear._strip(*shape)
-    assert strip.outputs % 2 == 0  # pairs of gate and up
-    monkeypatch.setattr(linear, "_strip", lambda _outputs, _inputs: strip)
-    for num_inputs in (strip.width, strip.width * 2 + 40):
-        x, weight, bias = random_product(1, 18, num_inputs, True, FP32)
-        exact = exact_product(x, weight, bias)
-        assert_near(row_product(x, weight, bias), exact)
-        gated = row_product(x, weight, bias, Activation.SILU)
-        assert_near(gated, exact_gated(exact, Activation.SILU), roundings=4)
-
-
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs"),
-    [(2, 6, 512), (16, 64, 1024), (17, 34, 512), (32, 100, 512), (33, 70, 512), (64, 30, 1536), (3, 300, 128)],
+    [(1, 2, 1), (3, 14, 40), (8, 33, 576), (9, 64, 1024), (2, 26, 2048), (17, 50, 3072), (32, 51, 3000), *LARGE],
 )
-def test_tile_product(
+def test_few_rows(
     num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, activation: Activation | None, dtype: torch.dtype
 ) -> None:
+    num_outputs += num_outputs % 2 if activation else 0
     x, weight, bias = random_product(num_rows, num_outputs, num_inputs, has_bias, dtype)
-    exact = exact_result(x, weight, bias, activation)
-    assert_near(tile_product(x, weight, bias, activation), exact, roundings=4 if activation else 1)
+    whole = few_rows(x, weight, bias, activation)
+    assert_near(whole, exact_result(x, weight, bias, activation), roundings=4 if activation else 1)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter's sums follow the shape")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"),
+    [(4096, 1024), (6144, 1024), (1024, 2048), (1024, 3072), (128, 2048), (4096, 4096), (4096, 14336), (51, 3000)],
+)
+def test_bits_do_not_depend_on_the_number_of_rows(
+    num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    x, weight, bias = random_product(2048, num_outputs, num_inputs, has_bias, dtype)
+    whole = tile_product(x, weight, bias)
+    for count in (1, 2, 7, 8, 9, 16, 17, 32):
+        assert torch.equal(few_rows(x[:count], weight, bias), whole[:count]), count
+    for count in (1, 16, 31, 33, 64, 100, 128, 200, 256):
+        assert torch.equal(tile_product(x[:count], weight, bias), whole[:count]), count
+        if linear.num_parts(weight) > 1:
+            parts = tile_product(x[:count], weight, bias, is_split=True)
+            joined = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+            assert torch.equal(joined.to(dtype), whole[:count]), count
+    for count in (1, 64, 96, 128, 256, 257, 300, 512, 1000, 1024, 2048):
+        assert torch.equal(product(x[:count], weight, bias), whole[:count]), count
+        if num_inputs % 8 == 0:
+            assert torch.equal(large_product(x[:count], weight, bias), whole[:count]), count
+
+
+def test_the_library_is_compared_for_few_numbers_of_rows() -> None:
+    weight = torch.zeros(16, 16, device=DEVICE)
+    assert padded_rows(1000) == 1024
+    assert padded_rows(65) == 96
+    assert padded_rows(2049) == 2304
+    assert all(padded_rows(padded_rows(count)) == padded_rows(count) for count in range(1, 5000))
+    assert not is_library_exact(1000, weight, None)  # not compared
+    assert not is_library_exact(64, torch.zeros(128, 512, device=DEVICE), None)  # its sums have parts
+    inexact = torch.randn(64, 64, device=DEVICE)
+    assert is_library_exact(64, weight, None)  # zeros
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_exact", {})
+        patch.setattr(F, "linear", lambda x, w, b: (x.double() @ w.double().t()).float().nextafter(x.new_ones(())))
+        assert not is_library_exact(64, inexact, None)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(2, 40, 512), (19, 64, 1024), (64, 70, 1536)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"),
+    [(2, 6, 512), (16, 64, 1024), (17, 34, 512), (32, 100, 512), (33, 70, 512), (3, 300, 128), (70, 20, 40)],
+)
+def test_tile_product(num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x, weight, bias = random_product(num_rows, num_outputs, num_inputs, has_bias, dtype)
+    assert_near(tile_product(x, weight, bias), exact_product(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"), [(257, 70, 512), (300, 24, 1536), (260, 16, 40), (64, 30, 104)]
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_large_product(num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool) -> None:
+    x, weight, bias = random_product(num_rows, num_outputs, num_inputs, has_bias, DOT_DTYPES[-1])
+    assert_near(large_product(x, weight, bias), exact_product(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(2, 40, 512), (19, 64, 1024), (130, 70, 1536)])
 def test_product_in_parts(num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
     """Each part is the product of its range of inputs, the bias is in the first, and the norms add them up."""
     x, weight, bias = random_product(num_rows, num_outputs, num_inputs, has_bias, dtype)
-    parts = tile_product(x, weight, bias, num_parts=PARTS)
+    parts = tile_product(x, weight, bias, is_split=True)
     assert parts.dtype == FP32
     assert parts.shape == (PARTS, num_rows, num_outputs)
     spans = zip(x.chunk(PARTS, 1), weight.chunk(PARTS, 1), strict=True)
