@@ -32,7 +32,7 @@ from quire.backends.sampling import (
     make_result,
     sampled_pieces,
 )
-from quire.backends.torch.attention_work import Sizes, max_wide_tiles
+from quire.backends.torch.attention_work import SPARE, Sizes, max_wide_tiles
 from quire.backends.torch.cuda_block_io import CudaBlockIO
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
 from quire.backends.torch.forward_pass import Model
@@ -338,7 +338,7 @@ class CudaRunner(BaseRunner):
         if division.window_sizes is not None:
             num_narrow, num_wide = _max_items(kind.size, num_decodes, num_prompts, 0, division.window_sizes)
             layout = layout._replace(
-                num_window_parts=kind.size + 1,
+                num_window_parts=2 * kind.size + 1,
                 num_window_narrow=num_narrow,
                 num_window_wide=num_wide,
                 num_kept=kind.size,
@@ -351,11 +351,13 @@ class CudaRunner(BaseRunner):
             )
         return layout
 
-    def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool) -> Tensor:
-        return self.model.forward(FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph))
+    def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool, num_spare: int = 0) -> Tensor:
+        step = FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph, num_spare=num_spare)
+        return self.model.forward(step)
 
     def _run_graph(self, inputs: StepInputs, kind: Kind, is_compiled: bool) -> None:
-        hidden = self._run(inputs, num_merged=kind.size if kind.has_parts else 0, is_graph=is_compiled)
+        num_merged = kind.size if kind.has_parts else 0
+        hidden = self._run(inputs, num_merged=num_merged, is_graph=is_compiled, num_spare=SPARE)
         if kind.is_mixed:
             self._graph_hidden[: kind.size].copy_(hidden)
         else:
@@ -529,10 +531,10 @@ def _divide(kv_spec: KVSpec, store: KVStore, num_cores: int, max_parts: int) -> 
 
 
 def _max_items(num_rows: int, num_decodes: int, num_prompts: int, num_siblings: int, sizes: Sizes) -> tuple[int, int]:
-    """Return the most narrow and wide items of a step: an item per row or tile, and those that fill the card."""
+    """Return the most narrow and wide items of a step: one per row or tile, those that fill the card, and the spare."""
     num_tiles = num_siblings + (-(-num_rows // sizes.rows_per_item) + num_prompts if num_prompts else 0)
-    num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if num_tiles else 0
-    return num_decodes + sizes.target // sizes.num_kv_heads + 1, num_wide
+    num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 + SPARE if num_tiles else 0
+    return num_decodes + sizes.target // sizes.num_kv_heads + 1 + SPARE, num_wide
 
 
 def _parts_for(layers: Sequence[LayerKV], num_parts: int, device: torch.device) -> Parts:

@@ -47,12 +47,14 @@ class FusedPass:
         *,
         num_merged: int,
         is_graph: bool,
+        num_spare: int = 0,
     ) -> None:
         self._inputs = inputs
         self._works = inputs.work, inputs.window_work
         self._state_work = inputs.states
         self._state = state
         self._num_merged = num_merged  # leading rows, some of which may be split over several items
+        self._num_spare = num_spare  # items of attention without a program: those of a graph are mostly empty
         self.is_graph = is_graph  # being captured: products may use kernels for graphs, which are compiled by then
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
@@ -141,8 +143,8 @@ class FusedPass:
         inputs, state = self._inputs, self._state
         work = self._works[self._uses_window_blocks(heads.index)]
         out = torch.empty_like(q)
-        kinds = tilings(heads.spec.head_size, q.itemsize, is_fp8=state.store.is_fp8)
-        for items, tiling in zip((work.narrow, work.wide), kinds, strict=True):
+        narrow, wide = tilings(heads.spec.head_size, q.itemsize)
+        for items, tiling in ((work.wide, wide), (work.narrow, narrow)):  # narrow items read parts of wide ones
             if len(items):
                 attend(
                     q,
@@ -157,6 +159,7 @@ class FusedPass:
                     scale=heads.spec.scale,
                     window=heads.spec.window,
                     cap=heads.spec.softcap,
+                    num_spare=self._num_spare,
                     sinks=heads.sinks,
                     scales=state.store.scales.get(heads.index),
                 )

@@ -330,16 +330,16 @@ def _attention_calls(
             kept=kept,
             scales=scales,
         ),
-        partial(merge, parts, ints[:3], q, sinks),
+        partial(merge, parts, ints[:5], q, sinks),
     ]
     if attention.qk_norm is QKNorm.WIDTH:
         wide = zeros(attention.q_size, kind=NORM_DTYPE)
         calls.append(partial(norm_columns, qkv, 0, attention.q_size, wide, spec.norm_eps))
         calls.append(partial(norm_columns, qkv, attention.q_size, attention.kv_size, wide, spec.norm_eps))
-    run = partial(attend, q, layer, tables, rows, items, ints[:3], parts, q, sinks=sinks, scales=scales)
+    run = partial(attend, q, layer, tables, rows, items, ints[:5], parts, q, sinks=sinks, scales=scales)
     calls += [
         partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap)
-        for tiling in tilings(head_size, dtype.itemsize, is_fp8=has_fp8_kv)
+        for tiling in tilings(head_size, dtype.itemsize)
     ]
     return calls
 

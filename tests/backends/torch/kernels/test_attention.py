@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.backends.torch import attention_work
 from quire.backends.torch.attention_work import (
+    ITEM_FIELDS,
     Ints,
     Prompt,
     Siblings,
@@ -21,7 +23,7 @@ from quire.backends.torch.attention_work import (
     find_siblings,
     plan_work,
 )
-from quire.backends.torch.kernels.attention import ITEM_FIELDS, Parts, attend, merge, rows_per_item, tilings
+from quire.backends.torch.kernels.attention import Parts, attend, merge, rows_per_item, tilings
 from quire.backends.torch.kv_store import decode, encode
 from tests.backends.torch.kernels.device import DEVICE
 
@@ -35,6 +37,11 @@ NUM_PARTS = 1500
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]  # no bf16 products in the interpreter
 NUM_ROUNDS = 10 if DEVICE == "cuda" else 1
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_work, "PIECE", 64)
 
 
 class Shape(NamedTuple):
@@ -78,13 +85,12 @@ class Step:
         q, out = torch.cat((self.q, more)), torch.full_like(torch.cat((self.q, more)), NAN)
         parts = Parts.empty(NUM_PARTS, num_heads, head_size, torch.device(DEVICE))
         parts.mixed.fill_(NAN)
-        parts.lse.fill_(NAN)
+        parts.sums.fill_(NAN)
         positions = on_device(np.array(self.positions + [0] * padding))
-        first_parts = on_device(np.pad(self.work.first_parts, (0, padding), mode="edge"))
+        first_parts = on_device(np.pad(self.work.first_parts, (0, 2 * padding), mode="edge"))
         tables = on_device(self.tables)
-        work = (self.work.narrow, self.work.wide)
-        kinds = tilings(head_size, q.dtype.itemsize, is_fp8=self.scales is not None)
-        for items, tiling in zip(work, kinds, strict=True):
+        narrow, wide = tilings(head_size, q.dtype.itemsize)
+        for items, tiling in ((self.work.wide, wide), (self.work.narrow, narrow)):
             empty = np.full((padding, ITEM_FIELDS), 2**30)
             empty[:, 1] = 0
             items = np.concatenate((items, empty))
@@ -96,8 +102,8 @@ class Step:
         if self.work.first_parts[-1]:
             merge(parts, first_parts, out)
         num_parts = int(self.work.first_parts[-1])
-        assert not parts.lse[:num_parts].isnan().any()
-        assert parts.lse[num_parts:].isnan().all()  # no other part was written
+        assert not parts.sums[:num_parts].isnan().any()
+        assert parts.sums[num_parts:].isnan().all()  # no other part was written
         assert parts.mixed[num_parts:].isnan().all()
         assert out[num_rows:].isnan().all()  # and no padding row
         return out[:num_rows]
@@ -274,6 +280,7 @@ def test_fp8_with_tiny_and_huge_numbers(factor: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 def test_fp8_that_is_not_finite() -> None:
     """A key or value that is not finite makes all rows that see it NaN."""
     for part in (0, 1):
