@@ -38,10 +38,11 @@ class Tiling(NamedTuple):
     rows: int  # query rows times heads of the group: at least 16, for the matrix units
     keys: int  # per iteration: the same in both tilings of a head size, because rounding depends on it
     num_warps: int
-    num_stages: int  # tiles of keys being loaded
+    num_stages: int  # of loads: those of the block table and those of keys and values take two each
+    max_registers: int | None = None  # per thread, so that more programs run side by side
 
 
-NARROW = Tiling(rows=16, keys=64, num_warps=4, num_stages=3)  # items of one token: decodes
+NARROW = Tiling(rows=16, keys=64, num_warps=4, num_stages=5, max_registers=168)  # items of one token: decodes
 WIDE = Tiling(rows=128, keys=64, num_warps=8, num_stages=2)  # items of many: prompts, and shared prefixes of siblings
 ROW_BYTES = 256  # largest key for these tilings; larger ones would not fit the shared memory of smaller cards
 
@@ -130,7 +131,6 @@ def _attend_item(
     peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity minus itself is NaN
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PAD), tl.float32)
-    first_part = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0)
     if IS_NARROW:  # the first item of a row goes on from what it shares with its siblings
         shared = tl.load(first_parts + 2 * row)
         for before in range(shared, tl.where(part == 0, tl.load(first_parts + 2 * row + 1), shared)):
@@ -178,16 +178,16 @@ def _attend_item(
             peak, total, mixed = _join(peak, total, mixed, new_peak, tl.max(new_total, 1), new_mixed)
             new_peak, new_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M, 16), tl.float32)
             new_mixed = tl.zeros((M, D_PAD), tl.float32)
-    last_part = tl.load(first_parts + 2 * rows + 2, mask=is_row, other=0)
-    is_split = is_row & (last_part > first_part)
-    target = (first_part + part).to(tl.int64) * num_heads + heads
-    tl.store(parts + target[:, None] * D + d[None, :], mixed, mask=is_in & is_split[:, None])
-    tl.store(sums + 2 * target, peak, mask=is_split)
-    tl.store(sums + 2 * target + 1, total, mask=is_split)
-    is_whole = is_row & (last_part == first_part)
-    mixed = _finish(peak, total, mixed, sinks, heads, is_whole)
-    target = rows.to(tl.int64) * num_heads + heads
-    tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in & is_whole[:, None])
+    if tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW):  # as of all rows of the item
+        target = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0) + part
+        target = target.to(tl.int64) * num_heads + heads
+        tl.store(parts + target[:, None] * D + d[None, :], mixed, mask=is_in)
+        tl.store(sums + 2 * target, peak, mask=is_row)
+        tl.store(sums + 2 * target + 1, total, mask=is_row)
+    else:
+        mixed = _finish(peak, total, mixed, sinks, heads, is_row)
+        target = rows.to(tl.int64) * num_heads + heads
+        tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit(do_not_specialize=["window", "stride_table", "num_items"])
@@ -297,7 +297,7 @@ def attend(
         M=max(tiling.rows, _power(num_groups)), N=tiling.keys,
         HAS_CAP=cap > 0, HAS_WINDOW=window > 0, IS_NARROW=int(tiling.rows == NARROW.rows),
         PIECE=attention_work.PIECE, PIECES=attention_work.PIECES,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.max_registers,
     )  # fmt: skip
 
 
