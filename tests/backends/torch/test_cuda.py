@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered"),
 ]
 
 

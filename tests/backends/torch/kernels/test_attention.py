@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from quire.backends.torch import attention_work
 from quire.backends.torch.attention_work import (
@@ -25,6 +26,7 @@ from quire.backends.torch.attention_work import (
 )
 from quire.backends.torch.kernels.attention import Parts, attend, merge, rows_per_item, tilings
 from quire.backends.torch.kv_store import decode, encode
+from tests.backends.torch.attention_bits import Case, differing_rows
 from tests.backends.torch.kernels.device import DEVICE
 
 # In the interpreter only: the cap of a number far beyond it, which is finite all the same.
@@ -310,3 +312,19 @@ def test_blocks_beyond_32_bits() -> None:
     step.tables = np.where(step.tables, step.tables + num_blocks - len(step.layer), 0).astype(np.int32)
     step.layer = layer
     assert torch.equal(step.run(scale=0.125), out)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there, attention_bits.py compares more")
+@pytest.mark.parametrize("case", [Case("fp32", 16, 2, 1), Case("fp8", 16, 4, 1, window=70, has_sinks=True)], ids=str)
+def test_bits_do_not_depend_on_the_division_of_the_work(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products row by row: those of numpy have other bits in larger matrices."""
+
+    def dot(_self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        rows = [np.matmul(row[None], b.data, dtype=d.data.dtype)[0] for row in a.data]
+        return interpreter.TensorHandle(np.stack(rows) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(attention_work, "MIN_DRAFT_KEYS", 64)
+    found = differing_rows("cpu", case, context=140, num_others=2, num_positions=3)
+    assert sum(one.num_rows for one in found) > 400
+    assert not [one for one in found if one.num_differing]
