@@ -69,8 +69,8 @@ class Prompt(NamedTuple):
 class Work(NamedTuple):
     """Attention of the layers of one pool: numpy arrays, or tensors on the device."""
 
-    # [2 T + 1]: index of the first part that each row shares with its siblings, and of its first own part. A row without
-    # own parts has all other keys in one item.
+    # [2 T + 1]: index of the first part that each row shares with its siblings, and of its first own part. A row
+    # without own parts has all other keys in one item.
     first_parts: Any
     narrow: Any  # [items, ITEM_FIELDS]: one row each
     wide: Any  # [items, ITEM_FIELDS]
@@ -186,7 +186,7 @@ def _sort(tables: Ints, batch_indices: Ints, num_full: Ints, candidates: NDArray
 
 
 def _common_runs(tables: Ints, batch_indices: Ints, num_full: Ints) -> Ints:
-    """Return how many leading blocks each row has in common with the next. Compares some at a time: most differ early."""
+    """Return how many leading blocks each row has in common with the next. Most differ early."""
     limits = np.minimum(num_full[:-1], num_full[1:])
     common = limits.copy()
     equal = np.arange(len(limits))  # pairs without a difference up to here
@@ -245,7 +245,7 @@ def _choose(common: list[int], tiles_left: int, sizes: Sizes) -> tuple[Siblings,
     """
     chosen: list[Siblings] = []
     pending = [(_ranges(common), 0, 0)]
-    parts_left, items_left = sizes.max_parts // 4, SPARE
+    parts_left = min(sizes.max_parts // 4, SPARE * 3 // 2)  # of groups inside others; so there are at most SPARE items
     while pending:
         group, low, level = pending.pop()
         num_rows = group.last - group.first
@@ -253,12 +253,12 @@ def _choose(common: list[int], tiles_left: int, sizes: Sizes) -> tuple[Siblings,
         counts = [one.last - one.first for one in group.inside]
         num_readers = num_rows - sum(counts) + sum(-(-count // sizes.rows_per_item) for count in counts)
         num_keys = group.high - low
-        first, last = np.searchsorted(_starts(PIECE), (low, group.high)).tolist() if low else (0, 1)
-        is_paid = (num_readers - num_tiles) * num_keys >= num_rows * (last - first) * PART_KEYS
-        num_parts, num_items = (num_rows * (last - first), num_tiles * (last - first)) if low else (0, 0)
-        if is_paid and num_keys and num_tiles <= tiles_left and num_parts <= parts_left and num_items <= items_left:
+        num_parts = num_rows * (int(np.diff(_starts(PIECE).searchsorted((low, group.high)))[0]) if low else 1)
+        is_paid = (num_readers - num_tiles) * num_keys >= num_parts * PART_KEYS
+        if is_paid and num_keys and num_tiles <= tiles_left and num_parts * (low > 0) <= parts_left:
             chosen.append(Siblings(group.first, group.last, low, group.high))
-            tiles_left, parts_left, items_left = tiles_left - num_tiles, parts_left - num_parts, items_left - num_items
+            tiles_left -= num_tiles
+            parts_left -= num_parts * (low > 0)
             low, level = group.high, level + 1
         if level < MAX_LEVELS:
             pending += [(one, low, level) for one in reversed(group.inside)]
@@ -358,7 +358,7 @@ def _tiles(
     return np.array(tiles, np.int32).reshape(-1, 5), num_shared
 
 
-def _add_parts(counts: Ints, tiles: Ints, num_items: Ints, num_shared: int) -> Ints:
+def _add_parts(counts: Ints, tiles: Ints, num_items: NDArray[np.int64], num_shared: int) -> Ints:
     """Add the parts of all tiles to the counts of their rows. Return the index of each tile's first part.
 
     All rows of a tile are in the same enclosing groups, so they have the same number of parts before it.

@@ -352,12 +352,12 @@ class CudaRunner(BaseRunner):
         return layout
 
     def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool, num_spare: int = 0) -> Tensor:
-        step = FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph, num_spare=num_spare)
-        return self.model.forward(step)
+        return self.model.forward(
+            FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph, num_spare=num_spare)
+        )
 
     def _run_graph(self, inputs: StepInputs, kind: Kind, is_compiled: bool) -> None:
-        num_merged = kind.size if kind.has_parts else 0
-        hidden = self._run(inputs, num_merged=num_merged, is_graph=is_compiled, num_spare=SPARE)
+        hidden = self._run(inputs, num_merged=kind.size if kind.has_parts else 0, is_graph=is_compiled, num_spare=SPARE)
         if kind.is_mixed:
             self._graph_hidden[: kind.size].copy_(hidden)
         else:

@@ -148,8 +148,7 @@ class Step(NamedTuple):
     @property
     def layout(self) -> Layout:
         num_firsts, *lengths = map(len, (*self.work, *self.window_work, *self.states))
-        num_rows = num_firsts // 2
-        return Layout._make((num_rows, *lengths, num_rows if any(lengths[2:]) else 0))
+        return Layout._make((num_firsts // 2, *lengths, num_firsts // 2 if any(lengths[2:]) else 0))
 
     def write(self, inputs: StepInputs) -> None:
         """Write into arrays that may be longer; the rest is padding."""

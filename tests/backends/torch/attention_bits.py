@@ -61,7 +61,9 @@ class Case(NamedTuple):
         return Sizes(self.num_kv_heads, BLOCK, rows, target, max(target // 2, 1), MAX_PARTS)
 
 
-CASES = [Case(kind, size, groups) for kind in ("bf16", "fp16", "fp8") for size in (64, 128, 256) for groups in (1, 2, 4, 8)]
+CASES = [
+    Case(kind, size, groups) for kind in ("bf16", "fp16", "fp8") for size in (64, 128, 256) for groups in (1, 2, 4, 8)
+]
 CASES += [
     Case(kind, size, 4, window=window, cap=cap, has_sinks=has_sinks)
     for kind in ("bf16", "fp8")
@@ -78,7 +80,9 @@ class Decode(NamedTuple):
 class Bench:
     """A cache with a few sequences, and attention of any rows of them."""
 
-    def __init__(self, case: Case, tables: np.ndarray[Any, Any], num_blocks: int, device: str, num_layers: int = 1) -> None:
+    def __init__(
+        self, case: Case, tables: np.ndarray[Any, Any], num_blocks: int, device: str, num_layers: int = 1
+    ) -> None:
         self.case, self.tables, self.device = case, tables, device
         generator = torch.Generator(device).manual_seed(1)
         shape = (num_blocks, 2, case.num_kv_heads, BLOCK, case.head_size)
@@ -281,7 +285,9 @@ def _compare_groups(bench: Bench, queries: Tensor, compare: Compare, context: in
     order = grouping.order.tolist()
     rows = [ends[row] for row in order]
     decodes = [Decode(ends[row], int(owners[row])) for row in order]
-    compare(f"{len(grouping.siblings)} nested groups", rows, bench.run(queries[rows], decodes, (), grouping.siblings, sizes))
+    compare(
+        f"{len(grouping.siblings)} nested groups", rows, bench.run(queries[rows], decodes, (), grouping.siblings, sizes)
+    )
     for start in (context // 3, context // 2, context - 6):
         rows = list(range(start, start + 5))
         siblings = group_drafts([0] * 5, rows, sizes)
@@ -318,7 +324,7 @@ def compare_bits(names: Sequence[str], num_jobs: int) -> bool:
     is_equal = True
     with ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn")) as pool:
         for name, found in pool.map(_bits_of, cases):
-            rows, differing = (sum(one[i] for one in found) for i in (1, 2))
+            rows, differing = sum(one.num_rows for one in found), sum(one.num_differing for one in found)
             print(f"{name}: {differing} of {rows} rows differ", flush=True)
             for way in dict.fromkeys(one.way for one in found if one.num_differing):
                 of = [one for one in found if one.way == way]
@@ -340,10 +346,16 @@ class Load(NamedTuple):
 
 LOADS = [
     *(Load(f"decode {count} x {keys}", (count, keys)) for count, keys in ((1, 1024), (1, 2048), (1, 8192), (1, 32768))),
-    *(Load(f"decode {count} x {keys}", (count, keys)) for count, keys in ((4, 2048), (32, 1024), (256, 1024), (8, 16384))),
+    *(
+        Load(f"decode {count} x {keys}", (count, keys))
+        for count, keys in ((4, 2048), (32, 1024), (256, 1024), (8, 16384))
+    ),
     Load("decode 32 x 3000, 2500 shared", (32, 3000), shared=2500),
     Load("decode 256 x 1500, 1000 shared", (256, 1500), shared=1000),
-    *(Load(f"prefill {count} x {tokens}", prompts=(count, tokens)) for count, tokens in ((1, 2048), (8, 512), (1, 16384))),
+    *(
+        Load(f"prefill {count} x {tokens}", prompts=(count, tokens))
+        for count, tokens in ((1, 2048), (8, 512), (1, 16384))
+    ),
     Load("prefill 512 after 16384", prompts=(1, 512), cached=16384),
 ]
 
@@ -381,9 +393,9 @@ def milliseconds(case: Case, load: Load) -> float:
     with torch.cuda.graph(graph):
         for layer in range(num_layers):
             run(out, layer)
-    times = []
+    times: list[float] = []
     for _ in range(25):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
@@ -398,7 +410,8 @@ def measure(kinds: Sequence[str]) -> None:
         for num_groups in (2, 4):
             case = Case(kind, 128, num_groups, 8)
             for load in LOADS:
-                print(f"{kind} H={case.num_heads} K=8 D=128, {load.name}: {1000 * milliseconds(case, load):.1f} us", flush=True)
+                time_us = 1000 * milliseconds(case, load)
+                print(f"{kind} H={case.num_heads} K=8 D=128, {load.name}: {time_us:.1f} us", flush=True)
 
 
 def main() -> None:

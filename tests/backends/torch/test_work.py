@@ -162,7 +162,9 @@ def check_items(case: Case, work: Work, window: int = 0) -> None:
         check_left_fold(parts[index], ranges, position, window)
 
 
-def check_left_fold(parts: dict[tuple[bool, int], tuple[int, int]], ranges: list[tuple[int, int]], position: int, window: int) -> None:
+def check_left_fold(
+    parts: dict[tuple[bool, int], tuple[int, int]], ranges: list[tuple[int, int]], position: int, window: int
+) -> None:
     """Check that the parts of a row follow each other, and that all are single pieces but those that begin a sum.
 
     These are the first one, and the first narrow item: it goes on from the sum of the parts before it.
@@ -300,7 +302,7 @@ def test_a_graph_has_room_for_any_decodes() -> None:
         num_full += len(work.narrow) > room(case.sizes, case.num_rows, False).num_narrow - SPARE / 2
     assert min(num_wide, num_nested) > 100
     assert num_tight > 2
-    assert num_full > 100  # there is room for more, but not for much more
+    assert num_full > 30  # there is room for more, but not for much more
 
 
 def test_the_card_is_shared_evenly() -> None:
@@ -344,14 +346,14 @@ def expected_siblings(blocks: list[tuple[int, ...]], sizes: Sizes) -> list[tuple
         return tuple(tuple(keys[a:b]) for a, b in itertools.pairwise(starts[:99]) if b <= len(keys))
 
     prefixes = [pieces(row) for row in blocks]
-    parts_left, items_left = sizes.max_parts // 4, SPARE
+    parts_left = min(sizes.max_parts // 4, SPARE * 3 // 2)
     tiles_left = max_wide_tiles(len(prefixes), sizes)
 
     def tiles(rows: list[int]) -> int:
         return -(-len(rows) // sizes.rows_per_item)
 
     def visit(rows: list[int], low: int, level: int) -> None:
-        nonlocal tiles_left, parts_left, items_left
+        nonlocal tiles_left, parts_left
         depth = 0
         while all(len(prefixes[row]) > depth for row in rows) and len({prefixes[row][depth] for row in rows}) == 1:
             depth += 1
@@ -365,12 +367,11 @@ def expected_siblings(blocks: list[tuple[int, ...]], sizes: Sizes) -> list[tuple
         cost = depth - starts.index(low) if low else 1
         pays = (num_readers - tiles(rows)) * (high - low) >= PART_KEYS * len(rows) * cost
         cost *= low > 0
-        has_room = tiles(rows) <= tiles_left and cost * len(rows) <= parts_left and cost * tiles(rows) <= items_left
+        has_room = tiles(rows) <= tiles_left and cost * len(rows) <= parts_left
         if pays and high > low and has_room:
             found.append((frozenset(rows), low, high))
             tiles_left -= tiles(rows)
             parts_left -= cost * len(rows)
-            items_left -= cost * tiles(rows)
             low, level = high, level + 1
         for some in inside if level < MAX_LEVELS else ():
             visit(some, low, level)
