@@ -37,7 +37,6 @@ SPARE = 512  # items beyond one for each tile and program: contexts that would n
 MIN_SIBLINGS = 4  # rows that share a prefix: with fewer, reading it once does not pay
 MIN_DRAFT_KEYS = 1024  # that drafts share: reading fewer for each draft takes less time than dividing them on the host
 PART_KEYS = 16  # keys read in the time of writing and merging one part: 2 * G, for G query heads per KV head
-MAX_LEVELS = 3  # nested groups of a row
 COMPARED = 64  # blocks at a time
 
 ITEM_FIELDS = 6  # first row, number of rows, batch index of the block table, first key, last key + 1, index of the part
@@ -244,10 +243,10 @@ def _choose(common: list[int], tiles_left: int, sizes: Sizes) -> tuple[Siblings,
     read its keys too. A group inside another has one part per piece, for which there must be room.
     """
     chosen: list[Siblings] = []
-    pending = [(_ranges(common), 0, 0)]
+    pending = [(_ranges(common), 0)]
     parts_left = min(sizes.max_parts // 4, SPARE * 3 // 2)  # of groups inside others; so there are at most SPARE items
     while pending:
-        group, low, level = pending.pop()
+        group, low = pending.pop()
         num_rows = group.last - group.first
         num_tiles = -(-num_rows // sizes.rows_per_item)
         counts = [one.last - one.first for one in group.inside]
@@ -259,9 +258,8 @@ def _choose(common: list[int], tiles_left: int, sizes: Sizes) -> tuple[Siblings,
             chosen.append(Siblings(group.first, group.last, low, group.high))
             tiles_left -= num_tiles
             parts_left -= num_parts * (low > 0)
-            low, level = group.high, level + 1
-        if level < MAX_LEVELS:
-            pending += [(one, low, level) for one in reversed(group.inside)]
+            low = group.high
+        pending += [(one, low) for one in reversed(group.inside)]
     return tuple(chosen)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -48,7 +47,7 @@ from quire.backends.torch.inputs import (
     arrange,
 )
 from quire.backends.torch.kernel_compilation import Compiling
-from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
+from quire.backends.torch.kernels.attention import part_size, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
@@ -141,12 +140,14 @@ class CudaRunner(BaseRunner):
         self._division = _divide(model.kv_spec, store, num_cores, max_parts)
         max_blocks = -(-max_model_len // store.block_size)
         self._tables = BlockTables(max_num_seqs, max_blocks, store.block_size, device, self._division.window)
+        layers = model.kv_spec.kv_layers
+        part = max(part_size(layer.num_kv_heads * layer.num_groups, layer.head_size) for layer in layers)
         self._state = DeviceState(
             store=store,
             tables=self._tables.device,
             window_tables=self._tables.window_device,
             last_samples=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            parts=_parts_for(model.kv_spec.kv_layers, max_parts, device),
+            parts=torch.empty(max_parts, part, dtype=torch.float32, device=device),
         )
         self._staging = Staging(device)
         # Copies of a plan that were not enqueued yet: among the blocks, and among the window blocks.
@@ -535,13 +536,6 @@ def _max_items(num_rows: int, num_decodes: int, num_prompts: int, num_siblings: 
     num_tiles = num_siblings + (-(-num_rows // sizes.rows_per_item) + num_prompts if num_prompts else 0)
     num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 + SPARE if num_tiles else 0
     return num_decodes + sizes.target // sizes.num_kv_heads + 1 + SPARE, num_wide
-
-
-def _parts_for(layers: Sequence[LayerKV], num_parts: int, device: torch.device) -> Parts:
-    """Return buffers that hold the parts of any layer."""
-    heads = [(layer.num_kv_heads * layer.num_groups, layer.head_size) for layer in layers]
-    most_heads = max(num_heads for num_heads, _ in heads)
-    return Parts.empty(num_parts, most_heads, max(math.ceil(one * size / most_heads) for one, size in heads), device)
 
 
 def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Sequence[SeqSlice], Sequence[int]]]:

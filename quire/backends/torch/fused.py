@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.inputs import StepInputs
-from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
+from quire.backends.torch.kernels.attention import attend, merge, tilings
 from quire.backends.torch.kernels.convolution import short_conv
 from quire.backends.torch.kernels.delta_net import DeltaWeights, delta_net
 from quire.backends.torch.kernels.elementwise import (
@@ -36,7 +36,7 @@ class DeviceState(NamedTuple):
     tables: Tensor  # [batch_indices, most blocks] int32
     window_tables: Tensor  # the same for window blocks, empty without them
     last_samples: Tensor  # [batch_indices] int32
-    parts: Parts
+    parts: Tensor  # of split rows: all layers use it in turn
 
 
 class FusedPass:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from quire.backends.torch import attention_work
 from quire.backends.torch.attention_work import Prompt, Siblings, Sizes, find_siblings, group_drafts, plan_work
-from quire.backends.torch.kernels.attention import Parts, attend, merge, rows_per_item, tilings
+from quire.backends.torch.kernels import attention as kernels
+from quire.backends.torch.kernels.attention import attend, merge, rows_per_item, tilings
 from quire.backends.torch.kv_store import encode
 
 # T rows, H query heads, K kv heads, G = H / K, D head size
@@ -95,7 +96,12 @@ class Bench:
                 self.layers.append(encode(layer * torch.exp2(2 * tokens)[..., None]))
             else:
                 self.layers.append((layer.to(case.dtype), None))
-        self.parts = Parts.empty(MAX_PARTS, case.num_heads, case.head_size, torch.device(device))
+        if HAS_PIECES:
+            size = kernels.part_size(case.num_heads, case.head_size)
+            self.parts: Any = torch.empty(MAX_PARTS, size, device=device)
+        else:
+            old: Any = kernels
+            self.parts = old.Parts.empty(MAX_PARTS, case.num_heads, case.head_size, torch.device(device))
         sinks = torch.randn(case.num_heads, generator=generator, device=device)
         self.sinks = sinks if case.has_sinks else None
         self._tables = torch.from_numpy(tables).to(device)

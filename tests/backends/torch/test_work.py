@@ -15,7 +15,6 @@ import pytest
 
 from quire.backends.torch import attention_work
 from quire.backends.torch.attention_work import (
-    MAX_LEVELS,
     MIN_SIBLINGS,
     NO_ITEMS,
     PART_KEYS,
@@ -79,7 +78,7 @@ def random_sizes(rng: Random, block_size: int, num_rows: int) -> Sizes:
         rows_per_item=rng.choice([4, 16, 42, 128]),
         target=rng.choice([1, 4, 40, 528]),
         wide_target=rng.choice([1, 2, 20, 264]),
-        max_parts=rng.choice([(MAX_LEVELS + 1) * num_rows, (MAX_LEVELS + 2) * num_rows, 4096]),
+        max_parts=rng.choice([4 * num_rows, 5 * num_rows, 4096]),
     )
 
 
@@ -352,7 +351,7 @@ def expected_siblings(blocks: list[tuple[int, ...]], sizes: Sizes) -> list[tuple
     def tiles(rows: list[int]) -> int:
         return -(-len(rows) // sizes.rows_per_item)
 
-    def visit(rows: list[int], low: int, level: int) -> None:
+    def visit(rows: list[int], low: int) -> None:
         nonlocal tiles_left, parts_left
         depth = 0
         while all(len(prefixes[row]) > depth for row in rows) and len({prefixes[row][depth] for row in rows}) == 1:
@@ -372,13 +371,13 @@ def expected_siblings(blocks: list[tuple[int, ...]], sizes: Sizes) -> list[tuple
             found.append((frozenset(rows), low, high))
             tiles_left -= tiles(rows)
             parts_left -= cost * len(rows)
-            low, level = high, level + 1
-        for some in inside if level < MAX_LEVELS else ():
-            visit(some, low, level)
+            low = high
+        for some in inside:
+            visit(some, low)
 
     in_order = sorted(range(len(blocks)), key=lambda row: np.array(blocks[row], np.int32).tobytes())
     if len(prefixes) >= MIN_SIBLINGS:
-        visit(in_order, 0, 0)
+        visit(in_order, 0)
     return found
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,12 +86,11 @@ def _join(peak, total, mixed, other_peak, other_total, other_mixed):
 
 
 @triton.jit
-def _join_part(peak, total, mixed, parts, sums, target, is_in, d, D: tl.constexpr):
+def _join_part(peak, total, mixed, parts, target, is_in, d, D: tl.constexpr):
     """Join with the parts at target [M]; where is_in [M] is false, with nothing."""
-    other_peak = tl.load(sums + 2 * target, mask=is_in, other=-1e30)
-    other_total = tl.load(sums + 2 * target + 1, mask=is_in, other=0.0)
-    is_read = is_in[:, None] & (d < D)[None, :]
-    other_mixed = tl.load(parts + target[:, None] * D + d[None, :], mask=is_read, other=0.0)
+    at = parts + target * (D + 4)
+    other_peak, other_total = tl.load(at + D, mask=is_in, other=-1e30), tl.load(at + D + 1, mask=is_in, other=0.0)
+    other_mixed = tl.load(at[:, None] + d[None, :], mask=is_in[:, None] & (d < D)[None, :], other=0.0)
     return _join(peak, total, mixed, other_peak, other_total, other_mixed)
 
 
@@ -107,7 +105,7 @@ def _finish(peak, total, mixed, sinks, heads, is_in):
 
 @triton.jit
 def _attend_item(
-    item, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sums, sinks,
+    item, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sinks,
     scale, cap, window, stride_q, stride_table, num_heads,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NARROW: tl.constexpr,
@@ -135,7 +133,7 @@ def _attend_item(
         shared = tl.load(first_parts + 2 * row)
         for before in range(shared, tl.where(part == 0, tl.load(first_parts + 2 * row + 1), shared)):
             target = (before + tl.zeros((M,), tl.int64)) * num_heads + heads
-            peak, total, mixed = _join_part(peak, total, mixed, parts, sums, target, is_row, d, D)
+            peak, total, mixed = _join_part(peak, total, mixed, parts, target, is_row, d, D)
     row_scale = total  # used in FP8 only
     if scales is not None:
         queries, row_scale = scale_queries(queries)
@@ -180,10 +178,10 @@ def _attend_item(
             new_mixed = tl.zeros((M, D_PAD), tl.float32)
     if tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW):  # as of all rows of the item
         target = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0) + part
-        target = target.to(tl.int64) * num_heads + heads
-        tl.store(parts + target[:, None] * D + d[None, :], mixed, mask=is_in)
-        tl.store(sums + 2 * target, peak, mask=is_row)
-        tl.store(sums + 2 * target + 1, total, mask=is_row)
+        at = parts + (target.to(tl.int64) * num_heads + heads) * (D + 4)
+        tl.store(at[:, None] + d[None, :], mixed, mask=is_in)
+        tl.store(at + D, peak, mask=is_row)
+        tl.store(at + D + 1, total, mask=is_row)
     else:
         mixed = _finish(peak, total, mixed, sinks, heads, is_row)
         target = rows.to(tl.int64) * num_heads + heads
@@ -192,7 +190,7 @@ def _attend_item(
 
 @triton.jit(do_not_specialize=["window", "stride_table", "num_items"])
 def _attend(
-    q, layer, scales, tables, positions, items, first_parts, out, parts, sums, sinks,
+    q, layer, scales, tables, positions, items, first_parts, out, parts, sinks,
     scale, cap, window, stride_q, stride_table, num_heads, num_items,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NARROW: tl.constexpr,
@@ -202,7 +200,7 @@ def _attend(
     num_rows = tl.load(items + index * 6 + 1)
     while num_rows > 0:  # the first item without rows is padding, and so are those after it
         _attend_item(
-            items + index * 6, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sums, sinks,
+            items + index * 6, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sinks,
             scale, cap, window, stride_q, stride_table, num_heads,
             K, G, D, D_PAD, BLOCK, M, N, HAS_CAP, HAS_WINDOW, IS_NARROW, PIECE, PIECES,
         )  # fmt: skip
@@ -212,7 +210,7 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts, sums, first_parts, out, sinks, num_heads, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
+    parts, first_parts, out, sinks, num_heads, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     row = tl.program_id(0)
@@ -229,22 +227,10 @@ def _merge(
         for ahead in tl.static_range(N):  # loads do not wait for each other, joins keep their order
             part = start + ahead + one
             target = part.to(tl.int64) * num_heads + heads
-            peak, total, mixed = _join_part(peak, total, mixed, parts, sums, target, part < last, d, D)
+            peak, total, mixed = _join_part(peak, total, mixed, parts, target, part < last, d, D)
     mixed = _finish(peak, total, mixed, sinks, heads, one == 0)
     target = row.to(tl.int64) * num_heads + heads
     tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=(d < D)[None, :])
-
-
-class Parts(NamedTuple):
-    """Buffers for the parts of rows. Shared by all layers, which run in sequence."""
-
-    mixed: Tensor  # [P, H, D] fp32: values times their weights
-    sums: Tensor  # [P, H, 2] fp32: the largest score, and the sum of the weights, which are relative to it
-
-    @classmethod
-    def empty(cls, num_parts: int, num_heads: int, head_size: int, device: torch.device) -> Parts:
-        mixed = torch.empty(num_parts, num_heads, head_size, dtype=torch.float32, device=device)
-        return cls(mixed, torch.empty(num_parts, num_heads, 2, dtype=torch.float32, device=device))
 
 
 @cache  # Triton's own function takes microseconds, and every layer of a step calls it
@@ -263,6 +249,14 @@ def tilings(head_size: int, itemsize: int) -> tuple[Tiling, Tiling]:
     return NARROW._replace(keys=32), WIDE._replace(rows=32, keys=32, num_stages=1)
 
 
+def part_size(num_heads: int, head_size: int) -> int:
+    """Return the numbers of a part: of each head its values times their weights, its largest score and sum of weights.
+
+    The weights are relative to that score. Two more numbers keep the others aligned.
+    """
+    return num_heads * (head_size + 4)
+
+
 def rows_per_item(tiling: Tiling, num_groups: int) -> int:
     """Return how many tokens an item of this tiling may hold."""
     return max(tiling.rows // num_groups, 1)
@@ -275,7 +269,7 @@ def attend(
     positions: Tensor,  # [T] int32
     items: Tensor,  # [items, ITEM_FIELDS] int32; those without rows are last
     first_parts: Tensor,  # [2 T + 1] int32: `attention_work.Work`
-    parts: Parts,
+    parts: Tensor,  # fp32, of any shape: at least part_size() numbers for each part
     out: Tensor,  # [T, H, D]
     *,
     tiling: Tiling,
@@ -291,7 +285,7 @@ def attend(
     num_kv_heads, block_size = layer.shape[2:4]
     num_groups = num_heads // num_kv_heads
     _attend[(max(len(items) - num_spare, 1), num_kv_heads)](
-        q, layer, scales, tables, positions, items, first_parts, out, parts.mixed, parts.sums, sinks,
+        q, layer, scales, tables, positions, items, first_parts, out, parts, sinks,
         scale * LOG2E, cap, window, q.stride(0), tables.stride(0), num_heads, len(items),
         K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(_power(head_size), 16), BLOCK=block_size,
         M=max(tiling.rows, _power(num_groups)), N=tiling.keys,
@@ -301,10 +295,10 @@ def attend(
     )  # fmt: skip
 
 
-def merge(parts: Parts, first_parts: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+def merge(parts: Tensor, first_parts: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
     """Join the parts of every row of out [T, H, D] that is split."""
     num_rows, num_heads, head_size = out.shape
     _merge[(num_rows, num_heads)](
-        parts.mixed, parts.sums, first_parts, out, sinks, num_heads,
+        parts, first_parts, out, sinks, num_heads,
         D=head_size, D_PAD=_power(head_size), N=MERGED, num_warps=4,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from quire.backends.torch.attention_work import (
     find_siblings,
     plan_work,
 )
-from quire.backends.torch.kernels.attention import Parts, attend, merge, rows_per_item, tilings
+from quire.backends.torch.kernels.attention import attend, merge, part_size, rows_per_item, tilings
 from quire.backends.torch.kv_store import decode, encode
 from tests.backends.torch.attention_bits import Case, differing_rows
 from tests.backends.torch.kernels.device import DEVICE
@@ -85,9 +85,7 @@ class Step:
         num_rows, num_heads, head_size = self.q.shape
         more = torch.full((padding, num_heads, head_size), NAN, dtype=self.q.dtype, device=DEVICE)
         q, out = torch.cat((self.q, more)), torch.full_like(torch.cat((self.q, more)), NAN)
-        parts = Parts.empty(NUM_PARTS, num_heads, head_size, torch.device(DEVICE))
-        parts.mixed.fill_(NAN)
-        parts.sums.fill_(NAN)
+        parts = torch.full((NUM_PARTS, part_size(num_heads, head_size)), NAN, device=DEVICE)
         positions = on_device(np.array(self.positions + [0] * padding))
         first_parts = on_device(np.pad(self.work.first_parts, (0, 2 * padding), mode="edge"))
         tables = on_device(self.tables)
@@ -104,9 +102,8 @@ class Step:
         if self.work.first_parts[-1]:
             merge(parts, first_parts, out)
         num_parts = int(self.work.first_parts[-1])
-        assert not parts.sums[:num_parts].isnan().any()
-        assert parts.sums[num_parts:].isnan().all()  # no other part was written
-        assert parts.mixed[num_parts:].isnan().all()
+        assert not parts[:num_parts].view(-1, head_size + 4)[:, : head_size + 2].isnan().any()
+        assert parts[num_parts:].isnan().all()  # no other part was written
         assert out[num_rows:].isnan().all()  # and no padding row
         return out[:num_rows]
 
