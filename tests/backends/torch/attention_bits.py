@@ -262,10 +262,11 @@ def _plain(bench: Bench, q: Tensor, position: int) -> Tensor:
     scores *= case.head_size**-0.5
     if case.cap:
         scores = case.cap * torch.tanh(scores / case.cap)
-    weights = scores.exp()
+    peak = scores.amax(-1, keepdim=True)
+    weights = (scores - peak).exp()
     total = weights.sum(-1)
     if bench.sinks is not None:
-        total = total + bench.sinks.double().exp().view(case.num_kv_heads, -1)
+        total = total + (bench.sinks.double().view(case.num_kv_heads, -1) - peak[..., 0]).exp()
     mean = torch.einsum("kgn,knd->kgd", weights, seen[1]) / total[..., None]
     return mean.reshape(case.num_heads, case.head_size)
 

@@ -177,8 +177,8 @@ def _attend_item(
             new_peak, new_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M, 16), tl.float32)
             new_mixed = tl.zeros((M, D_PAD), tl.float32)
     if tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW):  # as of all rows of the item
-        target = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0) + part
-        at = parts + (target.to(tl.int64) * num_heads + heads) * (D + 4)
+        first_part = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0).to(tl.int64)
+        at = parts + ((first_part + part) * num_heads + heads) * (D + 4)
         tl.store(at[:, None] + d[None, :], mixed, mask=is_in)
         tl.store(at + D, peak, mask=is_row)
         tl.store(at + D + 1, total, mask=is_row)
@@ -246,7 +246,7 @@ def tilings(head_size: int, itemsize: int) -> tuple[Tiling, Tiling]:
         return NARROW, WIDE
     if row_bytes <= 2 * ROW_BYTES:
         return NARROW._replace(keys=32), WIDE._replace(rows=64, keys=32)
-    return NARROW._replace(keys=32), WIDE._replace(rows=32, keys=32, num_stages=1)
+    return NARROW._replace(keys=32, num_stages=3, max_registers=None), WIDE._replace(rows=32, keys=32, num_stages=1)
 
 
 def part_size(num_heads: int, head_size: int) -> int:
