@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 
-PIECE = 256  # keys: a multiple of the tiles of keys, below which an item costs more to start than to run
+PIECE = 128  # keys: a multiple of the tiles of keys, below which an item costs more to start than to run
 PIECES = 64  # pieces of that length; the keys before a longer one are 32 to 64 times as many
 MAX_KEYS = 2**24
 ENOUGH = 0.6  # fraction of the target from which the idle time is shorter than a merge

@@ -41,8 +41,8 @@ class Tiling(NamedTuple):
     max_registers: int | None = None  # per thread, so that more programs run side by side
 
 
-NARROW = Tiling(rows=16, keys=64, num_warps=4, num_stages=5, max_registers=168)  # items of one token: decodes
-WIDE = Tiling(rows=128, keys=64, num_warps=8, num_stages=2)  # items of many: prompts, and shared prefixes of siblings
+NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=3)  # items of one token: decodes
+WIDE = Tiling(rows=128, keys=128, num_warps=8, num_stages=2)  # items of many: prompts, and shared prefixes of siblings
 ROW_BYTES = 256  # largest key for these tilings; larger ones would not fit the shared memory of smaller cards
 
 
@@ -61,15 +61,50 @@ def _load(layer, scales, place, d, dtype: tl.constexpr, VALUES: tl.constexpr, D:
 
 
 @triton.jit
-def _scale_weights(weights, scales, is_seen, highest):
-    """Multiply weights [M, N] by the scales [N] of their values, relative to the highest that a row has seen [M].
+def _scale_weights(weights, scales, is_seen):
+    """Multiply weights [M, N] by the scales [N] of their values, relative to the highest that a row sees [M].
 
-    So weights stay at most 1, and are exact enough in fp16. Returns them, the highest scales, and the factor of what
-    was summed before.
+    So weights stay at most 1, and are exact enough in fp16. Returns them and the highest scales.
     """
     scales = tl.where(is_seen, scales.to(tl.float32)[None, :], 0.0)
-    higher = tl.maximum(highest, tl.max(tl.where(scales == scales, scales, 0.0), 1))
-    return weights * (scales * (1.0 / higher)[:, None]), higher, highest / higher
+    highest = tl.maximum(tl.max(tl.where(scales == scales, scales, 0.0), 1), 1e-37)
+    return weights * (scales * (1.0 / highest)[:, None]), highest
+
+
+@triton.jit
+def _attend_tile(
+    queries, row_scale, layer, scales, table, position, start, first, high, head, scale, cap, window,
+    K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax over the keys [start, start + N) that are in [first, high): peaks, sums and mixed values."""
+    keys_at = start + tl.arange(0, N)
+    # Outside the range the null block is read. Masked values have no weight, but must be finite.
+    is_key = (keys_at >= first) & (keys_at < high)
+    block = tl.load(table + keys_at // BLOCK, mask=is_key, other=0).to(tl.int64)
+    place = (block * 2 * K + head) * BLOCK + keys_at % BLOCK  # [N]
+    keys, values = _load(layer, scales, place, tl.arange(0, D_PAD), queries.dtype, K * BLOCK, D, D_PAD)
+    scores = tl.dot(queries, keys, input_precision="ieee") * scale  # [M, N], in powers of two
+    if scales is not None:
+        scores = scores * row_scale[:, None] * tl.load(scales + place).to(tl.float32)[None, :]
+    if HAS_CAP:
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0))
+        scores *= 1.4426950408889634
+    is_seen = (keys_at < high)[None, :] & (keys_at[None, :] <= position[:, None])
+    if HAS_WINDOW:
+        is_seen = is_seen & (keys_at[None, :] > position[:, None] - window)
+    scores = tl.where(is_seen, scores, float("-inf"))
+    peak = tl.maximum(tl.max(scores, 1), -1e30)  # finite: minus infinity minus itself is NaN
+    weights = tl.exp2(scores - peak[:, None])
+    # A product, because the order in which `tl.sum` adds depends on the tile.
+    ones = tl.full((N, 16), 1.0, queries.dtype)
+    total = tl.max(tl.dot(weights.to(values.dtype), ones, input_precision="ieee"), 1)
+    if scales is not None:
+        weights, highest = _scale_weights(weights, tl.load(scales + K * BLOCK + place), is_seen)
+        mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee") * highest[:, None]
+    else:
+        mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return peak, total, mixed
 
 
 @triton.jit
@@ -115,7 +150,7 @@ def _attend_item(
     row, batch_index, low, high, part = (
         tl.load(item), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
     )  # fmt: skip
-    m, d, n = tl.arange(0, M), tl.arange(0, D_PAD), tl.arange(0, N)
+    m, d = tl.arange(0, M), tl.arange(0, D_PAD)
     is_row = m // G < num_rows
     rows = row + m // G  # [M]: of the batch
     heads = head * G + m % G
@@ -137,45 +172,26 @@ def _attend_item(
     row_scale = total  # used in FP8 only
     if scales is not None:
         queries, row_scale = scale_queries(queries)
-    new_peak, new_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M, 16), tl.float32)  # of this piece
-    new_mixed, highest = tl.zeros((M, D_PAD), tl.float32), tl.full((M,), 1e-37, tl.float32)
-    ones = tl.full((N, 16), 1.0, queries.dtype)
-    for start in range(low, high, N):
-        keys_at = start + n
-        # Outside the range the null block is read. Masked values have no weight, but must be finite.
-        is_key = (keys_at >= first) & (keys_at < high)
-        block = tl.load(tables + batch_index * stride_table + keys_at // BLOCK, mask=is_key, other=0).to(tl.int64)
-        place = (block * 2 * K + head) * BLOCK + keys_at % BLOCK  # [N]
-        keys, values = _load(layer, scales, place, d, queries.dtype, K * BLOCK, D, D_PAD)
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale  # [M, N], in powers of two
-        if scales is not None:
-            scores = scores * row_scale[:, None] * tl.load(scales + place).to(tl.float32)[None, :]
-        if HAS_CAP:
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0))
-            scores *= 1.4426950408889634
-        is_seen = (keys_at < high)[None, :] & (keys_at[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            is_seen = is_seen & (keys_at[None, :] > position[:, None] - window)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        higher = tl.maximum(new_peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(new_peak - higher)
-        # A product, because the order in which `tl.sum` adds depends on the tile.
-        new_total = tl.dot(weights.to(values.dtype), ones, new_total * shrink[:, None], input_precision="ieee")
-        if scales is not None:
-            value_scales = tl.load(scales + K * BLOCK + place)
-            weights, highest, factor = _scale_weights(weights, value_scales, is_seen, highest)
-            shrink = shrink * factor
-        new_mixed = tl.dot(weights.to(values.dtype), values, new_mixed * shrink[:, None], input_precision="ieee")
-        new_peak = higher
+    table = tables + batch_index * stride_table
+    FAR: tl.constexpr = PIECES * PIECE if N == PIECE else 0
+    if FAR > 0:  # each tile is a piece
+        for start in range(low, tl.minimum(high, FAR), N):
+            peak, total, mixed = _join(peak, total, mixed, *_attend_tile(
+                queries, row_scale, layer, scales, table, position, start, first, high, head, scale, cap, window,
+                K, D, D_PAD, BLOCK, N, HAS_CAP, HAS_WINDOW,
+            ))  # fmt: skip
+    piece_peak, piece_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M,), tl.float32)
+    piece_mixed = tl.zeros((M, D_PAD), tl.float32)
+    for start in range(tl.maximum(low, FAR), high, N):
+        piece_peak, piece_total, piece_mixed = _join(piece_peak, piece_total, piece_mixed, *_attend_tile(
+            queries, row_scale, layer, scales, table, position, start, first, high, head, scale, cap, window,
+            K, D, D_PAD, BLOCK, N, HAS_CAP, HAS_WINDOW,
+        ))  # fmt: skip
         after = start + N
         if (after >= high) | ((after % PIECE == 0) & ((after & -after) * PIECES >= after)):  # the end of a piece
-            if scales is not None:
-                new_mixed = new_mixed * highest[:, None]
-                highest = tl.full((M,), 1e-37, tl.float32)
-            peak, total, mixed = _join(peak, total, mixed, new_peak, tl.max(new_total, 1), new_mixed)
-            new_peak, new_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M, 16), tl.float32)
-            new_mixed = tl.zeros((M, D_PAD), tl.float32)
+            peak, total, mixed = _join(peak, total, mixed, piece_peak, piece_total, piece_mixed)
+            piece_peak, piece_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M,), tl.float32)
+            piece_mixed = tl.zeros((M, D_PAD), tl.float32)
     if tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW):  # as of all rows of the item
         first_part = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0).to(tl.int64)
         at = parts + ((first_part + part) * num_heads + heads) * (D + 4)
@@ -245,7 +261,7 @@ def tilings(head_size: int, itemsize: int) -> tuple[Tiling, Tiling]:
     if row_bytes <= ROW_BYTES:
         return NARROW, WIDE
     if row_bytes <= 2 * ROW_BYTES:
-        return NARROW._replace(keys=32), WIDE._replace(rows=64, keys=32)
+        return NARROW._replace(keys=64), WIDE._replace(rows=64, keys=64)
     return NARROW._replace(keys=32, num_stages=3, max_registers=None), WIDE._replace(rows=32, keys=32, num_stages=1)
 
 
@@ -288,7 +304,7 @@ def attend(
         q, layer, scales, tables, positions, items, first_parts, out, parts, sinks,
         scale * LOG2E, cap, window, q.stride(0), tables.stride(0), num_heads, len(items),
         K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(_power(head_size), 16), BLOCK=block_size,
-        M=max(tiling.rows, _power(num_groups)), N=tiling.keys,
+        M=max(tiling.rows, _power(num_groups)), N=min(tiling.keys, attention_work.PIECE),
         HAS_CAP=cap > 0, HAS_WINDOW=window > 0, IS_NARROW=int(tiling.rows == NARROW.rows),
         PIECE=attention_work.PIECE, PIECES=attention_work.PIECES,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.max_registers,
