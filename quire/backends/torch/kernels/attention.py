@@ -144,7 +144,7 @@ def _attend_item(
     scale, cap, window, stride_q, stride_table, num_heads,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NARROW: tl.constexpr,
-    PIECE: tl.constexpr, PIECES: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, MAX_KEYS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     row, batch_index, low, high, part = (
@@ -157,6 +157,8 @@ def _attend_item(
     position = tl.load(positions + rows, mask=is_row, other=-1)
     is_in = is_row[:, None] & (d < D)[None, :]
     queries = tl.load(q + rows[:, None] * stride_q + heads[:, None] * D + d[None, :], mask=is_in, other=0.0)  # [M, D]
+    first_part = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0).to(tl.int64)
+    has_parts = tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW)  # as all rows of the item
     first = low
     if HAS_WINDOW:  # no row sees keys before the first row's window, and blocks behind it may belong to others
         first = tl.maximum(tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1, low)
@@ -174,26 +176,27 @@ def _attend_item(
         queries, row_scale = scale_queries(queries)
     table = tables + batch_index * stride_table
     FAR: tl.constexpr = PIECES * PIECE if N == PIECE else 0
+    IS_FAR: tl.constexpr = MAX_KEYS > FAR
     if FAR > 0:  # each tile is a piece
         for start in range(low, tl.minimum(high, FAR), N):
             peak, total, mixed = _join(peak, total, mixed, *_attend_tile(
                 queries, row_scale, layer, scales, table, position, start, first, high, head, scale, cap, window,
                 K, D, D_PAD, BLOCK, N, HAS_CAP, HAS_WINDOW,
             ))  # fmt: skip
-    piece_peak, piece_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M,), tl.float32)
-    piece_mixed = tl.zeros((M, D_PAD), tl.float32)
-    for start in range(tl.maximum(low, FAR), high, N):
-        piece_peak, piece_total, piece_mixed = _join(piece_peak, piece_total, piece_mixed, *_attend_tile(
-            queries, row_scale, layer, scales, table, position, start, first, high, head, scale, cap, window,
-            K, D, D_PAD, BLOCK, N, HAS_CAP, HAS_WINDOW,
-        ))  # fmt: skip
-        after = start + N
-        if (after >= high) | ((after % PIECE == 0) & ((after & -after) * PIECES >= after)):  # the end of a piece
-            peak, total, mixed = _join(peak, total, mixed, piece_peak, piece_total, piece_mixed)
-            piece_peak, piece_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M,), tl.float32)
-            piece_mixed = tl.zeros((M, D_PAD), tl.float32)
-    if tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW):  # as of all rows of the item
-        first_part = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0).to(tl.int64)
+    if IS_FAR:
+        piece_peak, piece_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M,), tl.float32)
+        piece_mixed = tl.zeros((M, D_PAD), tl.float32)
+        for start in range(tl.maximum(low, FAR), high, N):
+            piece_peak, piece_total, piece_mixed = _join(piece_peak, piece_total, piece_mixed, *_attend_tile(
+                queries, row_scale, layer, scales, table, position, start, first, high, head, scale, cap, window,
+                K, D, D_PAD, BLOCK, N, HAS_CAP, HAS_WINDOW,
+            ))  # fmt: skip
+            after = start + N
+            if (after >= high) | ((after % PIECE == 0) & ((after & -after) * PIECES >= after)):  # the end of a piece
+                peak, total, mixed = _join(peak, total, mixed, piece_peak, piece_total, piece_mixed)
+                piece_peak, piece_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M,), tl.float32)
+                piece_mixed = tl.zeros((M, D_PAD), tl.float32)
+    if has_parts:
         at = parts + ((first_part + part) * num_heads + heads) * (D + 4)
         tl.store(at[:, None] + d[None, :], mixed, mask=is_in)
         tl.store(at + D, peak, mask=is_row)
@@ -210,18 +213,21 @@ def _attend(
     scale, cap, window, stride_q, stride_table, num_heads, num_items,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_NARROW: tl.constexpr,
-    PIECE: tl.constexpr, PIECES: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, MAX_KEYS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     num_rows = tl.load(items + index * 6 + 1)
+    next_rows = tl.load(items + (index + tl.num_programs(0)) * 6 + 1, mask=index + tl.num_programs(0) < num_items, other=0)
     while num_rows > 0:  # the first item without rows is padding, and so are those after it
         _attend_item(
             items + index * 6, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sinks,
             scale, cap, window, stride_q, stride_table, num_heads,
-            K, G, D, D_PAD, BLOCK, M, N, HAS_CAP, HAS_WINDOW, IS_NARROW, PIECE, PIECES,
+            K, G, D, D_PAD, BLOCK, M, N, HAS_CAP, HAS_WINDOW, IS_NARROW, PIECE, PIECES, MAX_KEYS,
         )  # fmt: skip
         index += tl.num_programs(0)
-        num_rows = tl.load(items + index * 6 + 1, mask=index < num_items, other=0)
+        num_rows = next_rows
+        following = index + tl.num_programs(0)
+        next_rows = tl.load(items + following * 6 + 1, mask=(num_rows > 0) & (following < num_items), other=0)
 
 
 @triton.jit
@@ -306,7 +312,7 @@ def attend(
         K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(_power(head_size), 16), BLOCK=block_size,
         M=max(tiling.rows, _power(num_groups)), N=min(tiling.keys, attention_work.PIECE),
         HAS_CAP=cap > 0, HAS_WINDOW=window > 0, IS_NARROW=int(tiling.rows == NARROW.rows),
-        PIECE=attention_work.PIECE, PIECES=attention_work.PIECES,
+        PIECE=attention_work.PIECE, PIECES=attention_work.PIECES, MAX_KEYS=_power(tables.shape[1] * block_size),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.max_registers,
     )  # fmt: skip
 
