@@ -2,8 +2,12 @@
 
 A decode reads its whole context for one query row. With many sequences there is one program for each sequence and KV
 head, and the card is full. With few sequences, a long context would occupy a handful of programs while the rest of the
-card is idle, so contexts are split along their length and the parts are merged afterwards. The length of a part is
-chosen so that about `target` programs share all keys. docs/gpu.md explains it with a picture.
+card is idle, so contexts are split along their length and the parts are merged afterwards. docs/gpu.md explains it with
+a picture.
+
+The bits of a result must not depend on the division. Contexts are therefore cut into pieces at fixed positions, and the
+result is that of adding one piece after another, from left to right. Only the first item of a row may cover several
+pieces: the sum of some in the middle would round differently.
 
 Decodes whose block tables start with the same blocks (siblings of one prompt) read that prefix once: their rows
 together form one item over the shared blocks, and each row has its own items for the rest. Groups may be nested: all
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,18 +29,31 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 
-MIN_CHUNK = 128  # keys: a shorter item costs more to start than to run
+PIECE = 128  # keys: a multiple of the tiles of keys, below which an item costs more to start than to run
+PIECES = 64  # pieces of that length; the keys before a longer one are 32 to 64 times as many
+MAX_KEYS = 2**24
 ENOUGH = 0.6  # fraction of the target from which the idle time is shorter than a merge
+SPARE = 512  # items beyond one for each tile and program: contexts that would need more are split less
 MIN_SIBLINGS = 4  # rows that share a prefix: with fewer, reading it once does not pay
-MIN_SHARED = 128  # keys that they share beyond an enclosing group
 MIN_DRAFT_KEYS = 1024  # that drafts share: reading fewer for each draft takes less time than dividing them on the host
 PART_KEYS = 16  # keys read in the time of writing and merging one part: 2 * G, for G query heads per KV head
-MAX_LEVELS = 3  # nested groups of a row: each adds a part to merge
-PIECE = 64  # blocks compared at a time
+COMPARED = 64  # blocks at a time
 
-
-ITEM_FIELDS = 6
+ITEM_FIELDS = 6  # first row, number of rows, batch index of the block table, first key, last key + 1, index of the part
 NO_ITEMS: Ints = np.zeros((0, ITEM_FIELDS), np.int32)
+
+
+@cache
+def _starts(piece: int) -> Ints:
+    """Return the first keys of all pieces."""
+    keys = np.arange(0, MAX_KEYS, piece, dtype=np.int32)
+    return keys[(keys & -keys) * PIECES >= keys]
+
+
+def _floor(keys: Any) -> Any:
+    """Return the first key of the piece that holds each key."""
+    starts = _starts(PIECE)
+    return starts[np.searchsorted(starts, keys, "right") - 1]
 
 
 class Prompt(NamedTuple):
@@ -50,16 +68,17 @@ class Prompt(NamedTuple):
 class Work(NamedTuple):
     """Attention of the layers of one pool: numpy arrays, or tensors on the device."""
 
-    first_parts: Any  # [T + 1]: index of each row's first part; a row without parts has all keys in one item
+    # [2 T + 1]: index of the first part that each row shares with its siblings, and of its first own part. A row
+    # without own parts has all other keys in one item.
+    first_parts: Any
     narrow: Any  # [items, ITEM_FIELDS]: one row each
     wide: Any  # [items, ITEM_FIELDS]
 
     @property
     def num_merged(self) -> int:
-        """Number of rows up to the last one that has parts."""
-        if not self.first_parts[-1:].any():
-            return 0
-        return int(np.searchsorted(self.first_parts, self.first_parts[-1]))
+        """Number of rows up to the last one that has own parts."""
+        split = np.flatnonzero(np.diff(self.first_parts)[1::2])
+        return int(split[-1]) + 1 if len(split) else 0
 
 
 NO_WORK = Work(np.zeros(0, np.int32), NO_ITEMS, NO_ITEMS)
@@ -73,11 +92,14 @@ class Sizes(NamedTuple):
     rows_per_item: int  # tokens of a wide item
     target: int  # programs that fill the card if each has one row
     wide_target: int  # programs that fill the card if each has many rows
-    max_parts: int  # at least MAX_LEVELS + 1 per sequence
+    max_parts: int  # at least 4 per sequence
 
 
 class Siblings(NamedTuple):
-    """Decodes at rows [first, last) whose keys [low, high) are in the same blocks and are read once for all of them."""
+    """Decodes at rows [first, last) whose keys [low, high) are in the same blocks and are read once for all of them.
+
+    Both are boundaries of pieces.
+    """
 
     first: int
     last: int
@@ -114,7 +136,7 @@ def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, sizes: Sizes)
     num_full = starts // sizes.block_size
     order = _sort(tables, batch_indices, num_full, candidates)
     common = _common_runs(tables, batch_indices[order], num_full[order])
-    siblings = _choose((common * sizes.block_size).tolist(), sizes.rows_per_item, max_wide_tiles(len(starts), sizes))
+    siblings = _choose(_floor(common * sizes.block_size).tolist(), max_wide_tiles(len(starts), sizes), sizes)
     if not siblings:
         return None
     shared = np.zeros_like(starts)
@@ -135,7 +157,7 @@ def group_drafts(batch_indices: Sequence[int], starts: Sequence[int], sizes: Siz
     for last in range(1, len(starts) + 1):
         if last < len(starts) and batch_indices[last] == batch_indices[first]:
             continue
-        high = starts[first] // sizes.block_size * sizes.block_size
+        high = int(_floor(starts[first]))
         if high >= MIN_DRAFT_KEYS and last - first >= MIN_SIBLINGS <= sizes.rows_per_item:
             groups.append(Siblings(first, last, 0, high))
         first = last
@@ -163,13 +185,13 @@ def _sort(tables: Ints, batch_indices: Ints, num_full: Ints, candidates: NDArray
 
 
 def _common_runs(tables: Ints, batch_indices: Ints, num_full: Ints) -> Ints:
-    """Return how many leading blocks each row has in common with the next. Compares in pieces: most differ early."""
+    """Return how many leading blocks each row has in common with the next. Most differ early."""
     limits = np.minimum(num_full[:-1], num_full[1:])
     common = limits.copy()
     equal = np.arange(len(limits))  # pairs without a difference up to here
-    for first in range(0, int(limits.max()), PIECE):
+    for first in range(0, int(limits.max()), COMPARED):
         equal = equal[limits[equal] > first]
-        here, following = (tables[batch_indices[equal + offset], first : first + PIECE] for offset in (0, 1))
+        here, following = (tables[batch_indices[equal + offset], first : first + COMPARED] for offset in (0, 1))
         differs = here != following
         is_different = differs.any(1)
         ended = equal[is_different]
@@ -213,29 +235,31 @@ def _ranges(common: list[int]) -> _Range:
     return root
 
 
-def _choose(common: list[int], per_item: int, tiles_left: int) -> tuple[Siblings, ...]:
+def _choose(common: list[int], tiles_left: int, sizes: Sizes) -> tuple[Siblings, ...]:
     """Return the groups that pay, given how many keys each row has in common with the next.
 
     A group reads its keys once per tile. Without it, each group inside it would read them once per tile, and each other
-    row once. It pays if the keys that it saves exceed the cost of one more part per row. If it does not pay, the groups
-    inside it read its keys too.
+    row once. It pays if the keys that it saves exceed the cost of its parts. If it does not pay, the groups inside it
+    read its keys too. A group inside another has one part per piece, for which there must be room.
     """
     chosen: list[Siblings] = []
-    pending = [(_ranges(common), 0, 0)]
+    pending = [(_ranges(common), 0)]
+    parts_left = min(sizes.max_parts // 4, SPARE * 3 // 2)  # of groups inside others; so there are at most SPARE items
     while pending:
-        group, low, level = pending.pop()
+        group, low = pending.pop()
         num_rows = group.last - group.first
-        num_tiles = -(-num_rows // per_item)
-        sizes = [one.last - one.first for one in group.inside]
-        num_readers = num_rows - sum(sizes) + sum(-(-size // per_item) for size in sizes)
+        num_tiles = -(-num_rows // sizes.rows_per_item)
+        counts = [one.last - one.first for one in group.inside]
+        num_readers = num_rows - sum(counts) + sum(-(-count // sizes.rows_per_item) for count in counts)
         num_keys = group.high - low
-        is_paid = (num_readers - num_tiles) * num_keys >= num_rows * PART_KEYS
-        if is_paid and num_keys >= MIN_SHARED and num_tiles <= tiles_left:
+        num_parts = num_rows * (int(np.diff(_starts(PIECE).searchsorted((low, group.high)))[0]) if low else 1)
+        is_paid = (num_readers - num_tiles) * num_keys >= num_parts * PART_KEYS
+        if is_paid and num_keys and num_tiles <= tiles_left and num_parts * (low > 0) <= parts_left:
             chosen.append(Siblings(group.first, group.last, low, group.high))
             tiles_left -= num_tiles
-            low, level = group.high, level + 1
-        if level < MAX_LEVELS:
-            pending += [(one, low, level) for one in reversed(group.inside)]
+            parts_left -= num_parts * (low > 0)
+            low = group.high
+        pending += [(one, low) for one in reversed(group.inside)]
     return tuple(chosen)
 
 
@@ -250,93 +274,48 @@ def plan_work(
 ) -> Work:
     """Divide decodes at rows [0, len(starts)), at these positions, and then the prompts. `num_rows` counts all rows.
 
-    With a window, items begin with the first block within it, and there must be no siblings.
+    With a window, items begin with the first piece within it, and there must be no siblings.
     """
-    if not siblings and not prompts:
-        return _plan_decodes(starts, batch_indices, sizes, window)
     num_decodes = len(starts)
-    first_keys = _first_keys(starts, window, sizes.block_size)
-    for group in siblings:
-        first_keys[group.first : group.last] = group.high
-    own = starts + 1 - first_keys
-    chunk = _chunk(int(own.sum()), num_decodes, sizes.num_kv_heads, sizes.target)
-    tiles = _tiles(siblings, prompts, batch_indices, sizes, window)
-    num_keys = tiles[:, 4] - tiles[:, 3]
-    wide_chunk = _chunk(int(num_keys.sum()), len(tiles), sizes.num_kv_heads, sizes.wide_target)
-    while True:  # lengthen the items until the parts to be merged fit
-        num_chunks = -(-own // chunk)
-        wide_chunks = -(-num_keys // wide_chunk)
-        counts = np.zeros(num_rows, np.int32)
-        wide_parts = _add_wide(counts, tiles, wide_chunks)
-        first_narrow = counts[:num_decodes].copy()  # a row's own parts come after those that it shares
-        counts[:num_decodes] += num_chunks
-        first_parts = np.zeros(num_rows + 1, np.int32)
-        np.cumsum(np.where(counts > 1, counts, 0), out=first_parts[1:])
-        if first_parts[-1] <= sizes.max_parts:
-            break
-        chunk, wide_chunk = 2 * chunk, 2 * wide_chunk
-    narrow = _cut(
-        np.stack(
-            [
-                np.arange(num_decodes, dtype=np.int32),
-                np.ones_like(batch_indices),
-                batch_indices,
-                first_keys,
-                starts + 1,
-            ],
-            1,
-        ),
-        num_chunks,
-        first_narrow,
-    )
-    wide = _cut(tiles, wide_chunks, wide_parts)
-    return Work(first_parts, narrow, wide)
-
-
-def _first_keys(starts: Ints, window: int, block_size: int) -> Ints:
-    """Return the first key of the first block that a row at each position reads."""
-    if not window:
-        return np.zeros_like(starts)
-    return np.maximum(starts + 1 - window, 0) // block_size * block_size
-
-
-def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes, window: int) -> Work:
-    """Like `plan_work`, for the common step: only decodes, and no shared prefixes."""
-    if len(starts) == 1:
+    if num_decodes == num_rows == 1:
         return _plan_decode(int(starts[0]), int(batch_indices[0]), sizes, window)
-    ends = starts + 1
-    first_keys = _first_keys(starts, window, sizes.block_size) if window else None
-    num_keys = ends if first_keys is None else ends - first_keys
-    chunk = _chunk(int(num_keys.sum()), len(starts), sizes.num_kv_heads, sizes.target)
-    num_chunks = -(-num_keys // chunk)
-    while int(num_chunks.sum()) > sizes.max_parts:
-        chunk *= 2
-        num_chunks = -(-num_keys // chunk)
-    rows = np.zeros((len(starts), 5), np.int32)
-    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4] = np.arange(len(starts)), 1, batch_indices, ends
-    if first_keys is not None:
-        rows[:, 3] = first_keys
-    first_parts = np.zeros(len(starts) + 1, np.int32)
-    np.cumsum(np.where(num_chunks > 1, num_chunks, 0), out=first_parts[1:])
-    return Work(first_parts, _cut(rows, num_chunks, np.zeros_like(batch_indices)), NO_ITEMS)
+    counts = np.zeros((num_rows, 2), np.int32)  # parts of each row: shared ones, and its own
+    wide = NO_ITEMS
+    if siblings or prompts:
+        tiles, num_shared = _tiles(siblings, prompts, batch_indices, sizes, window)
+        wide, num_parts = _cut(tiles, num_shared, sizes.wide_target, sizes.max_parts // 2, sizes)
+        wide[:, 5] += np.repeat(_add_parts(counts, tiles, num_parts, num_shared), num_parts)
+    decodes = np.ones((num_decodes, 5), np.int32)
+    decodes[:, 0], decodes[:, 2], decodes[:, 4] = np.arange(num_decodes), batch_indices, starts + 1
+    decodes[:, 3] = _first_keys(starts, window)
+    for group in siblings:
+        decodes[group.first : group.last, 3] = group.high
+    narrow, num_parts = _cut(decodes, 0, sizes.target, sizes.max_parts - int(counts.sum()), sizes)
+    counts[:num_decodes, 1] = np.where(num_parts > 1, num_parts, 0)
+    first_parts = np.zeros(2 * num_rows + 1, np.int32)
+    np.cumsum(counts, out=first_parts[1:])
+    # Longest first: they determine the total time.
+    return Work(first_parts, *(items[np.argsort(items[:, 3] - items[:, 4], kind="stable")] for items in (narrow, wide)))
+
+
+def _first_keys(starts: Any, window: int) -> Any:
+    """Return the first key of the first piece that a row at each position reads."""
+    return _floor(np.maximum(starts + 1 - window, 0)) if window else starts * 0
 
 
 def _plan_decode(start: int, batch_index: int, sizes: Sizes, window: int) -> Work:
-    """Like `_plan_decodes`, for one row. The answer of a lone request waits for this, so it takes few operations."""
-    end = start + 1
-    first_key = max(end - window, 0) // sizes.block_size * sizes.block_size if window else 0
-    num_keys = end - first_key
-    chunk = _chunk(num_keys, 1, sizes.num_kv_heads, sizes.target)
-    while -(-num_keys // chunk) > sizes.max_parts:
-        chunk *= 2
-    num_chunks = -(-num_keys // chunk)
-    size = -(-num_keys // num_chunks)
-    size = -(-size // MIN_CHUNK) * MIN_CHUNK
-    items = [0, 1, batch_index, 0, 0, 0] * num_chunks
-    items[3::6] = range(first_key, end, size)
-    items[4::6] = [*range(first_key + size, end, size), end]
-    items[5::6] = range(num_chunks)
-    first_parts = np.array([0, num_chunks if num_chunks > 1 else 0], np.int32)
+    """Like `plan_work`, for one row. The answer of a lone request waits for this, so it takes few operations."""
+    pieces, end = _starts(PIECE), start + 1
+    low = int(_first_keys(start, window))
+    chunk = _chunk(end - low, 1, sizes.num_kv_heads, sizes.target)
+    first, last = pieces.searchsorted((low + chunk, end)).tolist()
+    bounds = [low, *pieces[first:last].tolist(), end]
+    while len(bounds) - 1 > sizes.max_parts:
+        del bounds[1]
+    num_parts = len(bounds) - 1
+    items = [0, 1, batch_index, 0, 0, 0] * num_parts
+    items[3::6], items[4::6], items[5::6] = bounds[:-1], bounds[1:], range(num_parts)
+    first_parts = np.array([0, 0, num_parts if num_parts > 1 else 0], np.int32)
     return Work(first_parts, np.array(items, np.int32).reshape(-1, ITEM_FIELDS), NO_ITEMS)
 
 
@@ -349,14 +328,17 @@ def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:
     chunk = -(-num_keys * num_kv_heads // target)
     if num_rows * num_kv_heads >= ENOUGH * target:
         chunk = max(chunk, 2 * num_keys // num_rows)
-    return max(-(-chunk // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK)
+    return max(-(-chunk // PIECE) * PIECE, PIECE)
 
 
 def _tiles(
     siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indices: Ints, sizes: Sizes, window: int
-) -> Ints:
-    """Return groups of rows and the keys they see: [tiles, (first row, rows, batch index, first key, last key + 1)]."""
-    rows_per_item, block_size = sizes.rows_per_item, sizes.block_size
+) -> tuple[Ints, int]:
+    """Return groups of rows and the keys they see: [tiles, (first row, rows, batch index, first key, last key + 1)].
+
+    Those of siblings come first; the number of these is returned too.
+    """
+    rows_per_item = sizes.rows_per_item
     tiles: list[tuple[int, int, int, int, int]] = []
     for group in siblings:
         batch_index = int(batch_indices[group.first])
@@ -364,39 +346,56 @@ def _tiles(
             (row, min(rows_per_item, group.last - row), batch_index, group.low, group.high)
             for row in range(group.first, group.last, rows_per_item)
         ]
+    num_shared = len(tiles)
     for prompt in prompts:
         for offset in range(0, prompt.length, rows_per_item):
             num_rows = min(rows_per_item, prompt.length - offset)
             start = prompt.start + offset
-            low = max(start + 1 - window, 0) // block_size * block_size if window else 0
+            low = int(_first_keys(start, window))
             tiles.append((prompt.first_row + offset, num_rows, prompt.batch_index, low, start + num_rows))
-    return np.array(tiles, np.int32).reshape(-1, 5)
+    return np.array(tiles, np.int32).reshape(-1, 5), num_shared
 
 
-def _add_wide(counts: Ints, tiles: Ints, wide_chunks: Ints) -> Ints:
+def _add_parts(counts: Ints, tiles: Ints, num_items: NDArray[np.int64], num_shared: int) -> Ints:
     """Add the parts of all tiles to the counts of their rows. Return the index of each tile's first part.
 
     All rows of a tile are in the same enclosing groups, so they have the same number of parts before it.
     """
-    first_parts = np.empty(len(tiles), np.int32)
-    for tile, ((row, num_rows, _, _, _), num_chunks) in enumerate(
-        zip(tiles.tolist(), wide_chunks.tolist(), strict=True)
-    ):
-        first_parts[tile] = counts[row]
-        counts[row : row + num_rows] += num_chunks
+    first_parts = np.zeros(len(tiles), np.int32)
+    for tile, ((row, num_rows, _, _, _), count) in enumerate(zip(tiles.tolist(), num_items.tolist(), strict=True)):
+        if tile < num_shared:
+            first_parts[tile] = counts[row, 0]
+            counts[row : row + num_rows, 0] += count
+        elif count > 1:
+            counts[row : row + num_rows, 1] = count
     return first_parts
 
 
-def _cut(tiles: Ints, num_chunks: Ints, first_part: Ints) -> Ints:
-    """Split every tile into `num_chunks` items along its keys, longest first: they determine the total time."""
-    which = np.repeat(np.arange(len(tiles)), num_chunks)
-    part = np.arange(len(which)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
-    low, high = tiles[:, 3], tiles[:, 4]
-    even = -(-(high - low) // np.maximum(num_chunks, 1))
-    size = -(-even // MIN_CHUNK) * MIN_CHUNK  # whole tiles of keys
-    items = np.empty((len(which), 6), np.int32)
+def _cut(tiles: Ints, num_shared: int, target: int, max_parts: int, sizes: Sizes) -> tuple[Ints, NDArray[np.int64]]:
+    """Cut tiles into items of whole pieces. Return the items of each tile in order, and their number per tile.
+
+    Only the first item of a tile has more than one piece, and that of a group inside another has not either: it has
+    parts before it. The first `num_shared` tiles are of siblings, and have parts even if they are not cut.
+    """
+    pieces = _starts(PIECE)
+    lows, highs = tiles[:, 3], tiles[:, 4]
+    firsts, lasts = pieces.searchsorted(lows, "right"), pieces.searchsorted(highs)  # starts within each tile
+    chunk = _chunk(int((highs - lows).sum()), len(tiles), sizes.num_kv_heads, target) if len(tiles) else PIECE
+    is_shared = np.arange(len(tiles)) < num_shared
+    is_inside = is_shared & (lows > 0)
+    while True:  # lengthen the items until there is room for all
+        cuts = np.clip(pieces.searchsorted(lows + chunk), firsts, np.where(is_inside, firsts, lasts))
+        counts = lasts - cuts + 1
+        num_parts = int((tiles[:, 1] * counts * (is_shared | (counts > 1))).sum())
+        if num_parts <= max_parts and counts.sum() <= len(tiles) + target // sizes.num_kv_heads + 1 + SPARE:
+            break
+        chunk *= 2
+    which = np.repeat(np.arange(len(tiles)), counts)
+    part = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    at = cuts[which] + part  # of the start after the item
+    items = np.empty((len(which), ITEM_FIELDS), np.int32)
     items[:, :3] = tiles[which, :3]
-    items[:, 3] = low[which] + part * size[which]
-    items[:, 4] = np.minimum(items[:, 3] + size[which], high[which])
-    items[:, 5] = first_part[which] + part
-    return items[np.argsort(items[:, 3] - items[:, 4], kind="stable")]
+    items[:, 3] = np.where(part == 0, lows[which], pieces[at - 1])
+    items[:, 4] = np.where(part == counts[which] - 1, highs[which], pieces[at])
+    items[:, 5] = part
+    return items, counts

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from quire.backends.sampling import (
     make_result,
     sampled_pieces,
 )
-from quire.backends.torch.attention_work import Sizes, max_wide_tiles
+from quire.backends.torch.attention_work import SPARE, Sizes, max_wide_tiles
 from quire.backends.torch.cuda_block_io import CudaBlockIO
 from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
 from quire.backends.torch.forward_pass import Model
@@ -48,7 +47,7 @@ from quire.backends.torch.inputs import (
     arrange,
 )
 from quire.backends.torch.kernel_compilation import Compiling
-from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
+from quire.backends.torch.kernels.attention import part_size, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.linear import padded_rows
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
@@ -142,12 +141,14 @@ class CudaRunner(BaseRunner):
         self._division = _divide(model.kv_spec, store, num_cores, max_parts)
         max_blocks = -(-max_model_len // store.block_size)
         self._tables = BlockTables(max_num_seqs, max_blocks, store.block_size, device, self._division.window)
+        layers = model.kv_spec.kv_layers
+        part = max(part_size(layer.num_kv_heads * layer.num_groups, layer.head_size) for layer in layers)
         self._state = DeviceState(
             store=store,
             tables=self._tables.device,
             window_tables=self._tables.window_device,
             last_samples=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            parts=_parts_for(model.kv_spec.kv_layers, max_parts, device),
+            parts=torch.empty(max_parts, part, dtype=torch.float32, device=device),
         )
         self._staging = Staging(device)
         # Copies of a plan that were not enqueued yet: among the blocks, and among the window blocks.
@@ -339,7 +340,7 @@ class CudaRunner(BaseRunner):
         if division.window_sizes is not None:
             num_narrow, num_wide = _max_items(kind.size, num_decodes, num_prompts, 0, division.window_sizes)
             layout = layout._replace(
-                num_window_parts=kind.size + 1,
+                num_window_parts=2 * kind.size + 1,
                 num_window_narrow=num_narrow,
                 num_window_wide=num_wide,
                 num_kept=kind.size,
@@ -352,11 +353,13 @@ class CudaRunner(BaseRunner):
             )
         return layout
 
-    def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool) -> Tensor:
-        return self.model.forward(FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph))
+    def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool, num_spare: int = 0) -> Tensor:
+        return self.model.forward(
+            FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph, num_spare=num_spare)
+        )
 
     def _run_graph(self, inputs: StepInputs, kind: Kind, is_compiled: bool) -> None:
-        hidden = self._run(inputs, num_merged=kind.size if kind.has_parts else 0, is_graph=is_compiled)
+        hidden = self._run(inputs, num_merged=kind.size if kind.has_parts else 0, is_graph=is_compiled, num_spare=SPARE)
         if kind.is_mixed:
             self._graph_hidden[: kind.size].copy_(hidden)
         else:
@@ -530,17 +533,10 @@ def _divide(kv_spec: KVSpec, store: KVStore, num_cores: int, max_parts: int) -> 
 
 
 def _max_items(num_rows: int, num_decodes: int, num_prompts: int, num_siblings: int, sizes: Sizes) -> tuple[int, int]:
-    """Return the most narrow and wide items of a step: an item per row or tile, and those that fill the card."""
+    """Return the most narrow and wide items of a step: one per row or tile, those that fill the card, and the spare."""
     num_tiles = num_siblings + (-(-num_rows // sizes.rows_per_item) + num_prompts if num_prompts else 0)
-    num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if num_tiles else 0
-    return num_decodes + sizes.target // sizes.num_kv_heads + 1, num_wide
-
-
-def _parts_for(layers: Sequence[LayerKV], num_parts: int, device: torch.device) -> Parts:
-    """Return buffers that hold the parts of any layer."""
-    heads = [(layer.num_kv_heads * layer.num_groups, layer.head_size) for layer in layers]
-    most_heads = max(num_heads for num_heads, _ in heads)
-    return Parts.empty(num_parts, most_heads, max(math.ceil(one * size / most_heads) for one, size in heads), device)
+    num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 + SPARE if num_tiles else 0
+    return num_decodes + sizes.target // sizes.num_kv_heads + 1 + SPARE, num_wide
 
 
 def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Sequence[SeqSlice], Sequence[int]]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.backends.torch.experts import Experts
 from quire.backends.torch.inputs import StepInputs
-from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
+from quire.backends.torch.kernels.attention import attend, merge, tilings
 from quire.backends.torch.kernels.convolution import short_conv
 from quire.backends.torch.kernels.delta_net import DeltaWeights, delta_net
 from quire.backends.torch.kernels.elementwise import (
@@ -36,7 +36,7 @@ class DeviceState(NamedTuple):
     tables: Tensor  # [batch_indices, most blocks] int32
     window_tables: Tensor  # the same for window blocks, empty without them
     last_samples: Tensor  # [batch_indices] int32
-    parts: Parts
+    parts: Tensor  # of split rows: all layers use it in turn
 
 
 class FusedPass:
@@ -47,12 +47,14 @@ class FusedPass:
         *,
         num_merged: int,
         is_graph: bool,
+        num_spare: int = 0,
     ) -> None:
         self._inputs = inputs
         self._works = inputs.work, inputs.window_work
         self._state_work = inputs.states
         self._state = state
         self._num_merged = num_merged  # leading rows, some of which may be split over several items
+        self._num_spare = num_spare  # items of attention without a program: those of a graph are mostly empty
         self.is_graph = is_graph  # being captured: products may use kernels for graphs, which are compiled by then
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
@@ -141,8 +143,8 @@ class FusedPass:
         inputs, state = self._inputs, self._state
         work = self._works[self._uses_window_blocks(heads.index)]
         out = torch.empty_like(q)
-        kinds = tilings(heads.spec.head_size, q.itemsize, is_fp8=state.store.is_fp8)
-        for items, tiling in zip((work.narrow, work.wide), kinds, strict=True):
+        narrow, wide = tilings(heads.spec.head_size, q.itemsize)
+        for items, tiling in ((work.wide, wide), (work.narrow, narrow)):  # narrow items read parts of wide ones
             if len(items):
                 attend(
                     q,
@@ -157,6 +159,7 @@ class FusedPass:
                     scale=heads.spec.scale,
                     window=heads.spec.window,
                     cap=heads.spec.softcap,
+                    num_spare=self._num_spare,
                     sinks=heads.sinks,
                     scales=state.store.scales.get(heads.index),
                 )

@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     num_rows: int
     num_narrow: int
     num_wide: int
-    num_window_parts: int = 0  # rows + 1; 0: no layer uses window blocks
+    num_window_parts: int = 0  # 2 rows + 1; 0: no layer uses window blocks
     num_window_narrow: int = 0
     num_window_wide: int = 0
     num_decodes: int = 0  # these three are 0 if no layer has a state
@@ -86,7 +86,7 @@ def _bounds(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Return first and last index of each array, and at the end 0 and the size of the buffer."""
     bounds, at = [], 0
     rows = layout.num_rows
-    for length, width in zip((rows, rows, rows, rows + 1, *layout[1:]), _WIDTHS, strict=True):
+    for length, width in zip((rows, rows, rows, 2 * rows + 1, *layout[1:]), _WIDTHS, strict=True):
         bounds.append((at, at + length * width))
         at += -(-length * width // _ALIGN) * _ALIGN
     return (*bounds, (0, at))
@@ -98,7 +98,7 @@ class StepInputs(NamedTuple):
     tokens: Any  # [T]; -1: the last sample of the row's batch index
     positions: Any  # [T]
     batch_indices: Any  # [T]; -1: a padding row
-    first_parts: Any  # [T + 1]: these three are the `attention_work.Work` of layers with whole contexts
+    first_parts: Any  # [2 T + 1]: these three are the `attention_work.Work` of layers with whole contexts
     narrow: Any  # [items, ITEM_FIELDS]
     wide: Any  # [items, ITEM_FIELDS]
     window_first_parts: Any  # the same of the layers that use window blocks
@@ -138,7 +138,7 @@ class Step(NamedTuple):
 
     @property
     def num_merged(self) -> int:
-        """Number of rows up to the last one that has parts in any layer."""
+        """Number of rows up to the last one that is split in any layer."""
         return max(self.work.num_merged, self.window_work.num_merged)
 
     @property
@@ -152,8 +152,8 @@ class Step(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        num_rows, *lengths = map(len, (*self.work, *self.window_work, *self.states))
-        return Layout._make((num_rows - 1, *lengths, num_rows - 1 if any(lengths[2:]) else 0))
+        num_firsts, *lengths = map(len, (*self.work, *self.window_work, *self.states))
+        return Layout._make((num_firsts // 2, *lengths, num_firsts // 2 if any(lengths[2:]) else 0))
 
     def write(self, inputs: StepInputs) -> None:
         """Write into arrays that may be longer; the rest is padding."""

@@ -33,7 +33,7 @@ from quire.backends import kv_memory
 from quire.backends.kv_memory import KVSpec
 from quire.backends.machine import usable_cores
 from quire.backends.torch.fused_linear import FusedLinear, FusedPackedLinear
-from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
+from quire.backends.torch.kernels.attention import attend, merge, part_size, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.chaining import MAX_EARLY_ROWS
 from quire.backends.torch.kernels.convolution import short_conv_calls
@@ -318,7 +318,7 @@ def _attention_calls(
     norm_weight = zeros(head_size, kind=NORM_DTYPE) if is_normed else None
     factors = zeros(16, kind=torch.float32) if attention.query_scaling else None
     sinks = zeros(num_heads, kind=torch.float32) if attention.has_sinks else None
-    q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
+    q, parts = zeros(2, num_heads, head_size), zeros(part_size(num_heads, head_size), kind=torch.float32)
     store = partial(rope_store, qkv, rows, padding, tables, angles, angles, layer, num_heads, norm_weight, norm_weight)
     rounds_first = is_normed and spec.rounds_norms_first
     kept = padding if may_share_rows(spec) and not (kv_memory.HAS_WINDOWS and attention.window) else None
@@ -333,16 +333,16 @@ def _attention_calls(
             kept=kept,
             scales=scales,
         ),
-        partial(merge, parts, ints[:3], q, sinks),
+        partial(merge, parts, ints[:5], q, sinks),
     ]
     if attention.qk_norm is QKNorm.WIDTH:
         wide = zeros(attention.q_size, kind=NORM_DTYPE)
         calls.append(partial(norm_columns, qkv, 0, attention.q_size, wide, spec.norm_eps))
         calls.append(partial(norm_columns, qkv, attention.q_size, attention.kv_size, wide, spec.norm_eps))
-    run = partial(attend, q, layer, tables, rows, items, ints[:3], parts, q, sinks=sinks, scales=scales)
+    run = partial(attend, q, layer, tables, rows, items, ints[:5], parts, q, sinks=sinks, scales=scales)
     calls += [
         partial(run, tiling=tiling, window=attention.window, scale=attention.scale, cap=attention.softcap)
-        for tiling in tilings(head_size, dtype.itemsize, is_fp8=has_fp8_kv)
+        for tiling in tilings(head_size, dtype.itemsize)
     ]
     return calls
 

@@ -71,7 +71,7 @@ STEPS = [
 def test_only_blocks_within_the_window_are_read(
     make_runner: Make, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_work, "MIN_CHUNK", 16)  # so that rows have parts
+    monkeypatch.setattr(attention_work, "PIECE", 64)  # so that rows have parts
     monkeypatch.setattr(graphs, "MAX_MISSES", 1 if has_graphs else 1000)
     tokens = [random_tokens(90, seed) for seed in range(3)]
     whole = Driver(make_runner(is_reference=True), tokens)

@@ -87,7 +87,7 @@ def test_chunks_batches_and_cached_prefixes_change_nothing(name: str, tmp_path: 
 def test_siblings_and_graphs(has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Siblings read a shared prefix in wide items; forks copy codes and scales of their last block."""
     small("llama", tmp_path, num_hidden_layers=1)
-    monkeypatch.setattr(attention_work, "MIN_SHARED", 64)
+    monkeypatch.setattr(attention_work, "PIECE", 64)
     rig = FusedRig(tmp_path, is_fp8=True)
     monkeypatch.setattr(graphs, "MAX_MISSES", 2 if has_graphs else 1000)
     if has_graphs:

@@ -29,7 +29,6 @@ from quire.backends.torch.inputs import (
     StepInputs,
     arrange,
 )
-from quire.backends.torch.kernels import attention
 from quire.core.step import SeqSlice
 from quire.core.values import SamplingParams
 
@@ -43,6 +42,13 @@ LAYOUTS = [
     Layout(5, 7, 1, 6, 3, 2, 2, 3, 1, 5),
     Layout(5, 7, 1, num_decodes=5, num_kept=5),
 ]
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_work, "PIECE", 64)
+
+
 SIZES = Sizes(num_kv_heads=2, block_size=4, rows_per_item=8, target=40, wide_target=20, max_parts=4096)
 
 
@@ -102,7 +108,6 @@ def test_tables_follow_random_requests() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
     """Kernels are compiled for addresses that are multiples of 16 bytes, and again for others."""
-    assert ITEM_FIELDS == attention.ITEM_FIELDS
     flat = np.zeros(layout.size, np.int32)
     carved = layout.carve(flat)
     end = 0
@@ -118,7 +123,7 @@ def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
     for number, array in enumerate(carved, 1):
         assert (array == number).all()
     rows = layout.num_rows
-    assert list(map(len, carved)) == [rows, rows, rows, rows + 1, *layout[1:]]
+    assert list(map(len, carved)) == [rows, rows, rows, 2 * rows + 1, *layout[1:]]
     assert {array.shape[1:] for array in (carved.narrow, carved.wide, carved.window_wide)} == {(ITEM_FIELDS,)}
     tensor = torch.from_numpy(flat)
     for array, piece_ in zip(carved, layout.carve(tensor), strict=True):
@@ -179,7 +184,7 @@ WINDOW = Division(SIZES, 8, SIZES._replace(rows_per_item=4), has_states=True)
 
 
 def test_windows_states_and_shared_keys() -> None:
-    """Items of window layers begin with the first block within the window of 8 tokens, also those of siblings."""
+    """Items of window layers begin with the first piece within the window of 8 tokens, also those of siblings."""
     head = list(range(1, 41))
     decodes = [piece(row, [*head, 90 + row, 70], 161)._replace(state_source=row, state_target=9) for row in range(4)]
     prompt = piece(5, list(range(1, 60)), 20, 10)._replace(kv_start=23, state_source=7, state_target=8)
@@ -188,13 +193,13 @@ def test_windows_states_and_shared_keys() -> None:
     tables.update(slices)
     step = arrange(slices, tables, WINDOW)
     assert any(item[2] == 0 and item[1] == 4 for item in step.work.wide.tolist())  # all siblings read one table
-    narrow = [[row, 1, row, 152, 162, 0] for row in range(4)]  # the first key within the window is 154
+    narrow = [[row, 1, row, 128, 162, 0] for row in range(4)]  # the first key within the window is 154
     assert sorted(step.window_work.narrow.tolist()) == narrow
-    wide = [[4, 4, 5, 12, 24, 0], [8, 4, 5, 16, 28, 0], [12, 2, 5, 20, 30, 0]]  # from keys 13, 17 and 21 on
+    wide = [[4, 4, 5, 0, 24, 0], [8, 4, 5, 0, 28, 0], [12, 2, 5, 0, 30, 0]]
     assert sorted(step.window_work.wide.tolist()) == wide
-    inputs = written(step, Layout(20, 60, 9, 21, 7, 5, 6, 4, 2, 20))
+    inputs = written(step, Layout(20, 60, 9, 41, 7, 5, 6, 4, 2, 20))
     assert inputs.window_narrow[:, 1].tolist() == [1, 1, 1, 1, 0, 0, 0]
-    assert inputs.window_wide[:, 1].tolist() == [4, 4, 2, 0, 0]
+    assert inputs.window_wide[:, 1].tolist() == [2, 4, 4, 0, 0]
     assert inputs.batch_indices.tolist() == [0, 1, 2, 3, *[5] * 10, *[-1] * 6]
     assert inputs.kept.tolist() == [0, 1, 2, 3, *[-1] * 3, *[5] * 7, *[-1] * 6]
     assert inputs.decodes.tolist() == [[0, 9], [1, 9], [2, 9], [3, 9], [0, 0], [0, 0]]
@@ -207,15 +212,15 @@ def test_padding_rows_have_no_sequence_and_no_effect() -> None:
     long = list(range(1, 60))
     step = arranged(piece(4, long, 200), piece(0, [70], 2))
     assert step.is_decode
-    assert step.work.first_parts.tolist() == [0, 2, 2]  # the first is split
+    assert step.work.first_parts.tolist() == [0, 0, 4, 4, 4]  # the first is split
     inputs = written(step, Layout(6, 9, 4))
     assert inputs.tokens.tolist() == [400, 0, 0, 0, 0, 0]
     assert inputs.positions.tolist() == [200, 2, 0, 0, 0, 0]
     assert inputs.batch_indices.tolist() == [4, 0, -1, -1, -1, -1]
-    assert inputs.first_parts.tolist() == [0, 2, 2, 2, 2, 2, 2]  # no parts to merge
-    assert inputs.narrow[:, 1].tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert inputs.first_parts.tolist() == [0, 0, *[4] * 11]  # no parts to merge
+    assert inputs.narrow[:, 1].tolist() == [1, 1, 1, 1, 1, 0, 0, 0, 0]
     assert inputs.wide[:, 1].tolist() == [0, 0, 0, 0]
-    assert np.array_equal(inputs.narrow[:3], step.work.narrow)
+    assert np.array_equal(inputs.narrow[:5], step.work.narrow)
 
 
 def test_siblings_are_adjacent() -> None:
@@ -227,7 +232,7 @@ def test_siblings_are_adjacent() -> None:
     assert step.order == (0, 2, 4, 5, 6, 1, 3)
     assert step.is_decode
     inputs = written(step, step.layout)
-    assert sorted(inputs.wide.tolist()) == [[0, 5, 0, 0, 128, 0], [0, 5, 0, 128, 160, 1]]
+    assert sorted(inputs.wide.tolist()) == [[0, 5, 0, 0, 64, 0], [0, 5, 0, 64, 128, 1]]
     assert inputs.batch_indices.tolist() == [0, 2, 4, 6, 8, 1, 3]
     assert inputs.positions.tolist() == [160, 162, 161, 160, 162, 5, 5]
     assert inputs.tokens.tolist() == [0, 200, 400, 600, 800, 100, 300]
@@ -241,9 +246,9 @@ def test_drafts_of_a_request_share_its_context_if_it_is_long(monkeypatch: pytest
     others = [piece(0, short, 3 + number) for number in range(4)]
     step = arranged(*drafted, *few, *others)
     assert step.order == tuple(range(12))
-    assert sorted(step.work.wide.tolist()) == [[0, 5, 2, 0, 128, 0], [0, 5, 2, 128, 160, 1]]
+    assert sorted(step.work.wide.tolist()) == [[0, 5, 2, 0, 64, 0], [0, 5, 2, 64, 128, 1]]
     narrow = step.work.narrow.tolist()
-    assert {item[3] for item in narrow if item[0] < 5} == {160}  # what follows the shared keys
+    assert {item[3] for item in narrow if item[0] < 5} == {128}  # what follows the shared keys
     assert {item[3] for item in narrow if item[0] >= 5} == {0, 128}
     assert sorted(item[4] for item in narrow if item[0] < 5) == [163, 164, 165, 166, 167]
 
@@ -279,7 +284,7 @@ def test_siblings_are_searched_for_when_the_decodes_change(monkeypatch: pytest.M
 
     tables = CountedTables(monkeypatch)
     first = tables.arrange(*family(160))
-    assert wide_items(first) == [[0, 5, 0, 128, 0], [0, 5, 128, 160, 1]]
+    assert wide_items(first) == [[0, 5, 0, 64, 0], [0, 5, 64, 128, 1]]
     for start in range(161, 180):  # new blocks of their own change nothing
         step = tables.arrange(*family(start))
         assert wide_items(step) == wide_items(first)
@@ -287,8 +292,8 @@ def test_siblings_are_searched_for_when_the_decodes_change(monkeypatch: pytest.M
         assert [one.start for one in step.slices] == step.starts.tolist()
     tables.arrange(*family(180), piece(9, [700, 701], 0, 5))  # nor does the table of a prompt
     assert tables.num_searches == 1
-    assert wide_items(tables.arrange(*family(182, range(4)))) == [[0, 4, 0, 128, 0], [0, 4, 128, 160, 1]]
-    assert wide_items(tables.arrange(*family(183, [3, 1, 2, 0]))) == [[0, 4, 0, 128, 0], [0, 4, 128, 160, 1]]
+    assert wide_items(tables.arrange(*family(182, range(4)))) == [[0, 4, 0, 64, 0], [0, 4, 64, 128, 1]]
+    assert wide_items(tables.arrange(*family(183, [3, 1, 2, 0]))) == [[0, 4, 0, 64, 0], [0, 4, 64, 128, 1]]
     assert tables.num_searches == 3
     assert not wide_items(tables.arrange(*family(184, range(3))))
     assert tables.num_searches == 3  # three decodes are too few

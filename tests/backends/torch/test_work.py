@@ -13,19 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.backends.torch import attention_work
 from quire.backends.torch.attention_work import (
-    MAX_LEVELS,
-    MIN_CHUNK,
-    MIN_SHARED,
     MIN_SIBLINGS,
     NO_ITEMS,
     PART_KEYS,
+    PIECE,
+    PIECES,
+    SPARE,
     Ints,
     Prompt,
     Siblings,
     Sizes,
     Work,
     _choose,
+    _floor,
+    _starts,
     find_siblings,
     max_wide_tiles,
     plan_work,
@@ -36,6 +39,11 @@ from quire.backends.torch.inputs import Division, Layout
 
 NUM_CASES = 750
 NUM_ROOMS = 2000
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_work, "PIECE", 64)
 
 
 @dataclass
@@ -70,7 +78,7 @@ def random_sizes(rng: Random, block_size: int, num_rows: int) -> Sizes:
         rows_per_item=rng.choice([4, 16, 42, 128]),
         target=rng.choice([1, 4, 40, 528]),
         wide_target=rng.choice([1, 2, 20, 264]),
-        max_parts=rng.choice([(MAX_LEVELS + 1) * num_rows, (MAX_LEVELS + 2) * num_rows, 4096]),
+        max_parts=rng.choice([4 * num_rows, 5 * num_rows, 4096]),
     )
 
 
@@ -117,31 +125,55 @@ def random_case(rng: Random, *, num_decodes: int, num_prompts: int) -> Case:
     return case
 
 
-def check_items(case: Case, work: Work) -> None:
-    """Check that every row reads each key up to its own once, through its own blocks, in the parts of `first_parts`."""
+def check_items(case: Case, work: Work, window: int = 0) -> None:
+    """Check that every row reads each key up to its own once, in the order of its parts, from the right blocks."""
     rows = list(case.rows())
-    read = np.zeros((len(rows), max(position for position, _ in rows) + 1), np.int8)
-    parts: dict[int, list[int]] = defaultdict(list)
-    for row, num_rows, batch_index, low, high, part in [*work.narrow.tolist(), *work.wide.tolist()]:
-        assert 1 <= num_rows <= case.sizes.rows_per_item
-        assert 0 <= low < high <= max(position for position, _ in rows[row : row + num_rows]) + 1
-        for index in range(row, row + num_rows):
-            position, own = rows[index]
-            read[index, low:high] += 1
-            parts[index].append(part)
-            if batch_index != own:
-                assert index < len(case.starts)
-                blocks = slice(low // case.sizes.block_size, -(-high // case.sizes.block_size))
-                assert high <= position
-                assert (case.tables[batch_index, blocks] == case.tables[own, blocks]).all()
-    counts = np.diff(work.first_parts)
+    starts = set(_starts(attention_work.PIECE).tolist())
+    parts: list[dict[tuple[bool, int], tuple[int, int]]] = [{} for _ in rows]
+    for is_narrow, items in ((False, work.wide), (True, work.narrow)):
+        for row, num_rows, batch_index, low, high, part in items.tolist():
+            assert 1 <= num_rows <= (1 if is_narrow else case.sizes.rows_per_item)
+            assert low in starts
+            assert low < high <= rows[row + num_rows - 1][0] + 1
+            for index in range(row, row + num_rows):
+                position, own = rows[index]
+                assert (is_narrow, part) not in parts[index]
+                parts[index][is_narrow, part] = low, high
+                if batch_index != own:
+                    assert index < len(case.starts)
+                    blocks = slice(low // case.sizes.block_size, -(-high // case.sizes.block_size))
+                    assert high <= position
+                    assert (case.tables[batch_index, blocks] == case.tables[own, blocks]).all()
+    counts = np.diff(work.first_parts).reshape(-1, 2).tolist()
     assert len(counts) == len(rows)
     assert work.first_parts[0] == 0
     assert work.first_parts[-1] <= case.sizes.max_parts
+    split = [index for index, (_, num_own) in enumerate(counts) if num_own]
+    assert work.num_merged == (split[-1] + 1 if split else 0)
     for index, (position, _) in enumerate(rows):
-        assert (read[index, : position + 1] == 1).all(), index
-        assert sorted(parts[index]) == list(range(len(parts[index])))
-        assert counts[index] == (len(parts[index]) if len(parts[index]) > 1 else 0)
+        is_decode = index < len(case.starts)
+        ranges = [parts[index][key] for key in sorted(parts[index])]
+        assert sorted(parts[index]) == [
+            *((False, part) for part in range(counts[index][0] if is_decode else max(counts[index][1], 1))),
+            *((True, part) for part in range(max(counts[index][1], 1) if is_decode else 0)),
+        ]
+        assert counts[index][1] != 1
+        check_left_fold(parts[index], ranges, position, window)
+
+
+def check_left_fold(
+    parts: dict[tuple[bool, int], tuple[int, int]], ranges: list[tuple[int, int]], position: int, window: int
+) -> None:
+    """Check that the parts of a row follow each other, and that all are single pieces but those that begin a sum.
+
+    These are the first one, and the first narrow item: it goes on from the sum of the parts before it.
+    """
+    assert ranges[0][0] <= max(position + 1 - window, 0) if window else ranges[0][0] == 0
+    assert [high for _, high in ranges[:-1]] == [low for low, _ in ranges[1:]]
+    assert ranges[-1][1] > position
+    for key, (low, high) in parts.items():
+        if (low, high) != ranges[0] and key != (True, 0):
+            assert _floor(high - 1) == low
 
 
 def room(sizes: Sizes, num_rows: int, is_wide: bool) -> Layout:
@@ -155,7 +187,7 @@ def check_room(case: Case, work: Work) -> None:
     assert room(case.sizes, case.num_rows, layout.num_wide > 0).holds(layout)
     assert num_tiles(case.siblings, case.sizes) <= max_wide_tiles(case.num_rows, case.sizes)
     if layout.num_wide:
-        more = case.sizes.wide_target // case.sizes.num_kv_heads + 1
+        more = case.sizes.wide_target // case.sizes.num_kv_heads + 1 + SPARE
         assert layout.num_wide <= max_wide_tiles(case.num_rows, case.sizes) + more
 
 
@@ -163,6 +195,7 @@ def num_tiles(siblings: Sequence[Siblings], sizes: Sizes) -> int:
     return sum(-(-(group.last - group.first) // sizes.rows_per_item) for group in siblings)
 
 
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("num_prompts", [0, 1, 3])
 def test_every_key_is_read_once(num_prompts: int) -> None:
     rng = Random(num_prompts)
@@ -175,11 +208,6 @@ def test_every_key_is_read_once(num_prompts: int) -> None:
             check_room(case, work)
         for items in (work.narrow, work.wide):
             assert (np.diff(items[:, 4] - items[:, 3]) <= 0).all()  # longest first
-            for row in np.unique(items[:, 0]):  # whole tiles of keys except for the last piece of each group
-                pieces = items[items[:, 0] == row]
-                ends = [pieces[:, 4].max(), *(group.high for group in case.siblings if group.first <= row < group.last)]
-                lengths = (pieces[:, 4] - pieces[:, 3])[~np.isin(pieces[:, 4], ends)]
-                assert not (lengths % MIN_CHUNK).any()
         assert (work.narrow[:, 1] == 1).all()
         num_wide += len(work.wide)
         num_split += int(work.first_parts[-1]) > 0
@@ -188,6 +216,7 @@ def test_every_key_is_read_once(num_prompts: int) -> None:
     assert min(num_wide, num_split, num_shared, num_nested) > 25  # not all cases are easy
 
 
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("num_prompts", [0, 1, 3])
 def test_with_a_window_only_its_blocks_are_read(num_prompts: int) -> None:
     rng = Random(num_prompts)
@@ -195,25 +224,21 @@ def test_with_a_window_only_its_blocks_are_read(num_prompts: int) -> None:
     for _ in range(NUM_CASES // 3):
         case = random_case(rng, num_decodes=rng.randrange(0 if num_prompts else 1, 20), num_prompts=num_prompts)
         case.siblings = ()
-        window, size = rng.choice([1, 30, 128, 500, 10_000]), case.sizes.block_size
+        window = rng.choice([1, 30, 128, 500, 10_000])
         work = plan_work(case.starts, case.batch_indices, (), case.prompts, case.num_rows, case.sizes, window)
+        check_items(case, work, window)
         rows = list(case.rows())
-        read = np.zeros((len(rows), max(position for position, _ in rows) + 1), np.int8)
-        for row, num_rows, batch_index, low, high, _ in [*work.narrow.tolist(), *work.wide.tolist()]:
-            first = max(rows[row][0] + 1 - window, 0) // size * size
-            assert first <= low < high <= rows[row + num_rows - 1][0] + 1
+        for row, _, _, low, _, _ in [*work.narrow.tolist(), *work.wide.tolist()]:
+            first = _floor(max(rows[row][0] + 1 - window, 0))
+            assert first <= low
             num_behind += first > 0
-            read[row : row + num_rows, low:high] += 1
-            assert all(own == batch_index for _, own in rows[row : row + num_rows])
-        for index, (position, _) in enumerate(rows):
-            assert (read[index, max(position + 1 - window, 0) : position + 1] == 1).all()
-        assert work.first_parts[-1] <= case.sizes.max_parts
         num_split += int(work.first_parts[-1]) > 0
         if not case.prompts:
             assert room(case.sizes, case.num_rows, False).holds(Layout(case.num_rows, len(work.narrow), 0))
     assert min(num_split, num_behind) > 10
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
     """With a prompt in the step, decodes take another path through the planner: their items must be the same."""
     rng = Random(7)
@@ -226,8 +251,8 @@ def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
         prompts = [Prompt(num_rows, 2, 0, 99)]
         beside = plan_work(case.starts, case.batch_indices, (), prompts, num_rows + 2, sizes, window)
         assert np.array_equal(work.narrow, beside.narrow)
-        assert np.array_equal(work.first_parts, beside.first_parts[: num_rows + 1])
-        assert work.wide is NO_ITEMS
+        assert np.array_equal(work.first_parts, beside.first_parts[: 2 * num_rows + 1])
+        assert not len(work.wide)
         assert beside.wide.tolist() == [[num_rows, 2, 99, 0, 2, 0]]
         num_split += int(work.first_parts[-1]) > 0
     assert num_split > 25
@@ -247,10 +272,10 @@ def extreme_case(rng: Random) -> Case:
     common = np.zeros(num_rows - 1, np.int64)  # keys that each row shares with the next: any numbers are possible
     for _ in range(rng.choice([0, 3, 20, 100, num_rows])):
         row, count = rng.randrange(num_rows), rng.choice([4, 5, 7, 17, 129, rng.randrange(4, 1000)])
-        common[row : row + count - 1] += rng.choice([128, 160, 4096, rng.randrange(1 + longest // 32)]) // 32 * 32
-    common = np.minimum(common, longest // 32 * 32)
+        common[row : row + count - 1] += _floor(rng.choice([256, 512, 4096, rng.randrange(1 + longest // 8)]))
+    common = _floor(np.minimum(common, longest))
     starts = np.maximum(starts, np.maximum(np.append(common, 0), np.append(0, common))).astype(np.int32)
-    siblings = _choose(common.tolist(), sizes.rows_per_item, max_wide_tiles(num_rows, sizes)) if num_rows > 1 else ()
+    siblings = _choose(common.tolist(), max_wide_tiles(num_rows, sizes), sizes) if num_rows > 1 else ()
     return Case(NO_ITEMS, starts, np.arange(num_rows, dtype=np.int32), siblings, [], sizes)
 
 
@@ -265,71 +290,98 @@ def test_a_graph_has_room_for_any_decodes() -> None:
         assert work.first_parts[-1] <= case.sizes.max_parts
         larger = case.num_rows + rng.randrange(100)  # graph sizes differ from the batch
         assert room(case.sizes, larger, True).holds(Layout(case.num_rows, len(work.narrow), len(work.wide)))
-        counts = np.bincount(work.narrow[:, 0], minlength=case.num_rows)
+        counts = np.bincount(2 * work.narrow[:, 0] + 1, minlength=2 * case.num_rows)
+        counts[1::2] *= counts[1::2] > 1
         for row, num_rows in work.wide[:, :2].tolist():
-            counts[row : row + num_rows] += 1
-        assert np.array_equal(np.diff(work.first_parts), np.where(counts > 1, counts, 0)), number
+            counts[2 * row : 2 * (row + num_rows) : 2] += 1
+        assert np.array_equal(np.diff(work.first_parts), counts), number
         num_wide += len(work.wide) > 0
         num_nested += any(group.low for group in case.siblings)
         num_tight += num_tiles(case.siblings, case.sizes) >= max_wide_tiles(case.num_rows, case.sizes) - 1 > 3
-        num_full += len(work.narrow) >= room(case.sizes, case.num_rows, False).num_narrow - 2
+        num_full += len(work.narrow) > room(case.sizes, case.num_rows, False).num_narrow - SPARE / 2
     assert min(num_wide, num_nested) > 100
-    assert num_tight > 7
-    assert num_full > 150  # the bound is tight, not generous
+    assert num_tight > 2
+    assert num_full > 30  # there is room for more, but not for much more
 
 
 def test_the_card_is_shared_evenly() -> None:
     """A single long context is divided among all programs, but never into pieces below the minimum."""
     sizes = Sizes(8, 32, 64, 528, 264, 4096)
     work = plan_work(np.array([99_999], np.int32), np.array([3], np.int32), [], [], 1, sizes)
-    assert 50 <= len(work.narrow) <= 66
+    assert 66 <= len(work.narrow) <= 150
     lengths = work.narrow[:, 4] - work.narrow[:, 3]
-    assert lengths.max() - lengths[:-1].min() <= MIN_CHUNK
+    assert lengths.max() <= 2 * 100_000 / 66
     assert (work.narrow[:, 2] == 3).all()
-    short = plan_work(np.array([MIN_CHUNK - 1], np.int32), np.array([0], np.int32), [], [], 1, sizes)
-    assert short.narrow.tolist() == [[0, 1, 0, 0, MIN_CHUNK, 0]]
+    short = plan_work(np.array([PIECE - 1], np.int32), np.array([0], np.int32), [], [], 1, sizes)
+    assert short.narrow.tolist() == [[0, 1, 0, 0, PIECE, 0]]
     many = plan_work(np.full(600, 999, np.int32), np.arange(600, dtype=np.int32), [], [], 600, sizes)
     assert len(many.narrow) == 600
     assert not many.first_parts.any()
 
 
+def test_pieces_grow_with_the_keys_before_them() -> None:
+    starts = _starts(PIECE)
+    assert starts[:3].tolist() == [0, PIECE, 2 * PIECE]
+    lengths = np.diff(starts)
+    assert (lengths[:PIECES] == PIECE).all()
+    assert (starts[PIECES:-1] // lengths[PIECES:] >= PIECES // 2).all()
+    assert (starts[PIECES:-1] // lengths[PIECES:] < PIECES).all()
+    assert _floor(PIECE * PIECES + 2 * PIECE - 1) == PIECE * PIECES
+
+
 # Siblings
 
 
-def expected_siblings(prefixes: list[tuple[int, ...]], sizes: Sizes) -> list[tuple[frozenset[int], int, int]]:
+Prefix = tuple[tuple[int, ...], ...]
+
+
+def expected_siblings(blocks: list[tuple[int, ...]], sizes: Sizes) -> list[tuple[frozenset[int], int, int]]:
     """Return rows, low and high of every group, found by its definition. Takes the full blocks of every row."""
     found = []
+    starts = _starts(attention_work.PIECE).tolist()
+
+    def pieces(row: tuple[int, ...]) -> Prefix:
+        keys = [block for block in row for _ in range(sizes.block_size)]
+        return tuple(tuple(keys[a:b]) for a, b in itertools.pairwise(starts[:99]) if b <= len(keys))
+
+    prefixes = [pieces(row) for row in blocks]
+    parts_left = min(sizes.max_parts // 4, SPARE * 3 // 2)
     tiles_left = max_wide_tiles(len(prefixes), sizes)
 
     def tiles(rows: list[int]) -> int:
         return -(-len(rows) // sizes.rows_per_item)
 
-    def visit(rows: list[int], low: int, level: int) -> None:
-        nonlocal tiles_left
+    def visit(rows: list[int], low: int) -> None:
+        nonlocal tiles_left, parts_left
         depth = 0
         while all(len(prefixes[row]) > depth for row in rows) and len({prefixes[row][depth] for row in rows}) == 1:
             depth += 1
-        by_block: dict[int, list[int]] = defaultdict(list)
+        by_block: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for row in rows:
             if len(prefixes[row]) > depth:
                 by_block[prefixes[row][depth]].append(row)
         inside = [some for some in by_block.values() if len(some) >= MIN_SIBLINGS]
-        high = depth * sizes.block_size
+        high = starts[depth]
         num_readers = len(rows) - sum(len(some) - tiles(some) for some in inside)
-        pays = (num_readers - tiles(rows)) * (high - low) >= PART_KEYS * len(rows)
-        if pays and high - low >= MIN_SHARED and tiles(rows) <= tiles_left:
+        cost = depth - starts.index(low) if low else 1
+        pays = (num_readers - tiles(rows)) * (high - low) >= PART_KEYS * len(rows) * cost
+        cost *= low > 0
+        has_room = tiles(rows) <= tiles_left and cost * len(rows) <= parts_left
+        if pays and high > low and has_room:
             found.append((frozenset(rows), low, high))
             tiles_left -= tiles(rows)
-            low, level = high, level + 1
-        for some in inside if level < MAX_LEVELS else ():
-            visit(some, low, level)
+            parts_left -= cost * len(rows)
+            low = high
+        for some in inside:
+            visit(some, low)
 
-    in_order = sorted(range(len(prefixes)), key=lambda row: np.array(prefixes[row], np.int32).tobytes())
+    in_order = sorted(range(len(blocks)), key=lambda row: np.array(blocks[row], np.int32).tobytes())
     if len(prefixes) >= MIN_SIBLINGS:
-        visit(in_order, 0, 0)
+        visit(in_order, 0)
     return found
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_groups_are_those_that_pay() -> None:
     """Compared with groups found by their definition, one block at a time, in random trees of tables."""
     rng = Random(5)
