@@ -8,14 +8,15 @@ answered alone, without cache and CUDA graphs. Then conditions are drawn, and th
 number at once, in chunks, preempted, on cached prefixes, with partly wrong guesses and so on (`CONDITIONS`).
 
 A row of logits is identified by the tokens before it. Its bits, as a sum computed on the device, must be those of the
-first row with these tokens. Rows after tokens that no request had alone are not compared: those of wrong guesses, and of
-what follows a wrong token. Answers and logprobs must be equal too. The seed decides everything; `--round` repeats one
-round. With `--mutant`, a last bit depends on the batch, and the check fails if it is not found.
+first row with these tokens. Rows after tokens that no request had alone are not compared: wrong guesses, and what
+follows a wrong token. Answers and logprobs must be equal too. The seed decides everything; `--round` repeats one round.
+With `--mutant`, a last bit depends on the batch, and the check fails if it is not found.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from array import array
@@ -23,9 +24,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib import import_module
+from itertools import count
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +41,7 @@ from quire.core.step import SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.core.values import Priority
 from quire.engine.composition import OpenedLevels, make_scheduler
 from quire.engine.engine import Engine, Speculation
+from quire.weights.hub import resolve
 from tests.backends.torch.rig import Answer, Rig
 
 # S rows of logits, V vocabulary, T tokens of a step
@@ -45,9 +50,10 @@ INTEGERS = {2: torch.int16, 4: torch.int32}  # as wide as a number of so many by
 PART = 64  # rows that are summed at once: their integers take eight bytes per logit
 NUM_REQUESTS, NUM_CONDITIONS = 48, 12  # of a round
 NUM_CONTINUED = 6  # requests whose answers become prompts: their rows of decodes are also rows of a prompt
-LEVEL_BYTES = 64 << 20
+LEVEL_BYTES = 256 << 20
 SAVE_S = 20.0
 WRONG_SHARE = 0.15  # of guesses
+FAIL_EACH = 5  # passes
 
 # How many conditions of 100 have it, and settings of `Rig.reset`. The blocks of a small pool hold so many requests.
 CONDITIONS: dict[str, tuple[int, Callable[[Random], dict[str, Any]]]] = {
@@ -61,6 +67,7 @@ CONDITIONS: dict[str, tuple[int, Callable[[Random], dict[str, Any]]]] = {
     "graphs": (60, lambda _: {}),
     "priorities": (40, lambda _: {}),
     "steps between": (50, lambda _: {}),  # two arrivals
+    "out of memory": (20, lambda _: {}),  # some passes, which are repeated in halves
     "lower levels": (25, lambda _: {}),  # host memory and disk; chunks and pool are those of that engine
 }
 
@@ -72,12 +79,13 @@ class Row(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Digest of the tokens before the row. A slice without tokens got its token from the step before."""
+        """Digest of the tokens before the row. A slice without tokens had that of the step before."""
         piece = self.piece
-        own = piece.tokens[: self.end - piece.start] if piece.num_drafts else piece.history[piece.start : self.end]
+        own = piece.tokens[: self.end - piece.start] or piece.history[piece.start : self.end]
         return hash((array("I", piece.history[: piece.start]) + array("I", own)).tobytes())
 
 
+Asked = tuple[tuple[int, ...], Mapping[str, Any]]  # a prompt, and parameters of sampling
 Rows = tuple[list[Row], Tensor, Tensor]  # S rows; their bits [S] int64, on the host after the step; logits [S, V]
 
 
@@ -91,8 +99,10 @@ class Recorder:
         self._steps: deque[list[Rows]] = deque()
         self._factors = torch.zeros(0)
         self._graph: Any = None  # of the step
-        self._prompt_rows, runner.prompt_rows = getattr(runner, "prompt_rows", None), self._note_prompts
-        self._find_graph, runner._graph = getattr(runner, "_graph", None), self._note_graph
+        self.fails, self._num_passes = False, 0
+        self._pass, runner.model.forward = runner.model.forward, self._pass_or_fail
+        self._inner: Any = SimpleNamespace(**{name: getattr(runner, name, None) for name in ("prompt_rows", "_graph")})
+        runner.prompt_rows, runner._graph = self._note_prompts, self._note_graph
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -105,7 +115,7 @@ class Recorder:
             for pieces, logits in sampled_rows(self.inner._forwarded):
                 suffix = "" if self._graph is None else ", graph"
                 ends = [(whole[one.request_id], one.start + one.length) for one in pieces]
-                self._note([Row(piece, end, kind_of(piece) + suffix) for piece, end in ends], logits)
+                self._note([Row(piece, end, f"{kind_of(piece)}{suffix}") for piece, end in ends], logits)
 
     def sample(self, masks: Any) -> None:
         self.inner.sample(masks)
@@ -124,17 +134,24 @@ class Recorder:
             generator = torch.Generator().manual_seed(0)
             factors = torch.randint(-(2**62), 2**62, logits.shape[1:], generator=generator)
             self._factors = (factors * 2 + 1).to(logits.device)
-        parts = logits.view(INTEGERS[logits.itemsize]).split(PART)
+        parts = torch.split(logits.view(INTEGERS[logits.itemsize]), PART)
         bits = torch.cat([(part.long() * self._factors).sum(-1) for part in parts])
         self._noted.append((rows, bits.to("cpu", non_blocking=True), logits.clone()))
 
     def _note_prompts(self, slices: Sequence[SeqSlice], *given: Any) -> Iterator[Any]:
-        for place, first, tokens, raw in self._prompt_rows(slices, *given):
+        for place, first, tokens, raw in self._inner.prompt_rows(slices, *given):
             self._note([Row(slices[place], first + row, "rows of prompts") for row in range(len(tokens))], raw)
             yield place, first, tokens, raw
 
+    def _pass_or_fail(self, *given: Any) -> Any:
+        """Run the layers. If it fails, the step is repeated in halves."""
+        self._num_passes += 1
+        if self.fails and self._num_passes % FAIL_EACH == 0:
+            raise torch.OutOfMemoryError("on purpose")
+        return self._pass(*given)
+
     def _note_graph(self, step: Any) -> Any:
-        self._graph = self._find_graph(step)
+        self._graph = self._inner._graph(step)
         return self._graph
 
 
@@ -151,34 +168,26 @@ def sampled_rows(forwarded: Any) -> list[tuple[list[SeqSlice], Tensor]]:
     return [(pieces, torch.as_tensor(forwarded.logits))] if pieces else []
 
 
-class Asked(NamedTuple):
-    prompt: tuple[int, ...]
-    sampling: Mapping[str, Any]
-
-
-def draw_requests(
-    rng: Random, longest: int, most_tokens: int, vocab_size: int, texts: Sequence[tuple[int, ...]]
-) -> list[Asked]:
-    """Draw prompts of random tokens and `texts`. Many start like others, up to any token."""
+def draw_requests(rng: Random, longest: int, most_tokens: int, vocab_size: int) -> list[Asked]:
+    """Draw prompts of random tokens. Many start like others, up to any token."""
     tokens = range(vocab_size)
-    heads = [*texts, *(tuple(rng.choices(tokens, k=rng.randint(1, longest // 2))) for _ in range(5))]
+    heads = [tuple(rng.choices(tokens, k=rng.randint(1, longest // 2))) for _ in range(5)]
     asked: list[Asked] = []
     while len(asked) < NUM_REQUESTS:
-        head = rng.choice((*heads, *(one.prompt for one in asked)))
+        head = rng.choice((*heads, *(prompt for prompt, _ in asked)))
         own = tuple(rng.choices(tokens, k=int(longest ** rng.random())))
         prompt = head[: rng.choice((0, len(head), rng.randint(0, len(head))))] + rng.choice((own, ())) or own
-        sampling: dict[str, Any] = {"max_tokens": rng.randint(1, most_tokens), "logprobs": rng.choice((None, 0, 5))}
-        extra, num_siblings = rng.choice(
-            [
-                *[({}, 1)] * 4,  # greedy
-                ({"prompt_logprobs": 3}, 1),
-                ({"repetition_penalty": 1.3, "logit_bias": {rng.choice(tokens): 3.0}}, 1),
-                ({"temperature": rng.uniform(0.3, 1.5), "seed": len(asked)}, rng.choice((1, 3, 6))),
-                ({"temperature": 0.8, "top_k": 20, "seed": len(asked)}, rng.choice((1, 2))),
-                ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.02, "seed": len(asked)}, 1),
-            ]
-        )
-        asked += [Asked(prompt[:longest], {**sampling, **extra, "sample_index": one}) for one in range(num_siblings)]
+        sampling = {"logprobs": rng.choice((None, 0, 5)), "max_tokens": rng.randint(1, most_tokens), "seed": len(asked)}
+        kinds: list[tuple[dict[str, Any], int]] = [  # parameters, and the number of samples
+            *[({}, 1)] * 4,
+            ({"prompt_logprobs": 3}, 1),
+            ({"repetition_penalty": 1.3, "logit_bias": {rng.choice(tokens): 3.0}}, 1),
+            ({"temperature": rng.uniform(0.3, 1.5)}, rng.choice((1, 3, 6))),
+            ({"temperature": 0.8, "top_k": 20}, rng.choice((1, 2))),
+            ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.02}, 1),
+        ]
+        extra, num_samples = rng.choice(kinds)
+        asked += [(prompt[:longest], {**sampling, **extra, "sample_index": one}) for one in range(num_samples)]
     return asked
 
 
@@ -189,7 +198,6 @@ class Exactness(Rig):
         super().__init__(path, **settings)
         self.engine.runner = self.recorder = Recorder(self.engine.runner)
         self.seed, self.longest, self.most_tokens = seed, longest, most_tokens
-        self.texts: Sequence[tuple[int, ...]] = ()
         self.num_rows: Counter[str] = Counter()  # compared, by condition and kind
         self.num_wrong: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
@@ -203,12 +211,12 @@ class Exactness(Rig):
         self._where, self._names = f"seed {self.seed}, round {number}", ()
         self._known: dict[int, tuple[int, Tensor]] = {}  # by tokens: bits of a row, and the row
         self._expected: list[Answer] = []
-        self._asked = draw_requests(rng, self.longest, self.most_tokens, self.vocab_size, self.texts)
+        self._asked = draw_requests(rng, self.longest, self.most_tokens, self.vocab_size)
         num_drawn = len(self._asked)
         for index in range(num_drawn + NUM_CONTINUED):
             if index >= num_drawn:
-                prompt = self._asked[index - num_drawn].prompt + tuple(self._expected[index - num_drawn].tokens)
-                self._asked.append(Asked(prompt, {"max_tokens": 2, "prompt_logprobs": 2}))
+                prompt = self._asked[index - num_drawn][0] + tuple(self._expected[index - num_drawn].tokens)
+                self._asked.append((prompt, {"max_tokens": 2, "prompt_logprobs": 2}))
             self._use({"enable_prefix_caching": False, "num_blocks": 1.0})
             self._expected += self._answer([index], rng)
         for _ in range(NUM_CONDITIONS):
@@ -233,9 +241,9 @@ class Exactness(Rig):
     def _run(self, rng: Random) -> None:
         """Answer some requests together, under the conditions of `_names`."""
         most = min(self.recorder.capacity().max_num_seqs, 20 if "guesses" in self._names else 256)
-        count = min(rng.choice((1, 2, rng.randint(2, 8), rng.randint(8, 64), rng.randint(1, most), most)), most)
-        weights = [0.3 if "prompt_logprobs" in one.sampling else 1.0 for one in self._asked]
-        picks = rng.choices(range(len(self._asked)), weights, k=count)
+        num_picks = min(rng.choice((1, 2, rng.randint(2, 8), rng.randint(8, 64), rng.randint(1, most), most)), most)
+        weights = [0.3 if "prompt_logprobs" in sampling else 1.0 for _, sampling in self._asked]
+        picks = rng.choices(range(len(self._asked)), weights, k=num_picks)
         self._use({name: value for one in self._names for name, value in CONDITIONS[one][1](rng).items()})
         for _ in range(1 + (self.engine is self._leveled)):
             for index, answer in zip(picks, self._answer(picks, rng), strict=True):
@@ -245,7 +253,9 @@ class Exactness(Rig):
     def _use(self, settings: dict[str, Any]) -> None:
         """Use an engine with an empty cache."""
         self.recorder.take = self._compare
-        self.recorder.inner._has_graphs = "graphs" in self._names
+        self.recorder.fails = "out of memory" in self._names and not self.recorder.capacity().num_states
+        self.recorder.inner._has_graphs = "graphs" in self._names and not self.recorder.fails
+        logging.disable(logging.ERROR if self.recorder.fails else logging.NOTSET)
         if self._leveled is not None and "lower levels" in self._names:
             self.engine = self._leveled
             self.engine.clear_cache()  # other engines have used the blocks
@@ -261,7 +271,7 @@ class Exactness(Rig):
         """Return the number of blocks that hold so many of the longest requests."""
         capacity = self.recorder.capacity()
         num_needed = (self.longest + 2 * self.most_tokens) // capacity.block_size + 1
-        return min(int(num_requests * num_needed) + 2, capacity.num_blocks)
+        return min(int(num_requests * num_needed) + 2, int(capacity.num_blocks))
 
     def _answer(self, picks: Sequence[int], rng: Random) -> list[Answer]:
         answers: dict[int, Answer] = {}
@@ -294,7 +304,7 @@ class Exactness(Rig):
     def _count(self, plan: StepPlan) -> None:
         self.events["steps"] += not plan.is_empty
         self.events["copied blocks"] += len(plan.copies)
-        self.events["preempted slices"] += sum(piece.epoch > 0 for piece in plan.slices)
+        self.events["preempted slices"] += sum(piece.epoch % (1 << 32) > 0 for piece in plan.slices)
         self.events.update(f"loads from {load.level}" for load in plan.loads)
 
     # Comparisons
@@ -303,10 +313,10 @@ class Exactness(Rig):
         """Compare an answer with that of the request alone."""
         self.events["answers"] += 1
         self.events["cached tokens"] += answer.num_cached_tokens
-        for name in ("error", "tokens", "rows", "prompt_rows"):  # rows are logprobs
-            if getattr(answer, name) != getattr(self._expected[index], name):
-                self.failures.append(f"{self._place(index)}: other {name} {answer.error or ''}")
-                break
+        names = ("error", "tokens", "rows", "prompt_rows")  # rows are logprobs
+        found = [name for name in names if getattr(answer, name) != getattr(self._expected[index], name)]
+        if found:
+            self.failures.append(f"{self._place(index)}: other {', '.join(found)} {answer.error or ''}")
 
     def _compare(self, rows: Rows) -> None:
         """Compare rows with those of a request alone. Of a request alone, note those that are new."""
@@ -385,10 +395,9 @@ def mutated(model: Any, name: str) -> Iterator[None]:
 OPTIONS: dict[str, tuple[Any, str]] = {
     "shape": ("qwen3-0.6b", "of benchmarks/gpu_workloads.py, with random weights"),
     "layers": (4, "of the shape: only the first so many; hybrids need 4"),
-    "model": ("", "name, folder or file of a real model, instead of a shape; it is asked questions too"),
+    "model": ("", "name, folder or file of a real model, instead of a shape"),
     "backend": ("torch", "torch or native"),
     "device": ("auto", "cpu or cuda"),
-    "dtype": ("auto", "of a real model"),
     "quantize": ("", "fp8 or int4"),
     "kv-cache-dtype": ("auto", "auto or fp8"),
     "kv-memory": ("2G", "of the pool"),
@@ -409,6 +418,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} [{default}]")
     options = parser.parse_args(argv)
     started_s = time.monotonic()
+
+    def is_over() -> bool:
+        return bool(rig.num_rows["all"] >= options.rows or time.monotonic() > started_s + options.seconds)
+
     with TemporaryDirectory() as folder:
         rig = open_rig(options, Path(folder))
         runner = rig.recorder.inner
@@ -416,45 +429,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             while runner.prepare():  # captures graphs
                 pass
             rig.open_levels(Path(folder) / "kv")
-            facts = runner.facts()
-            print(f"{options.model or options.shape}: {facts.backend}, {facts.device}, {facts.dtype};", end=" ")
-            print(f"ready in {time.monotonic() - started_s:.1f} s", flush=True)
-            started_s, number = time.monotonic(), max(options.round, 0)
-            end_s = started_s + options.seconds
-            while True:
-                rig.run_round(number, lambda: rig.num_rows["all"] >= options.rows or time.monotonic() > end_s)
-                number += 1
-                if options.round >= 0 or rig.num_rows["all"] >= options.rows or time.monotonic() > end_s:
+            print(f"{options.model or options.shape}, ready in {time.monotonic() - started_s:.1f} s: {runner.facts()}")
+            started_s = time.monotonic()
+            for number in count() if options.round < 0 else (options.round,):
+                rig.run_round(number, is_over)
+                if is_over():
                     break
+            print(rig.report(time.monotonic() - started_s))
         rig.close()
-    print(rig.report(time.monotonic() - started_s))
     if options.mutant:
         print(f"mutant {options.mutant}: {'found' if rig.failures else 'NOT FOUND'}")
     return int(bool(rig.failures) != bool(options.mutant))
 
 
 def open_rig(options: argparse.Namespace, folder: Path) -> Exactness:
-    """Load a model. Imports only what it needs: a machine with a GPU may have few packages."""
-    settings: dict[str, Any] = {name: getattr(options, name) for name in ("backend", "device", "kv_cache_dtype")}
-    settings |= {"dtype": options.dtype, "quantize": options.quantize or None, "max_num_seqs": options.at_once}
-    settings |= {"num_blocks": None, "kv_memory": options.kv_memory}
-    settings["max_model_len"] = options.longest + 2 * options.tokens + 64
-    limits = options.seed, options.longest, options.tokens
-    if not options.model:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-        from gpu_workloads import FULL, write_shape
-
-        write_shape(options.shape, FULL, folder / options.shape, options.layers)
-        return Exactness(folder / options.shape, *limits, **{**settings, "dtype": "bfloat16", "load_format": "dummy"})
-    from quire.engine.model_text import ModelText
-    from quire.weights.hub import resolve
-    from tests.equality import make_prompts
-
-    rig = Exactness(resolve(options.model), *limits, **settings)
-    text = ModelText.open(resolve(options.model))
-    rig.texts = make_prompts(text, 300)
-    text.close()
-    return rig
+    given = {name: getattr(options, name) or None for name in ("backend", "device", "kv_cache_dtype", "quantize")}
+    sizes = {"num_blocks": None, "kv_memory": options.kv_memory, "max_num_seqs": options.at_once}
+    settings: dict[str, Any] = {**given, **sizes, "max_model_len": options.longest + 2 * options.tokens + 64}
+    if options.model:
+        path = resolve(options.model)
+    else:
+        path = folder / options.shape
+        workloads = import_module("benchmarks.gpu_workloads")
+        workloads.write_shape(options.shape, workloads.FULL, path, options.layers)
+        settings |= {"dtype": "bfloat16", "load_format": "dummy"}
+    return Exactness(path, options.seed, options.longest, options.tokens, **settings)
 
 
 if __name__ == "__main__":
