@@ -54,6 +54,7 @@ LEVEL_BYTES = 256 << 20
 SAVE_S = 20.0
 WRONG_SHARE = 0.15  # of guesses
 FAIL_EACH = 5  # passes
+MAX_SHOWN = 10
 
 # How many conditions of 100 have it, and settings of `Rig.reset`. The blocks of a small pool hold so many requests.
 CONDITIONS: dict[str, tuple[int, Callable[[Random], dict[str, Any]]]] = {
@@ -240,11 +241,13 @@ class Exactness(Rig):
 
     def _run(self, rng: Random) -> None:
         """Answer some requests together, under the conditions of `_names`."""
-        most = min(self.recorder.capacity().max_num_seqs, 20 if "guesses" in self._names else 256)
+        settings = {name: value for one in self._names for name, value in CONDITIONS[one][1](rng).items()}
+        most = 4 * settings.get("max_num_seqs", 5 if "guesses" in self._names else 64)
+        most = min(most, self.recorder.capacity().max_num_seqs)
         num_picks = min(rng.choice((1, 2, rng.randint(2, 8), rng.randint(8, 64), rng.randint(1, most), most)), most)
         weights = [0.3 if "prompt_logprobs" in sampling else 1.0 for _, sampling in self._asked]
         picks = rng.choices(range(len(self._asked)), weights, k=num_picks)
-        self._use({name: value for one in self._names for name, value in CONDITIONS[one][1](rng).items()})
+        self._use(settings)
         for _ in range(1 + (self.engine is self._leveled)):
             for index, answer in zip(picks, self._answer(picks, rng), strict=True):
                 self._judge(index, answer)
@@ -316,7 +319,7 @@ class Exactness(Rig):
         names = ("error", "tokens", "rows", "prompt_rows")  # rows are logprobs
         found = [name for name in names if getattr(answer, name) != getattr(self._expected[index], name)]
         if found:
-            self.failures.append(f"{self._place(index)}: other {', '.join(found)} {answer.error or ''}")
+            self._fail(index, f"other {', '.join(found)} {answer.error or ''}")
 
     def _compare(self, rows: Rows) -> None:
         """Compare rows with those of a request alone. Of a request alone, note those that are new."""
@@ -333,18 +336,18 @@ class Exactness(Rig):
                 gap = float((logits.float() - self._known[key][1].float()).abs().max())
                 self.largest = max(self.largest, gap)
                 if not self.num_wrong["all"]:
-                    place = self._place(self._index[row.piece.request_id])
-                    self.failures.append(f"{place}: {row.kind}, position {row.end}, by {gap:.3g}")
+                    self._fail(self._index[row.piece.request_id], f"{row.kind}, position {row.end}, by {gap:.3g}")
                 self.num_wrong.update(names)
 
-    def _place(self, index: int) -> str:
-        return f"{self._where}, request {index}, {', '.join(self._names) or 'alone'}"
+    def _fail(self, index: int, text: str) -> None:
+        self.failures.append(f"{self._where}, request {index}, {', '.join(self._names) or 'alone'}: {text}")
+        if len(self.failures) <= MAX_SHOWN:
+            print(f"DIFFERENT: {self.failures[-1]}", flush=True)
 
     def report(self, wall_s: float) -> str:
         lines = [f"{'condition':26}{'rows':>10}{'differ':>10}"]
         lines += [f"{name:26}{count:10,}{self.num_wrong[name]:10,}" for name, count in sorted(self.num_rows.items())]
         lines.append(", ".join(f"{name}: {count:,}" for name, count in sorted(self.events.items())))
-        lines += [f"DIFFERENT: {text}" for text in self.failures[:10]]
         counts = f"{self.num_rows['all']:,} rows, {self.num_wrong['all']:,} differ, by at most {self.largest:.3g}"
         lines.append(f"{counts}; {wall_s:.0f} s, {self.num_rows['all'] / wall_s:,.0f} rows per second")
         return "\n".join(lines)
@@ -429,7 +432,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             while runner.prepare():  # captures graphs
                 pass
             rig.open_levels(Path(folder) / "kv")
-            print(f"{options.model or options.shape}, ready in {time.monotonic() - started_s:.1f} s: {runner.facts()}")
+            print(f"{options.model or options.shape}, ready in {time.monotonic() - started_s:.1f} s: {runner.facts().layout}")
             started_s = time.monotonic()
             for number in count() if options.round < 0 else (options.round,):
                 rig.run_round(number, is_over)
