@@ -432,7 +432,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             while runner.prepare():  # captures graphs
                 pass
             rig.open_levels(Path(folder) / "kv")
-            print(f"{options.model or options.shape}, ready in {time.monotonic() - started_s:.1f} s: {runner.facts().layout}")
+            ready_s = time.monotonic() - started_s
+            print(f"{options.model or options.shape}, ready in {ready_s:.1f} s: {runner.facts().layout}", flush=True)
             started_s = time.monotonic()
             for number in count() if options.round < 0 else (options.round,):
                 rig.run_round(number, is_over)
