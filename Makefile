@@ -117,8 +117,14 @@ format: $(STAMP)  ## format the code with ruff
 sim: $(STAMP)   ## check the scheduler in seeded worlds: SEEDS=5000 runs that many, 100:200 a range, @77 replays one
 	@$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
-equality: $(STAMP)  ## compare greedy answers of the real model alone and batched: PROMPTS=300 BACKEND=torch
+# Shapes whose logits are compared bit by bit on a GPU. On a CPU, only the native backend promises equal bits.
+EXACT  ?= $(if $(wildcard /proc/driver/nvidia/version),qwen3-0.6b llama-3-8b qwen3-30b-a3b qwen3.5-0.8b gpt-oss-20b)
+
+equality: $(STAMP)  ## compare answers of the real model alone and batched, and bits of logits: PROMPTS=300 BACKEND=torch EXACT="llama-3-8b"
 	@$(BIN)/python -m tests.equality --prompts $(PROMPTS) --backend $(BACKEND)
+	@$(if $(filter native,$(BACKEND)),$(BIN)/python -m tests.exactness --model smollm2-135m-instruct --backend native \
+		--kv-memory 500M --longest 150 --tokens 8 --at-once 16 --rows 2000)
+	@for shape in $(EXACT); do $(BIN)/python -m tests.exactness --shape $$shape --rows 50000 || exit 1; done
 
 precision: $(STAMP)  ## compare the native backend's distributions with fp32 of the same weights
 	@$(BIN)/python -m tests.precision
