@@ -61,6 +61,18 @@ def _load(layer, scales, place, d, dtype: tl.constexpr, VALUES: tl.constexpr, D:
 
 
 @triton.jit
+def _mask(scores, keys_at, high, position, cap, window, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return scores [M, N] with their cap, minus infinity for keys that a row does not see, and which it sees."""
+    if HAS_CAP:
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0))
+        scores *= 1.4426950408889634
+    is_seen = (keys_at < high)[None, :] & (keys_at[None, :] <= position[:, None])
+    if HAS_WINDOW:
+        is_seen = is_seen & (keys_at[None, :] > position[:, None] - window)
+    return tl.where(is_seen, scores, float("-inf")), is_seen
+
+
+@triton.jit
 def _scale_weights(weights, scales, is_seen, highest):
     """Multiply weights [M, N] by the scales [N] of their values, relative to the highest that a row has seen [M].
 
@@ -69,7 +81,11 @@ def _scale_weights(weights, scales, is_seen, highest):
     """
     scales = tl.where(is_seen, scales.to(tl.float32)[None, :], 0.0)
     higher = tl.maximum(highest, tl.max(tl.where(scales == scales, scales, 0.0), 1))
-    return weights * (scales * (1.0 / higher)[:, None]), higher, highest / higher
+    return (
+        weights * (scales * (1.0 / higher)[:, None]),
+        higher,
+        tl.div_rn(highest, higher),
+    )  # exactly 1 if both are equal
 
 
 @triton.jit
@@ -104,6 +120,25 @@ def _finish(peak, total, mixed, sinks, heads, is_in):
 
 
 @triton.jit
+def _store(
+    peak, total, mixed, first_parts, part, out, parts, sinks, row, rows, heads, d, is_row, num_heads,
+    D: tl.constexpr, IS_NARROW: tl.constexpr,
+):  # fmt: skip
+    """Write the parts or the results of an item's rows: all have parts, or none has."""
+    is_in = is_row[:, None] & (d < D)[None, :]
+    if tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW):
+        first_part = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0).to(tl.int64)
+        at = parts + ((first_part + part) * num_heads + heads) * (D + 4)
+        tl.store(at[:, None] + d[None, :], mixed, mask=is_in)
+        tl.store(at + D, peak, mask=is_row)
+        tl.store(at + D + 1, total, mask=is_row)
+    else:
+        mixed = _finish(peak, total, mixed, sinks, heads, is_row)
+        target = rows.to(tl.int64) * num_heads + heads
+        tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
 def _attend_item(
     item, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sinks,
     scale, cap, window, stride_q, stride_table, num_heads,
@@ -120,14 +155,13 @@ def _attend_item(
     rows = row + m // G  # [M]: of the batch
     heads = head * G + m % G
     position = tl.load(positions + rows, mask=is_row, other=-1)
-    is_in = is_row[:, None] & (d < D)[None, :]
-    queries = tl.load(q + rows[:, None] * stride_q + heads[:, None] * D + d[None, :], mask=is_in, other=0.0)  # [M, D]
+    at = q + rows[:, None] * stride_q + heads[:, None] * D + d[None, :]
+    queries = tl.load(at, mask=is_row[:, None] & (d < D)[None, :], other=0.0)  # [M, D]
     first = low
     if HAS_WINDOW:  # no row sees keys before the first row's window, and blocks behind it may belong to others
         first = tl.maximum(tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1, low)
         low = first // N * N
-    peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity minus itself is NaN
-    total = tl.zeros((M,), tl.float32)
+    peak, total = tl.full((M,), -1e30, tl.float32), tl.zeros((M,), tl.float32)  # finite: -inf minus itself is NaN
     mixed = tl.zeros((M, D_PAD), tl.float32)
     if IS_NARROW:  # the first item of a row goes on from what it shares with its siblings
         shared = tl.load(first_parts + 2 * row)
@@ -150,21 +184,14 @@ def _attend_item(
         scores = tl.dot(queries, keys, input_precision="ieee") * scale  # [M, N], in powers of two
         if scales is not None:
             scores = scores * row_scale[:, None] * tl.load(scales + place).to(tl.float32)[None, :]
-        if HAS_CAP:
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0))
-            scores *= 1.4426950408889634
-        is_seen = (keys_at < high)[None, :] & (keys_at[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            is_seen = is_seen & (keys_at[None, :] > position[:, None] - window)
-        scores = tl.where(is_seen, scores, float("-inf"))
+        scores, is_seen = _mask(scores, keys_at, high, position, cap, window, HAS_CAP, HAS_WINDOW)
         higher = tl.maximum(new_peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(new_peak - higher)
         # A product, because the order in which `tl.sum` adds depends on the tile.
         new_total = tl.dot(weights.to(values.dtype), ones, new_total * shrink[:, None], input_precision="ieee")
         if scales is not None:
-            value_scales = tl.load(scales + K * BLOCK + place)
-            weights, highest, factor = _scale_weights(weights, value_scales, is_seen, highest)
+            weights, highest, factor = _scale_weights(weights, tl.load(scales + K * BLOCK + place), is_seen, highest)
             shrink = shrink * factor
         new_mixed = tl.dot(weights.to(values.dtype), values, new_mixed * shrink[:, None], input_precision="ieee")
         new_peak = higher
@@ -176,16 +203,9 @@ def _attend_item(
             peak, total, mixed = _join(peak, total, mixed, new_peak, tl.max(new_total, 1), new_mixed)
             new_peak, new_total = tl.full((M,), -1e30, tl.float32), tl.zeros((M, 16), tl.float32)
             new_mixed = tl.zeros((M, D_PAD), tl.float32)
-    if tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW):  # as of all rows of the item
-        first_part = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0).to(tl.int64)
-        at = parts + ((first_part + part) * num_heads + heads) * (D + 4)
-        tl.store(at[:, None] + d[None, :], mixed, mask=is_in)
-        tl.store(at + D, peak, mask=is_row)
-        tl.store(at + D + 1, total, mask=is_row)
-    else:
-        mixed = _finish(peak, total, mixed, sinks, heads, is_row)
-        target = rows.to(tl.int64) * num_heads + heads
-        tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in)
+    _store(
+        peak, total, mixed, first_parts, part, out, parts, sinks, row, rows, heads, d, is_row, num_heads, D, IS_NARROW
+    )
 
 
 @triton.jit(do_not_specialize=["window", "stride_table", "num_items"])
