@@ -52,8 +52,7 @@ def _starts(piece: int) -> Ints:
 
 def _floor(keys: Any) -> Any:
     """Return the first key of the piece that holds each key."""
-    starts = _starts(PIECE)
-    return starts[np.searchsorted(starts, keys, "right") - 1]
+    return _starts(PIECE)[_starts(PIECE).searchsorted(keys, "right") - 1]
 
 
 class Prompt(NamedTuple):
@@ -307,8 +306,8 @@ def _plan_decode(start: int, batch_index: int, sizes: Sizes, window: int) -> Wor
     """Like `plan_work`, for one row. The answer of a lone request waits for this, so it takes few operations."""
     pieces, end = _starts(PIECE), start + 1
     low = int(_first_keys(start, window))
-    chunk = _chunk(end - low, 1, sizes.num_kv_heads, sizes.target)
-    first, last = pieces.searchsorted((low + chunk, end)).tolist()
+    cut = low + _chunk(end - low, 1, sizes.num_kv_heads, sizes.target)
+    first, last = pieces.searchsorted((cut, end)).tolist()
     bounds = [low, *pieces[first:last].tolist(), end]
     while len(bounds) - 1 > sizes.max_parts:
         del bounds[1]
@@ -382,9 +381,8 @@ def _cut(tiles: Ints, num_shared: int, target: int, max_parts: int, sizes: Sizes
     firsts, lasts = pieces.searchsorted(lows, "right"), pieces.searchsorted(highs)  # starts within each tile
     chunk = _chunk(int((highs - lows).sum()), len(tiles), sizes.num_kv_heads, target) if len(tiles) else PIECE
     is_shared = np.arange(len(tiles)) < num_shared
-    is_inside = is_shared & (lows > 0)
     while True:  # lengthen the items until there is room for all
-        cuts = np.clip(pieces.searchsorted(lows + chunk), firsts, np.where(is_inside, firsts, lasts))
+        cuts = np.clip(pieces.searchsorted(lows + chunk), firsts, np.where(is_shared & (lows > 0), firsts, lasts))
         counts = lasts - cuts + 1
         num_parts = int((tiles[:, 1] * counts * (is_shared | (counts > 1))).sum())
         if num_parts <= max_parts and counts.sum() <= len(tiles) + target // sizes.num_kv_heads + 1 + SPARE:

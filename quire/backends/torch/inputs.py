@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
     def padded(self, num_rows: int) -> Layout:
         """Return a layout with so many rows."""
-        parts = num_rows + 1 if self.num_window_parts else 0
+        parts = 2 * num_rows + 1 if self.num_window_parts else 0
         return self._replace(num_rows=num_rows, num_window_parts=parts, num_kept=num_rows if self.num_kept else 0)
 
     @property

@@ -243,7 +243,9 @@ def first_calls(
     ]
     if dtype != torch.float32:  # products of a step without a graph
         matrices = (zeros(128, 128), zeros(64, 512))  # sums of one part, and of several
-        calls += [partial(tile_product, zeros(rows, one.shape[1]), one, None) for rows in (16, 32, 64) for one in matrices]
+        calls += [
+            partial(tile_product, zeros(rows, one.shape[1]), one, None) for rows in (16, 32, 64) for one in matrices
+        ]
     for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
         if isinstance(mlp, MlpSpec):
             calls.append(partial(gated, zeros(2, 2 * mlp.size), mlp.activation))

@@ -173,7 +173,11 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     experts |= {"_quantized_product", "_gated_alone_quantized", "_down_alone_quantized"}
     states = {"_decode", "_convolved", "_prepare", "_pass_states", "_finish", "_gate_output"}
     states |= {"_short_decode", "_short_chunk", "_short_store"}
-    assert compiled == sampling | blocks | layers | experts | states | {"_tile_product", "_large_product", "_norm_columns"}
+    assert compiled == sampling | blocks | layers | experts | states | {
+        "_tile_product",
+        "_large_product",
+        "_norm_columns",
+    }
 
 
 def kind(value: object) -> object:

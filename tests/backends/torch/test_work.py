@@ -308,7 +308,7 @@ def test_the_card_is_shared_evenly() -> None:
     """A single long context is divided among all programs, but never into pieces below the minimum."""
     sizes = Sizes(8, 32, 64, 528, 264, 4096)
     work = plan_work(np.array([99_999], np.int32), np.array([3], np.int32), [], [], 1, sizes)
-    assert 66 <= len(work.narrow) <= 150
+    assert 66 <= len(work.narrow) <= 170  # nearly one for each piece
     lengths = work.narrow[:, 4] - work.narrow[:, 3]
     assert lengths.max() <= 2 * 100_000 / 66
     assert (work.narrow[:, 2] == 3).all()

@@ -158,7 +158,9 @@ def _attend_item(
     is_in = is_row[:, None] & (d < D)[None, :]
     queries = tl.load(q + rows[:, None] * stride_q + heads[:, None] * D + d[None, :], mask=is_in, other=0.0)  # [M, D]
     first_part = tl.load(first_parts + 2 * rows + IS_NARROW, mask=is_row, other=0).to(tl.int64)
-    has_parts = tl.load(first_parts + 2 * row + 2) > tl.load(first_parts + 2 * row + IS_NARROW)  # as all rows of the item
+    has_parts = tl.load(first_parts + 2 * row + 2) > tl.load(
+        first_parts + 2 * row + IS_NARROW
+    )  # as all rows of the item
     first = low
     if HAS_WINDOW:  # no row sees keys before the first row's window, and blocks behind it may belong to others
         first = tl.maximum(tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1, low)
@@ -217,7 +219,9 @@ def _attend(
 ):  # fmt: skip
     index = tl.program_id(0)
     num_rows = tl.load(items + index * 6 + 1)
-    next_rows = tl.load(items + (index + tl.num_programs(0)) * 6 + 1, mask=index + tl.num_programs(0) < num_items, other=0)
+    next_rows = tl.load(
+        items + (index + tl.num_programs(0)) * 6 + 1, mask=index + tl.num_programs(0) < num_items, other=0
+    )
     while num_rows > 0:  # the first item without rows is padding, and so are those after it
         _attend_item(
             items + index * 6, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sinks,

@@ -94,10 +94,8 @@ def _few_sums(
 
     FIRST, SECOND, THIRD: columns that are loaded before the wait for the inputs. INPUTS: of the others, at a time.
     """
-    if PARTS > 1:
-        total = tl.zeros((PARTS, OUTPUTS, ROWS), tl.float32)
-    else:
-        total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    shape: tl.constexpr = (PARTS, OUTPUTS, ROWS) if PARTS > 1 else (OUTPUTS, ROWS)
+    total = tl.zeros(shape, tl.float32)
     first = _weights(start, 0, FIRST, SPAN)
     second, third = first, first
     if SECOND:
