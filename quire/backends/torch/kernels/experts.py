@@ -8,9 +8,9 @@ slots is cut into tiles of at most ROWS rows, and a tile reads its expert once. 
 memory's speed; large tiles are for prompts. All shapes depend on the number of rows only, and the host never waits, so
 a graph can contain everything: programs for tiles that do not exist return at once.
 
-All products of 16-bit matrices add up in the order of the inputs, and a row's experts in the order of its choice, so the
-bits of a row do not depend on its place in a tile, on the other rows, or on their number. Gate, up and down are rounded
-as in a dense MLP; routing weights and the sum over the experts are fp32.
+All products of 16-bit matrices add up in the order of the inputs, and a row's experts in the order of its choice. So
+the bits of a row do not depend on its place in a tile, on the other rows, or on their number. Gate, up and down are
+rounded as in a dense MLP; routing weights and the sum over the experts are fp32.
 """
 
 from __future__ import annotations
