@@ -39,7 +39,9 @@ MIN_DRAFT_KEYS = 1024  # that drafts share: reading fewer for each draft takes l
 PART_KEYS = 16  # keys read in the time of writing and merging one part: 2 * G, for G query heads per KV head
 COMPARED = 64  # blocks at a time
 
-ITEM_FIELDS = 6  # first row, number of rows, batch index of the block table, first key, last key + 1, index of the part
+# First row, number of rows, batch index of the block table, first key, last key + 1, index of the part, and of a row's first
+# narrow item the number of parts that it goes on from, and the index of the first of them.
+ITEM_FIELDS = 8
 NO_ITEMS: Ints = np.zeros((0, ITEM_FIELDS), np.int32)
 
 
@@ -293,6 +295,8 @@ def plan_work(
     counts[:num_decodes, 1] = np.where(num_parts > 1, num_parts, 0)
     first_parts = np.zeros(2 * num_rows + 1, np.int32)
     np.cumsum(counts, out=first_parts[1:])
+    is_first = narrow[:, 5] == 0
+    narrow[is_first, 6], narrow[is_first, 7] = counts[narrow[is_first, 0], 0], first_parts[2 * narrow[is_first, 0]]
     # Longest first: they determine the total time.
     return Work(first_parts, *(items[np.argsort(items[:, 3] - items[:, 4], kind="stable")] for items in (narrow, wide)))
 
@@ -312,8 +316,8 @@ def _plan_decode(start: int, batch_index: int, sizes: Sizes, window: int) -> Wor
     while len(bounds) - 1 > sizes.max_parts:
         del bounds[1]
     num_parts = len(bounds) - 1
-    items = [0, 1, batch_index, 0, 0, 0] * num_parts
-    items[3::6], items[4::6], items[5::6] = bounds[:-1], bounds[1:], range(num_parts)
+    items = [0, 1, batch_index, 0, 0, 0, 0, 0] * num_parts
+    items[3::8], items[4::8], items[5::8] = bounds[:-1], bounds[1:], range(num_parts)
     first_parts = np.array([0, 0, num_parts if num_parts > 1 else 0], np.int32)
     return Work(first_parts, np.array(items, np.int32).reshape(-1, ITEM_FIELDS), NO_ITEMS)
 
@@ -391,7 +395,7 @@ def _cut(tiles: Ints, num_shared: int, target: int, max_parts: int, sizes: Sizes
     which = np.repeat(np.arange(len(tiles)), counts)
     part = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
     at = cuts[which] + part  # of the start after the item
-    items = np.empty((len(which), ITEM_FIELDS), np.int32)
+    items = np.zeros((len(which), ITEM_FIELDS), np.int32)
     items[:, :3] = tiles[which, :3]
     items[:, 3] = np.where(part == 0, lows[which], pieces[at - 1])
     items[:, 4] = np.where(part == counts[which] - 1, highs[which], pieces[at])

@@ -131,7 +131,10 @@ def check_items(case: Case, work: Work, window: int = 0) -> None:
     starts = set(_starts(attention_work.PIECE).tolist())
     parts: list[dict[tuple[bool, int], tuple[int, int]]] = [{} for _ in rows]
     for is_narrow, items in ((False, work.wide), (True, work.narrow)):
-        for row, num_rows, batch_index, low, high, part in items.tolist():
+        for row, num_rows, batch_index, low, high, part, num_shared, shared in items.tolist():
+            first = is_narrow and part == 0  # goes on from what the row shares
+            bounds = work.first_parts[2 * row : 2 * row + 2].tolist()
+            assert [shared, shared + num_shared] == (bounds if first else [0, 0])
             assert 1 <= num_rows <= (1 if is_narrow else case.sizes.rows_per_item)
             assert low in starts
             assert low < high <= rows[row + num_rows - 1][0] + 1
@@ -228,7 +231,7 @@ def test_with_a_window_only_its_blocks_are_read(num_prompts: int) -> None:
         work = plan_work(case.starts, case.batch_indices, (), case.prompts, case.num_rows, case.sizes, window)
         check_items(case, work, window)
         rows = list(case.rows())
-        for row, _, _, low, _, _ in [*work.narrow.tolist(), *work.wide.tolist()]:
+        for row, _, _, low, *_ in [*work.narrow.tolist(), *work.wide.tolist()]:
             first = _floor(max(rows[row][0] + 1 - window, 0))
             assert first <= low
             num_behind += first > 0
@@ -253,7 +256,7 @@ def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
         assert np.array_equal(work.narrow, beside.narrow)
         assert np.array_equal(work.first_parts, beside.first_parts[: 2 * num_rows + 1])
         assert not len(work.wide)
-        assert beside.wide.tolist() == [[num_rows, 2, 99, 0, 2, 0]]
+        assert beside.wide[:, :6].tolist() == [[num_rows, 2, 99, 0, 2, 0]]
         num_split += int(work.first_parts[-1]) > 0
     assert num_split > 25
 
@@ -313,7 +316,7 @@ def test_the_card_is_shared_evenly() -> None:
     assert lengths.max() <= 2 * 100_000 / 66
     assert (work.narrow[:, 2] == 3).all()
     short = plan_work(np.array([PIECE - 1], np.int32), np.array([0], np.int32), [], [], 1, sizes)
-    assert short.narrow.tolist() == [[0, 1, 0, 0, PIECE, 0]]
+    assert short.narrow.tolist() == [[0, 1, 0, 0, PIECE, 0, 0, 0]]
     many = plan_work(np.full(600, 999, np.int32), np.arange(600, dtype=np.int32), [], [], 600, sizes)
     assert len(many.narrow) == 600
     assert not many.first_parts.any()

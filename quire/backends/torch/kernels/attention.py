@@ -169,9 +169,9 @@ def _attend_item(
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PAD), tl.float32)
     if IS_NARROW:  # the first item of a row goes on from what it shares with its siblings
-        shared = tl.load(first_parts + 2 * row)
-        for before in range(shared, tl.where(part == 0, tl.load(first_parts + 2 * row + 1), shared)):
-            target = (before + tl.zeros((M,), tl.int64)) * num_heads + heads
+        num_shared, shared = tl.load(item + 6), tl.load(item + 7)
+        for before in range(0, num_shared):
+            target = (shared + before + tl.zeros((M,), tl.int64)) * num_heads + heads
             peak, total, mixed = _join_part(peak, total, mixed, parts, target, is_row, d, D)
     row_scale = total  # used in FP8 only
     if scales is not None:
@@ -218,20 +218,20 @@ def _attend(
     PIECE: tl.constexpr, PIECES: tl.constexpr, MAX_KEYS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    num_rows = tl.load(items + index * 6 + 1)
+    num_rows = tl.load(items + index * 8 + 1)
     next_rows = tl.load(
-        items + (index + tl.num_programs(0)) * 6 + 1, mask=index + tl.num_programs(0) < num_items, other=0
+        items + (index + tl.num_programs(0)) * 8 + 1, mask=index + tl.num_programs(0) < num_items, other=0
     )
     while num_rows > 0:  # the first item without rows is padding, and so are those after it
         _attend_item(
-            items + index * 6, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sinks,
+            items + index * 8, num_rows, q, layer, scales, tables, positions, first_parts, out, parts, sinks,
             scale, cap, window, stride_q, stride_table, num_heads,
             K, G, D, D_PAD, BLOCK, M, N, HAS_CAP, HAS_WINDOW, IS_NARROW, PIECE, PIECES, MAX_KEYS,
         )  # fmt: skip
         index += tl.num_programs(0)
         num_rows = next_rows
         following = index + tl.num_programs(0)
-        next_rows = tl.load(items + following * 6 + 1, mask=(num_rows > 0) & (following < num_items), other=0)
+        next_rows = tl.load(items + following * 8 + 1, mask=(num_rows > 0) & (following < num_items), other=0)
 
 
 @triton.jit
