@@ -155,7 +155,7 @@ def _first(given: T | None, recommended: T | None, neutral: T) -> T:
 class PinPrefix:
     """Keep the full blocks of a prompt's first tokens in the cache for a limited time.
 
-    The server makes the id from a digest, counts the tokens and has checked the time.
+    The server makes the id from a digest and counts the tokens; the time is one that a protocol names.
     """
 
     pin_id: str

@@ -610,8 +610,9 @@ class GrammarQueue:
 
     def take(self) -> Sequence[tuple[Add, Compiled | QuireError]]:
         """The requests whose grammars are compiled or failed, in the order in which their compilation began."""
-        done = [one for one in self._compiling if one.job.done()]
-        self._compiling = [one for one in self._compiling if one not in done]
+        ended = [(one, one.job.done()) for one in self._compiling]  # asked once: a job may end in between
+        done = [one for one, is_done in ended if is_done]
+        self._compiling = [one for one, is_done in ended if not is_done]
         self._begin()
         return [(one.message, _outcome(one.job)) for one in done]
 

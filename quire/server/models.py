@@ -640,7 +640,9 @@ class ModelService:
 
     async def close(self) -> None:
         self._supervising.cancel()
-        await asyncio.gather(self._supervising, return_exceptions=True)  # raised where the worker was awaited
+        await asyncio.wait({self._supervising})
+        if not self._supervising.cancelled():
+            self._supervising.exception()  # already raised where the worker was awaited
         self.cut()
         await self.client.close()
         self._encoders.shutdown(wait=False, cancel_futures=True)
@@ -864,6 +866,7 @@ class Models:
         self.rendering = FairSlots(1)  # of metrics
         self.is_draining = False
         self.has_started = False  # the first model has been loaded
+        self.num_open = 0  # open requests, including those that wait for a model to load; not the loads themselves
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: set[ActiveRequest] = set()  # of all models, that have not ended
 
@@ -894,11 +897,6 @@ class Models:
             raise ApiError(Kind.NO_MODEL, text, param="model")
         return model
 
-    @property
-    def num_open(self) -> int:
-        """Open requests, including those that wait for a model to load."""
-        return sum(model.num_leases + len(model.waiters) for model in self._models)
-
     # Requests
 
     def check_open(self, key: Key) -> None:
@@ -926,7 +924,7 @@ class Models:
         active.opening = task = asyncio.current_task()
         try:
             await self.hold(active.served_by)
-            active.on_close.callback(self.manager.release, active.served_by)
+            active.on_close.callback(self.release, active.served_by)
             active.load_s = time.monotonic() - began_s
             active.service = active.served_by.loaded
             await active.service.open(active)
@@ -941,14 +939,22 @@ class Models:
             raise
 
     async def hold(self, model: Model) -> None:
-        """Load the model and keep it loaded until it is released at the manager."""
+        """Load the model and keep it loaded until `release`."""
+        self.num_open += 1
         try:
             if model.state is not ModelState.READY:
                 self._log_wait(model)
             async with asyncio.timeout(self.shared.queue_timeout_s):
                 await self.manager.hold(model)
-        except (TimeoutError, QuireError) as error:
-            raise self._refusal(model, error) from error
+        except BaseException as error:
+            self.num_open -= 1
+            if isinstance(error, TimeoutError | QuireError):
+                raise self._refusal(model, error) from error
+            raise
+
+    def release(self, model: Model) -> None:
+        self.manager.release(model)
+        self.num_open -= 1
 
     def _log_wait(self, model: Model) -> None:
         num_waiting = len(model.waiters) + 1

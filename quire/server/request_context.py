@@ -276,7 +276,7 @@ class RequestContext:
                     await asyncio.wait({holding})
                 if not holding.cancelled() and holding.exception() is None:
                     self._held.add(model)
-                    self.on_finish.callback(self.models.manager.release, model)
+                    self.on_finish.callback(self.models.release, model)
         return self.service
 
     async def wait_for(self, task: asyncio.Task[None]) -> None:

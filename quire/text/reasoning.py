@@ -53,8 +53,11 @@ class Opening(Enum):
 
 def find_reasoning(source: str | None) -> ReasoningFormat | None:
     """The reasoning format of a template; None: the model does not reason."""
-    signs = {row.opening if row.has_channels else row.closing: row for row in REASONING_FORMATS}
-    return next((row for sign, row in signs.items() if source is not None and sign in source), None)
+    for row in REASONING_FORMATS:
+        sign = row.opening if row.has_channels else row.closing
+        if source is not None and sign in source:
+            return row
+    return None
 
 
 def find_opening(format: ReasoningFormat, tail: str) -> Opening:

@@ -366,6 +366,35 @@ def test_a_request_is_refused_before_it_is_read_only_if_every_queue_is_full(fold
         models.enter(nothing, nothing)
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_load_holds_a_drain_only_for_a_request_that_is_not_answered(
+    is_asked: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        models = Models([ModelConfig(folder / "a", ("a",))], SharedResources())
+
+        async def load(_kv_bytes: int | None) -> int:
+            await asyncio.sleep(HANG_S)
+            raise AssertionError("the load is cancelled before")
+
+        monkeypatch.setattr(models.default, "load", load)
+        loading = models.begin(models.load(models.default))
+        waiting = asyncio.ensure_future(models.hold(models.default)) if is_asked else None
+        await asyncio.sleep(0.01)
+        assert models.num_open == is_asked  # a server without requests ends at once, whatever it loads
+        assert await models.drain(0.01) is not is_asked
+        models.cut()
+        assert models.num_open == is_asked  # until the refusal can be sent
+        if waiting is not None:
+            with pytest.raises(ApiError, match="shutting down"):
+                await waiting
+        assert models.num_open == 0
+        await models.close()
+        await asyncio.wait({loading})
+
+    asyncio.run(run())
+
+
 # Models that only the mlx backend runs
 
 

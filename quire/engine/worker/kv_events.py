@@ -174,7 +174,7 @@ class CacheEvents:
         for level in self._below:
             level.on_change = self._take_level
             for stored in level.pieces(MemoryKind.BLOCK).values() if self._has_salts else ():
-                self.stored(level.level, *stored.content[1:])
+                self._store_content(level.level, stored.content)
         self._announce_after(self._root)
 
     def _take_level(self, level: Level, content: Content, is_stored: bool) -> None:
@@ -183,7 +183,7 @@ class CacheEvents:
         if not is_stored:
             self.removed(level, (content.key,))
             return
-        self.stored(level, *content[1:])
+        self._store_content(level, content)
         if content.key in self._levels:
             self._announce_after(content.key)
 
@@ -195,7 +195,10 @@ class CacheEvents:
                 for stored in level.after(MemoryKind.BLOCK, parent_key) or ():
                     if stored.content.key not in self._levels:
                         keys.append(stored.content.key)
-                    self.stored(level.level, *stored.content[1:])
+                    self._store_content(level.level, stored.content)
+
+    def _store_content(self, level: Level, content: Content) -> None:
+        self.stored(level, content.key, content.parent_key, content.tokens)
 
     def take(self, change: TreeChange) -> None:
         """Announce a change of the prefix tree. This is its `on_change`."""

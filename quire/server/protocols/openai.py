@@ -1447,7 +1447,7 @@ def _prompt_entries(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer) 
 
 
 def _alternatives(entry: TokenLogprob) -> dict[str, float]:
-    """The alternatives of a token. It is always among them."""
+    """The alternatives of a token, always with the token itself."""
     found = {token_text(top): finite(top.logprob) for top in entry.top}
     found.setdefault(token_text(entry), finite(entry.logprob))
     return found

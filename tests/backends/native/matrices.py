@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from quire.backends.native.library import GROUP, Bytes, Floats, Linear, Matrix, load_library
 from quire.backends.native.model import Engine, NativeModel, build_batch
 from quire.backends.native.packing import SOURCES
-from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
-from quire.weights.gguf import BLOCKS
+from quire.weights.checkpoint import BLOCKS, RawTensor, TensorInfo, TensorType
 from quire.weights.quants import to_float32
 from tests.backends.plans import piece
 from tests.weights.makers import set_scales

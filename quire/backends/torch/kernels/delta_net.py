@@ -176,29 +176,9 @@ def _decode(
     q, k, kq = q * q_scale, k * k_scale, kq * q_scale * k_scale
     out += row * (HV * V)
     _update(
-        state,
-        q,
-        k,
-        kq,
-        x,
-        taps,
-        decay,
-        bias,
-        norm,
-        conv,
-        matrices,
-        source,
-        target,
-        head,
-        out,
-        eps,
-        HK,
-        HV,
-        K,
-        V,
-        C,
-        TAPS,
-    )
+        state, q, k, kq, x, taps, decay, bias, norm, conv, matrices, source, target, head, out, eps,
+        HK, HV, K, V, C, TAPS,
+    )  # fmt: skip
     if GROUP > 1:
         if target == source:
             for _ in range(1, GROUP):

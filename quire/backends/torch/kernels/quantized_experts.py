@@ -47,7 +47,7 @@ TILES_TOGETHER = 8  # tiles next to each other that read the same strip of their
 
 
 _INT4 = tl.constexpr(2)  # 4 bits from here on; see KINDS
-_FP4 = tl.constexpr(3)  # of experts always MXFP4: the scales are exponents
+_FP4 = tl.constexpr(3)  # of experts always MXFP4, with exponents as scales: `packed.has_kernels` refuses others
 
 
 # Few rows
